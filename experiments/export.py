@@ -28,7 +28,7 @@ from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import exported
 from txl_jax.interop.exported import Arrays, Function, Functions
-from txl_jax.runs.build import RunComponents, build_for
+from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.weights import open_weights
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
@@ -87,7 +87,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     print(f"to        {target}, for {', '.join(exported.PLATFORMS)}")
 
 
-def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> RunComponents:
+def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> Built:
     """Builds the model on one device, with attention in XLA's own operations: kernels would belong to one platform."""
     lengths = dataclasses.replace(config.eval, batch_size=rows, stride=None, warmup_tokens=0)
     config = dataclasses.replace(config, eval=lengths, mesh=MeshConfig(data=1))
@@ -96,7 +96,7 @@ def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) 
     return build_for(config, vocabulary, mesh=mesh)
 
 
-def _functions_of(components: RunComponents, params: Any) -> Functions:
+def _functions_of(components: Built, params: Any) -> Functions:
     """Returns the model's functions, without a generation step if the model does not generate."""
     generates = True
     try:
@@ -104,7 +104,7 @@ def _functions_of(components: RunComponents, params: Any) -> Functions:
     except UserError as error:
         print(f"note      scoring only: {error}")
         generates = False
-    weights = jax.device_get(components.evaluation.prepare_params(params))
+    weights = jax.device_get(components.prepare_params(params))
     return exported.functions_of(components.model, components.config.eval, weights, generates=generates)
 
 

@@ -24,7 +24,7 @@ from txl_jax.runs.train import train_run
 from txl_jax.runs.trainer import Outcome
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.stop import StopRequest
-from txl_jax.training.loop import Hook, HookContext
+from txl_jax.training.hooks import Hook, HookContext
 
 DRIVE = Path("/content/drive")
 _REDRAW_SECONDS = 3.0  # At least, between two drawings of a live curve: one takes some tenths of a second.

@@ -43,12 +43,12 @@ def milliseconds_per_step(mesh: MeshConfig) -> float:
         mesh=mesh,
     )
     parts = build(config, vocab_size=64)
-    step = parts.training.compile_step().program
-    state, before, times = parts.training.init_state(), None, []
+    step = parts.compile_step().program
+    state, before, times = parts.init_state(), None, []
     reader = training_segments(np.arange(rows * L * 20) % 64, batch_size=rows, segment_len=L)
     for number in range(STEPS):
         began = time.thread_time()
-        state, metrics = step(state, parts.placement.place(reader.segments(number, 1)))
+        state, metrics = step(state, parts.place(reader.segments(number, 1)))
         if before is not None:
             jax.device_get(before)
         before = metrics

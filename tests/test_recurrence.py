@@ -1,6 +1,7 @@
-"""Tests the scan over segments against a Python loop, with resets inside a block."""
+"""Tests the scan over segments against a Python loop, with resets inside a block, and sums of losses."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from txl_jax import memory as memory_lib
 from txl_jax import recurrence
 from txl_jax.config import MemoryStart
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 
 S, B, L, M, N, D = 6, 3, 2, 5, 4, 7
 
@@ -54,3 +55,17 @@ def test_the_scan_is_a_loop(start, resets):
     expected = (expected_state, expected_memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
     for a, b in zip(jax.tree.leaves((state, memory, collected)), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def test_weighted_sums_are_of_scored_positions():
+    """Only a scored position shows that it is not finite."""
+    nll = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    nats, count = recurrence.weighted_sum(nll, jnp.asarray([[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]]))
+    assert (float(nats), float(count)) == (1 + 2 + 16 + 32, 3.5)
+    for unscored in (math.nan, math.inf):
+        nats, count = recurrence.weighted_sum(jnp.asarray([[unscored, 3.0]]), jnp.asarray([[0.0, 1.0]]))
+        assert (float(nats), float(count)) == (3, 1)
+    nats, _ = recurrence.weighted_sum(jnp.asarray([[math.nan, 3.0]]), jnp.asarray([[1.0, 1.0]]))
+    assert math.isnan(nats)
+    nats, count = recurrence.weighted_sum(jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    assert (float(nats), float(count)) == (0, 0)

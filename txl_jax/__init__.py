@@ -16,19 +16,17 @@ if TYPE_CHECKING:
     from txl_jax.data.corpus import read_corpus
     from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
     from txl_jax.errors import UserError
-    from txl_jax.losses import weighted_sum
     from txl_jax.memory import Memory
     from txl_jax.memory import reset as reset_memory
     from txl_jax.metrics import Totals
     from txl_jax.modules.transformer_xl import TransformerXL
     from txl_jax.ops.attention import Visibility, attention, sinusoids
-    from txl_jax.recurrence import scan_segments
+    from txl_jax.recurrence import Segments, scan_segments, weighted_sum
     from txl_jax.runs.train import train
     from txl_jax.runs.trainer import Outcome
     from txl_jax.runtime.sinks import Sink
-    from txl_jax.segments import Segments
     from txl_jax.trained_model import Continuation, LanguageModel, load
-    from txl_jax.training.loop import Hook, HookContext
+    from txl_jax.training.hooks import Hook, HookContext
 
     __all__ = ["__version__"]
     __all__ += config.__all__
@@ -62,13 +60,13 @@ if TYPE_CHECKING:
 # Module of each public name that is not a setting.
 _PLACES = {
     "Continuation": "trained_model",
-    "Hook": "training.loop",
-    "HookContext": "training.loop",
+    "Hook": "training.hooks",
+    "HookContext": "training.hooks",
     "LanguageModel": "trained_model",
     "Memory": "memory",
     "Outcome": "runs.trainer",
     "SegmentReader": "data.segments",
-    "Segments": "segments",
+    "Segments": "recurrence",
     "Sink": "runtime.sinks",
     "Totals": "metrics",
     "TransformerXL": "modules.transformer_xl",
@@ -84,7 +82,7 @@ _PLACES = {
     "sinusoids": "ops.attention",
     "train": "runs.train",
     "training_segments": "data.segments",
-    "weighted_sum": "losses",
+    "weighted_sum": "recurrence",
 }
 
 

@@ -6,10 +6,13 @@ M + (L + 1) / 2; with `same_length` M. That a clamp or a short table spares posi
 Of an adaptive softmax only the head counts: how often a token needs a tail depends on the text.
 """
 
+import dataclasses
 import re
 from typing import Any
 
-from txl_jax.config import ModelConfig, Network
+import jax
+
+from txl_jax.config import ExperimentConfig, ModelConfig, Network
 from txl_jax.modules.positions import encoding_of
 
 # Peak of dense products in bfloat16 (V100, T4: float16), FLOP/s per device, from the makers' data sheets.
@@ -31,6 +34,38 @@ _PEAKS = {
     "L40S": 362e12,
     "T4": 65e12,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """The work of one update.
+
+    Attributes:
+      tokens: Number of tokens that one member reads for the first time.
+      flops: Operations of one member, or None if they are not counted.
+      peak_flops: Peak FLOP/s of all devices together, or None if it is unknown.
+    """
+
+    tokens: int
+    flops: float | None = None
+    peak_flops: float | None = None
+
+
+def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> StepCost:
+    """Returns the work of one update of one run or member, on `n_device` devices of this machine's kind."""
+    train, peak = config.train, device_peak(jax.devices()[0].device_kind)
+    per_token = of_training(
+        config.model,
+        vocab_size=vocab_size,
+        segment_len=train.segment_len,
+        mem_len=train.mem_len,
+        same_length=train.same_length,
+    )
+    return StepCost(
+        tokens=train.batch_size * train.new_tokens,
+        flops=per_token * train.batch_size * train.segment_len,
+        peak_flops=None if peak is None else peak * n_device,
+    )
 
 
 def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:

@@ -1,14 +1,28 @@
-"""The recurrence: a `lax.scan` over segments that carries the memory.
-
-Training and streaming evaluation are bodies of this one scan.
-"""
+"""Segments of a text, the `lax.scan` over them that carries the memory, and sums of their losses."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from txl_jax.segments import Segments
+
+class Segments(NamedTuple):
+    """S consecutive segments of L tokens for B rows of a batch (those of one process).
+
+    Attributes:
+      inputs: int32 [S, B, L]; 0 in padding.
+      targets: int32 [S, B, L], the token after each input; 0 in padding.
+      weights: float32 [S, B, L]: 1 for a scored target; 0 for padding, warm-up and tokens read twice.
+      reset: bool [S, B]: the row starts anew with this segment, so its memory is emptied first.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    reset: np.ndarray
+
 
 # (state, memory, one segment) -> (state, memory, what to collect)
 SegmentBody = Callable[[Any, Any, Segments], tuple[Any, Any, Any]]
@@ -20,11 +34,11 @@ def scan_segments(
     """Applies `body` to S segments in order; rows whose reset bit is set start from an empty memory.
 
     Args:
-      body: sees one segment (arrays [B, L], reset [B]) and must return the memory moved on by it.
-      state: any pytree carried along, e.g. the parameters that are being trained.
-      memory: the memory before the first segment, a `Memory` or a `KVCache`.
-      segments: arrays [S, B, L], reset [S, B].
-      reset: empties the rows of a memory that a bool [B] marks.
+      body: Takes one segment (arrays [B, L], reset [B]) and must return the memory moved on by it.
+      state: Any pytree carried along, e.g. the parameters that are being trained.
+      memory: The memory before the first segment, a `Memory` or a `KVCache`.
+      segments: Arrays [S, B, L], reset [S, B].
+      reset: Empties the rows of a memory that a bool [B] marks.
 
     Returns:
       State and memory after the last segment, and the collected results, stacked along S.
@@ -37,3 +51,11 @@ def scan_segments(
 
     (state, memory), collected = jax.lax.scan(step, (state, memory), segments)
     return state, memory, collected
+
+
+def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns summed nats and summed weights of losses [B, L] with weights [B, L].
+
+    A position of weight 0 adds exactly 0 even where its loss is not finite.
+    """
+    return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)

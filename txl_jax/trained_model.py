@@ -17,7 +17,7 @@ from txl_jax.errors import UserError
 from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
-from txl_jax.runs.build import RunComponents
+from txl_jax.runs.build import Built
 from txl_jax.runs.generate import check_can_generate, read_stop
 from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
 from txl_jax.runs.weights import open_weights
@@ -73,7 +73,7 @@ class LanguageModel:
       step: Training step at which they were saved.
     """
 
-    components: RunComponents
+    components: Built
     vocabulary: Vocabulary
     params: Any
     step: int
@@ -317,7 +317,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _weights(self) -> Any:
-        return self.components.evaluation.prepare_params(self.params)
+        return self.components.prepare_params(self.params)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
     def _reader(self, batch_size: int) -> DocumentReader:
@@ -325,7 +325,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _generator(self) -> Generator:
-        return self.components.evaluation.generator(self._weights)
+        return self.components.generator(self._weights)
 
     def _with_first(self, documents: Iterable[Document], first: Token | None) -> Iterator[np.ndarray]:
         """Returns the ids of each document, after the token `first` unless that is None."""

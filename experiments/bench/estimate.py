@@ -42,9 +42,8 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runs.train import device_bytes
 from txl_jax.runtime.environment import megabytes
 
 TASKS = ("training", "evaluation", "generation")
@@ -194,7 +193,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
     else:
         mesh = sharding.make_mesh(config.mesh, devices_or_none)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
-    components.training.check_batch_size()
+    components.check_batch_size()
     print(
         f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in {config.model.dtype}, "
         f"{mesh.size} x {found.chip.kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
@@ -204,7 +203,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
     lines: dict[str, str] = {}
     if devices_or_none is not None and components.attention:  # Which path it is depends on the devices.
         lines |= {f"attention, {task}": path for task, path in components.attention.record().items()}
-    lines |= {kind: f"{megabytes(size)} per device" for kind, size in device_bytes(components).items()}
+    lines |= {kind: f"{megabytes(size)} per device" for kind, size in components.device_bytes().items()}
     update_flops, peak = flops_of_update(components), flops.device_peak(found.chip.kind)
     assert peak
     lines["an update"] = f"{update_flops / 1e12:.4g} TFLOP per device, at least {1e3 * update_flops / peak:.1f} ms"
@@ -219,7 +218,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
         yield not does_not_fit
 
 
-def flops_of_update(components: RunComponents) -> float:
+def flops_of_update(components: Built) -> float:
     """Returns the operations of a device in an update by `txl_jax.flops`, with those that remat=full does again."""
     model, train = components.config.model, components.config.train
     lengths: Any = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
@@ -229,7 +228,7 @@ def flops_of_update(components: RunComponents) -> float:
     return per_token * train.batch_size * train.segment_len / components.mesh.size
 
 
-def estimate_task(components: RunComponents, task: str, memory_bytes: int) -> str:
+def estimate_task(components: Built, task: str, memory_bytes: int) -> str:
     """Compiles a task and prints what it needs on a device; returns both sizes if it needs more memory than this."""
     start = time.monotonic()
     try:
@@ -268,14 +267,14 @@ def _needed_and_available(error: str) -> str:
     return f"needs {needed}iB of {available}iB"
 
 
-def compile_task(components: RunComponents, task: str) -> Any:
+def compile_task(components: Built, task: str) -> Any:
     """Compiles the train step, the eval step (streaming or in sliding windows), or the step of 16 tokens."""
     if task == "training":
-        return components.training.compile_step().program
-    params = components.training.abstract_state.params
+        return components.compile_step().program
+    params = components.abstract_state.params
     if task == "generation":
         return _compile_generation(components, params)
-    evaluation: Any = components.evaluation  # Its functions are jitted, which their types do not show.
+    evaluation: Any = components  # Its functions are jitted, which their types do not show.
     eval_config = components.config.eval
     if eval_config.stride:
         replicated = sharding.named_sharding(components.mesh)
@@ -283,12 +282,11 @@ def compile_task(components: RunComponents, task: str) -> Any:
         tokens, targets = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
         return evaluation.window_step.lower(params, tokens, targets).compile()
     weights = _abstract_result(evaluation.prepare_params, params)
-    init = jax.jit(evaluation.scorer.init_memory, out_shardings=evaluation.memory_shardings)
-    memory = _abstract_result(init, weights)
-    return evaluation.eval_step.lower(weights, memory, components.placement.abstract_segments(eval_config)).compile()
+    memory = _abstract_result(evaluation.init_memory, weights)
+    return evaluation.eval_step.lower(weights, memory, components.abstract_segments(eval_config)).compile()
 
 
-def _compile_generation(components: RunComponents, params: Any) -> Any:
+def _compile_generation(components: Built, params: Any) -> Any:
     """Compiles the step of 16 tokens of each sample."""
     generate, mem_len = components.config.generate, components.config.eval.mem_len
 
@@ -296,11 +294,11 @@ def _compile_generation(components: RunComponents, params: Any) -> Any:
         return weights.for_generation(mem_len=mem_len).for_single_tokens(mem_len=mem_len)
 
     def start(weights: Any) -> Any:
-        memory = components.evaluation.scorer.init_memory(weights)
+        memory = components.scorer.init_memory(weights)
         row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
-    weights = _abstract_result(components.evaluation.prepare_params, params)
+    weights = _abstract_result(components.prepare_params, params)
     tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
     decode = components.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()

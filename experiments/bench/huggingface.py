@@ -23,7 +23,7 @@ from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
 from txl_jax.interop import huggingface, original
 from txl_jax.interop.original import Format
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import Built, build
 from txl_jax.training.nvidia_lamb import ADAM_B1
 
 # Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
@@ -187,16 +187,16 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
     return config_tree.replace(apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
 
 
-def checked_peer(components: RunComponents) -> HuggingFaceModel:
+def checked_peer(components: Built) -> HuggingFaceModel:
     """Returns the peer with our untrained parameters and full memories, once its losses were found to be ours."""
-    params = components.training.init_params()
+    params = components.init_params()
     peer = HuggingFaceModel(components.config, params, vocab_size=components.model.vocab_size)
     print_difference(components, params, peer)
     peer.fill_memory()
     return peer
 
 
-def print_difference(components: RunComponents, params: Any, peer: HuggingFaceModel) -> float:
+def print_difference(components: Built, params: Any, peer: HuggingFaceModel) -> float:
     """Scores the same tokens with both models, from zeros in the memory; prints and returns the largest difference.
 
     Raises:
@@ -208,9 +208,9 @@ def print_difference(components: RunComponents, params: Any, peer: HuggingFaceMo
     tokens = timing.draw_tokens(components.model.vocab_size, config.eval.segment_len * _COMPARED_SEGMENTS + 1)
     reader = evaluation_segments(tokens, batch_size=1, segment_len=config.eval.segment_len)
     segments = reader.segments(0, _COMPARED_SEGMENTS)
-    weights = parts.evaluation.prepare_params(params)
-    memory = parts.evaluation.init_memory(weights)
-    _, scores = parts.evaluation.eval_step(weights, memory, parts.placement.place(segments))
+    weights = parts.prepare_params(params)
+    memory = parts.init_memory(weights)
+    _, scores = parts.eval_step(weights, memory, parts.place(segments))
     theirs = [peer.evaluate(*each) for each in zip(segments.inputs, segments.targets, strict=True)]
     worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
     require(
@@ -223,7 +223,7 @@ def print_difference(components: RunComponents, params: Any, peer: HuggingFaceMo
     return worst
 
 
-def peer_task(name: str, ours: Task, components: RunComponents, peer: HuggingFaceModel) -> Task:
+def peer_task(name: str, ours: Task, components: Built, peer: HuggingFaceModel) -> Task:
     """Returns the peer's counterpart of our task "training", "evaluation" or "generation", one segment or token a call.
 
     Generation always reads every tail.

@@ -18,7 +18,7 @@ from experiments.bench.speed import DEFAULTS
 from experiments.bench.timing import Task
 from txl_jax import cli
 from txl_jax.cli import setting
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.serving.rows import Rows, Step, Weights
 
@@ -36,7 +36,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     config = job.config()
     check_can_generate(config)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
-    params = components.training.init_params()
+    params = components.init_params()
     if config.model.cutoffs:
         params = timing.with_every_tail(params)
     timing.print_head(components)
@@ -53,7 +53,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
 
 
-def _task(components: RunComponents, step: Step, weights: Weights, processor: list[float]) -> Task:
+def _task(components: Built, step: Step, weights: Weights, processor: list[float]) -> Task:
     """Returns the task of drawing K tokens of every row; appends the processor seconds of each call."""
     rows, cache = Rows.idle(step.batch_size), step.init_cache(weights)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block

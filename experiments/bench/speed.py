@@ -36,9 +36,8 @@ from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import Limits, Rows, row_key
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runs.train import step_cost
 from txl_jax.runtime import environment
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
@@ -137,7 +136,7 @@ def _print_flops(measured: Timing, num_devices: int) -> None:
     )
 
 
-def tasks(name: str, components: RunComponents) -> Iterator[Task]:
+def tasks(name: str, components: Built) -> Iterator[Task]:
     """Yields the tasks of a name.
 
     Generation skips tails that cannot matter, so a model with tails has both extremes.
@@ -148,13 +147,13 @@ def tasks(name: str, components: RunComponents) -> Iterator[Task]:
         case "training":
             yield training(components)
         case "evaluation":
-            yield evaluation(components, components.training.init_params())
+            yield evaluation(components, components.init_params())
         case _:
             for every_tail in (False, True) if components.config.model.cutoffs else (False,):
-                yield generation(components, components.training.init_params(), every_tail=every_tail)
+                yield generation(components, components.init_params(), every_tail=every_tail)
 
 
-def data_loading(components: RunComponents) -> Task:
+def data_loading(components: Built) -> Task:
     """Reads training segments from a memory-mapped text, in the config's order, and transfers them to the devices.
 
     The text has random tokens, in sentences of 25, and is long enough that successive segments lie far apart.
@@ -179,7 +178,7 @@ def data_loading(components: RunComponents) -> Task:
     steps = itertools.count(step=train.segments_per_call)
 
     def call() -> None:
-        jax.block_until_ready(components.placement.place(reader.segments(next(steps), train.segments_per_call)))
+        jax.block_until_ready(components.place(reader.segments(next(steps), train.segments_per_call)))
 
     start = time.monotonic()
     call()  # The first call prepares an epoch's order.
@@ -188,11 +187,12 @@ def data_loading(components: RunComponents) -> Task:
     return Task("data loading", tokens_per_call, call, shape, train.mem_len, compile_seconds=seconds)
 
 
-def training(components: RunComponents) -> Task:
+def training(components: Built) -> Task:
     """Runs whole updates: forward, backward, optimizer and memory. Tokens that are read again (stride) do not count."""
-    train, cost = components.config.train, step_cost(components)
-    compilation = components.training.compile_step()
-    state = components.training.init_state()
+    config, train = components.config, components.config.train
+    cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=components.mesh.size)
+    compilation = components.compile_step()
+    state = components.init_state()
     segments = timing.random_segments(components, train)
     scratch = compilation.temporary_bytes
 
@@ -213,7 +213,7 @@ def training(components: RunComponents) -> Task:
     )
 
 
-def evaluation(components: RunComponents, params: Any) -> Task:
+def evaluation(components: Built, params: Any) -> Task:
     """Runs streaming evaluation at the evaluation lengths, with a full memory.
 
     Raises:
@@ -224,12 +224,12 @@ def evaluation(components: RunComponents, params: Any) -> Task:
         not eval_config.stride,
         f"eval.stride is {eval_config.stride} and this benchmark measures evaluation with a memory; leave it out",
     )
-    weights = components.evaluation.prepare_params(params)
-    memory = components.evaluation.init_memory(weights)
+    weights = components.prepare_params(params)
+    memory = components.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
     segments = timing.random_segments(components, eval_config)
     segments = segments._replace(reset=segments.reset & False)
-    eval_step: Any = components.evaluation.eval_step  # It is jitted, which its type does not show.
+    eval_step: Any = components.eval_step  # It is jitted, which its type does not show.
     start = time.monotonic()
     step = eval_step.lower(weights, memory, segments).compile()
     seconds = time.monotonic() - start
@@ -251,7 +251,7 @@ def evaluation(components: RunComponents, params: Any) -> Task:
     )
 
 
-def generation(components: RunComponents, params: Any, *, every_tail: bool = False) -> Task:
+def generation(components: Built, params: Any, *, every_tail: bool = False) -> Task:
     """Generates token after token from a full memory, all samples side by side, drawn as set in `config.generate`.
 
     `every_tail` raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
@@ -259,7 +259,7 @@ def generation(components: RunComponents, params: Any, *, every_tail: bool = Fal
     """
     mem_len, samples = components.config.eval.mem_len, components.config.generate.samples
     params, how = timing.with_every_tail(params) if every_tail else params, components.config.generate
-    generator = components.evaluation.generator(components.evaluation.prepare_params(params))
+    generator = components.generator(components.prepare_params(params))
     cache = generator.read(timing.draw_tokens(components.model.vocab_size, mem_len + 1), how).cache
     rows, limits = generation_arguments(how)
     start = time.monotonic()
@@ -290,7 +290,7 @@ def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
     return rows, Limits.of(config)
 
 
-def _inference_flops(components: RunComponents, *, segment_len: int) -> float:
+def _inference_flops(components: Built, *, segment_len: int) -> float:
     """Computes operations per token at the evaluation lengths."""
     eval_config = components.config.eval
     return flops.of_inference(

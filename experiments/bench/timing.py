@@ -18,9 +18,9 @@ from txl_jax.config.settings import require
 from txl_jax.data.published import CORPORA
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
-from txl_jax.runs.build import RunComponents
+from txl_jax.recurrence import Segments
+from txl_jax.runs.build import Built
 from txl_jax.runtime import environment
-from txl_jax.segments import Segments
 
 SHIFT, EXPONENT = 2.7, 1.1
 _TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
@@ -93,7 +93,7 @@ def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
     return drawn.astype(np.int32)
 
 
-def random_segments(components: RunComponents, lengths: TrainConfig | EvalConfig) -> Segments:
+def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
     is_training = isinstance(lengths, TrainConfig)
     per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
@@ -101,7 +101,7 @@ def random_segments(components: RunComponents, lengths: TrainConfig | EvalConfig
     tokens = draw_tokens(components.model.vocab_size, n_tokens + 1)
     make_reader: Any = training_segments if is_training else evaluation_segments
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
-    return components.placement.place(reader.segments(0, per_call))
+    return components.place(reader.segments(0, per_call))
 
 
 def with_every_tail(params: Any) -> Any:
@@ -130,7 +130,7 @@ def machine() -> str:
     return f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}"
 
 
-def print_head(components: RunComponents) -> None:
+def print_head(components: Built) -> None:
     """Prints the size of a model, and the machine."""
     model = components.model
     print(f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, {model.config.dtype}")

@@ -346,12 +346,12 @@ def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
       UserError: If the backend does not report it.
     """
     parts = build(config, vocab_size=vocab_size)
-    compilation = parts.training.compile_step()
+    compilation = parts.compile_step()
     if compilation.temporary_bytes is None:
         raise UserError(
             "this backend does not report the memory of an update; leave equal_memory out, or use another backend"
         )
-    return compilation.temporary_bytes + environment.bytes_on_device(parts.training.abstract_state)
+    return compilation.temporary_bytes + environment.bytes_on_device(parts.abstract_state)
 
 
 # The files

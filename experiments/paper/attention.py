@@ -33,7 +33,7 @@ from txl_jax.modules.attention import SCORE_PARTS
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import ScoreTerms, Visibility, score_terms
-from txl_jax.runs.build import RunComponents
+from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, progress_bar, with_duration
 from txl_jax.runs.weights import load_to_score
@@ -215,7 +215,7 @@ class Query:
 
 
 def _read(
-    parts: RunComponents,
+    parts: Built,
     params: Any,
     tokens: np.ndarray,
     first: int,

@@ -79,7 +79,7 @@ def write(
             f"{plan.split} split has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}",
         )
     parts, step, params = load_to_score(config, corpus, trained, log=print)
-    generator = parts.evaluation.generator(parts.evaluation.prepare_params(params))
+    generator = parts.generator(parts.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
     opening = (

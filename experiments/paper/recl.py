@@ -174,7 +174,7 @@ def _losses_of(
         progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
             found[length] = context_losses(
-                parts.evaluation.window_step,
+                parts.window_step,
                 params,
                 getattr(corpus, plan.split),
                 scored,

@@ -113,7 +113,7 @@ def measure(
     ours = build(our_config(config, attention_len), vocab_size=vocab_size)
     tasks = [
         _sliding_window(sliding_window_config(config), vocab_size, attention_len),
-        speed.evaluation(ours, ours.training.init_params()),
+        speed.evaluation(ours, ours.init_params()),
     ]
     found: dict[str, Any] = {
         side: [seconds / timing.task.tokens for seconds in timing.seconds]
@@ -138,7 +138,7 @@ def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig
 def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> Task:
     """Returns the call that scores the last position of a window of A random tokens."""
     parts = build(config, vocab_size=vocab_size)
-    params = parts.training.init_params()
+    params = parts.init_params()
     step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
     tokens = draw_tokens(vocab_size, attention_len + 2)

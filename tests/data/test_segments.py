@@ -12,7 +12,7 @@ from txl_jax.config import Roll
 from txl_jax.data.epoch_order import random_permutation, random_words
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.errors import UserError
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 
 
 def numbered(length):

@@ -22,8 +22,8 @@ from support.cases import full_but
 from txl_jax.cli import flags as flag_tree
 from txl_jax.config import settings as config_tree
 from txl_jax.config.experiment import preset_names
+from txl_jax.recurrence import Segments
 from txl_jax.runs.build import build
-from txl_jax.segments import Segments
 from txl_jax.training.step import make_train_step
 
 PRESETS = ROOT / "txl_jax" / "presets"
@@ -132,8 +132,8 @@ def test_training_step_fits_together_at_full_size(name):
     tokens = jax.ShapeDtypeStruct(shape, "int32")
     segments = Segments(tokens, tokens, jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct(shape[:2], "bool"))
     step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-    state, metrics = jax.eval_shape(step, made.training.abstract_state, segments)
-    assert jax.tree.map(kind, state) == jax.tree.map(kind, made.training.abstract_state)
+    state, metrics = jax.eval_shape(step, made.abstract_state, segments)
+    assert jax.tree.map(kind, state) == jax.tree.map(kind, made.abstract_state)
     assert {kind(metric) for metric in metrics} == {((train.segments_per_call,), "float32")}
 
 

@@ -76,7 +76,7 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
         updates, state = made.optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, memory, grads
 
-    state = made.training.init_state()
+    state = made.init_state()
     params, opt_state, memory = state.params, state.opt_state, state.memory
     oracle = Oracle(tensors_of(params, config.model))
     text = training_segments(np.random.default_rng(0).integers(V, size=B * L * 8 + 1), batch_size=B, segment_len=L)

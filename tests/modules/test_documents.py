@@ -15,7 +15,7 @@ from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, choose
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 from txl_jax.training import step as step_lib
 
 END, SEGMENTS = 4, 9

@@ -17,7 +17,7 @@ from txl_jax.modules.dropout import DropoutRates, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.training.state import init_params
+from txl_jax.training.step import init_params
 
 RNGS = {"dropout": jax.random.key(0)}
 DRAWING = {"clamp_len": None, "same_length": False, "deterministic": False}

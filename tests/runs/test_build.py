@@ -14,13 +14,13 @@ def test_a_large_model_is_put_together_without_its_arrays():
     held = sum(array.nbytes for array in jax.live_arrays())
     made = build(ExperimentConfig(model=ModelConfig(n_layer=24, d_model=1024, d_inner=3072)), vocab_size=204)
     assert sum(array.nbytes for array in jax.live_arrays()) == held and made.num_parameters > 1e8
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.training.abstract_state))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made.abstract_state))
 
 
 def test_the_initial_state_is_as_announced():
     made = tiny_run.parts(model__dtype=DType.BFLOAT16)
-    state = made.training.init_state()
-    announced = jax.tree.leaves(made.training.abstract_state)
+    state = made.init_state()
+    announced = jax.tree.leaves(made.abstract_state)
     for (path, found), expected in zip(jax.tree.leaves_with_path(state), announced, strict=True):
         for name in ("shape", "dtype", "sharding"):
             assert getattr(found, name) == getattr(expected, name), jax.tree_util.keystr(path)
@@ -43,7 +43,7 @@ def test_the_training_program_does_not_grow_with_the_layers():
     def lowered_size(n_layer):
         made = tiny_run.parts(model__n_layer=n_layer)
         step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-        return len(jax.jit(step).lower(made.training.abstract_state, tiny_run.text().segments(0, 1)).as_text())
+        return len(jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text())
 
     assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
 

@@ -15,7 +15,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
-from txl_jax.training.members import Members
+from txl_jax.training.ensemble import Members
 
 EVERY = 3
 
@@ -51,7 +51,7 @@ def state_of(found):
     config, corpus, workdir = found
     parts = build(config, vocab_size=corpus.vocabulary.size)
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
-        return latest.restore(parts.training.abstract_state)[1]
+        return latest.restore(parts.abstract_state)[1]
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,11 @@ def whole(given, tmp_path_factory):
         ([[5.0, 6.0, 7.0], [5.0, 6.0, 6.0]], True),
     ],
 )
-def test_patience_is_the_number_of_evaluations_without_improvement(config, losses, ends):
+def test_patience_is_the_number_of_evaluations_without_improvement(config, corpus, losses, ends):
     config = config_tree.replace(config, {"train.patience": 2})
     names = tuple(map(str, range(len(losses)))) if len(losses) > 1 else ()
-    components = types.SimpleNamespace(config=config)
-    task = types.SimpleNamespace(components=components, members=Members(names))
-    validation = Validation(task, None, None, None, None)
+    built = types.SimpleNamespace(config=config, members=Members(names))
+    validation = Validation(built, corpus, Run("nowhere"), None, None, None)
     validation.losses = losses
     assert validation.out_of_patience is ends
 

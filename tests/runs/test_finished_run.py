@@ -75,7 +75,7 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
     workdir, _ = finished
     parts = build(config, vocab_size=corpus.vocabulary.size)
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.training.abstract_state.params)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.abstract_state.params)
     with Checkpointer(workdir.best, keep=1, log=print) as best:
         best.save(STEPS - 18, {"params": params}, {})
     step, found = load_parameters(parts, workdir, log=print)
@@ -88,7 +88,7 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     each = []
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         for before in (None, STEPS):
-            step, state, _ = latest.restore(parts.training.abstract_state, before=before)
+            step, state, _ = latest.restore(parts.abstract_state, before=before)
             each.append(state.params)
     assert step == STEPS - 6
     averaged = build(config_tree.replace(config, {"eval.average_checkpoints": 2}), vocab_size=corpus.vocabulary.size)

@@ -25,7 +25,7 @@ from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
-from txl_jax.training.loop import Hook
+from txl_jax.training.hooks import Hook
 
 PROGRAM = ROOT / "tests" / "support" / "warm_start_on_eight_devices.py"
 OLD = "the cat sat on the mat and the dog sat on the cat " * 40
@@ -62,7 +62,7 @@ def first_state(folder, config, workdir):
     """The state before the first update."""
     components = build(config, vocab_size=read(folder, config).vocabulary.size)
     weights = warm_start.load(components, read(folder, config).vocabulary, workdir)
-    return weights, jax.device_get(weights.state(components.training.init_params()))
+    return weights, jax.device_get(weights.state(components.init_params()))
 
 
 def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(folder, tmp_path):
@@ -98,7 +98,7 @@ def test_words_are_matched_by_spelling(folder, tmp_path, name):
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
     weights, state = first_state(folder, config, Run(tmp_path / "new"))
     theirs, ours = read(folder, old).vocabulary, read(folder, new).vocabulary
-    fresh = jax.device_get(build(new, vocab_size=ours.size).training.init_params())
+    fresh = jax.device_get(build(new, vocab_size=ours.size).init_params())
     loaded, counts = tiny_run.params(parts.model), {"kept": 0, "new": 0, "moved": 0}
     for word in ours.words:
         found, place = theirs.words.index(word) if word in theirs.words else None, ours.words.index(word)

@@ -16,7 +16,7 @@ from txl_jax.errors import UserError
 from txl_jax.runs.run import Run
 from txl_jax.runtime import lock as lock_lib
 from txl_jax.runtime.lock import NAME, RunLock
-from txl_jax.training.loop import Hook
+from txl_jax.training.hooks import Hook
 
 pytestmark = pytest.mark.full
 LOGS = ("metrics.jsonl", "log.txt", "tensorboard")

@@ -103,8 +103,8 @@ def test_the_train_step_names_its_parts_and_no_name_changes_a_number(monkeypatch
     def lowered_step():
         made = tiny_run.parts()
         step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-        segments = made.placement.abstract_segments(made.config.train)
-        return made.jit(step).lower(made.training.abstract_state, segments)
+        segments = made.abstract_segments(made.config.train)
+        return made.jit(step).lower(made.abstract_state, segments)
 
     step = lowered_step()
     for scope in ("attention", "feed_forward", "softmax", "memory", "optimizer"):

@@ -26,9 +26,9 @@ if tiled:  # A process's devices are no stretch of the mesh.
     parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
 tokens = np.arange(1000)
 whole = training_segments(tokens, batch_size=batch_size, segment_len=7).segments(3, 2)
-rows = parts.placement.own_rows(batch_size)
+rows = parts.own_rows(batch_size)
 own = training_segments(tokens, batch_size=batch_size, segment_len=7, own=rows).segments(3, 2)
-placed = parts.placement.place(own, batch_size=batch_size)
+placed = parts.place(own, batch_size=batch_size)
 for found, expected in zip(placed, whole):
     assert found.shape == expected.shape, (found.shape, expected.shape)
     for shard in found.addressable_shards:

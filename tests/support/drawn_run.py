@@ -10,7 +10,7 @@ from support import runs, tiny_run
 from txl_jax.config import CorpusName, EvalConfig, ExperimentConfig, Tokenizer
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.runs.build import RunComponents, build_for
+from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 
@@ -28,7 +28,7 @@ WT103 = {
 }
 
 
-def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, RunComponents]:
+def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, Built]:
     """The workdir, and the parts of its model; `tiny_run.params` are its parameters."""
     parts = build_for(config, corpus.vocabulary)
     workdir = runs.record(folder, config, corpus)

@@ -36,12 +36,11 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import Built, build
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
-from txl_jax.training.state import TrainState
-from txl_jax.training.step import TrainStep
+from txl_jax.training.step import TrainState, TrainStep
 
 MESHES = {
     "one": MeshConfig(data=1),
@@ -73,20 +72,20 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def train_steps(parts: RunComponents, train_step: TrainStep, state: TrainState, steps: range) -> tuple:
+def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: range) -> tuple:
     """The state after these updates, and the loss and gradient norm of each."""
     losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
-        state, metrics = train_step(state, parts.placement.place(reader.segments(step, PER_CALL)))
+        state, metrics = train_step(state, parts.place(reader.segments(step, PER_CALL)))
         losses += (metrics.nats / metrics.tokens).tolist()
         norms += metrics.grad_norm.tolist()
     return state, losses, norms
 
 
-def run(parts: RunComponents, *, scores: bool) -> dict:
+def run(parts: Built, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, bytes per device, and collectives."""
-    train_step = parts.training.compile_step().program
-    state, losses, norms = train_steps(parts, train_step, parts.training.init_state(), range(STEPS))
+    train_step = parts.compile_step().program
+    state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
     found = {
         "losses": losses,
         "grad_norms": norms,
@@ -170,19 +169,19 @@ def shard_of(array: jax.Array) -> tuple[int, ...]:
     return array.addressable_shards[0].data.shape
 
 
-def largest_parts(parts: RunComponents) -> dict[str, int]:
+def largest_parts(parts: Built) -> dict[str, int]:
     """Bytes of all of one layer's parameters, and of the largest table of a cluster."""
-    params = parts.training.abstract_state.params
+    params = parts.abstract_state.params
     layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
     tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
     cluster = max(leaf.size * leaf.dtype.itemsize for leaf in tables)
     return {"layer": layer // parts.config.model.n_layer, "cluster": cluster}
 
 
-def scored(parts: RunComponents, params: Any) -> dict:
+def scored(parts: Built, params: Any) -> dict:
     """Scores of a short text in one row and in sixteen, and of a longer one in sixteen, with an int8 cache too."""
 
-    def with_settings(**changes: Any) -> RunComponents:
+    def with_settings(**changes: Any) -> Built:
         span = dataclasses.replace(parts.config.eval, **changes)
         return dataclasses.replace(parts, config=dataclasses.replace(parts.config, eval=span))
 
@@ -199,18 +198,18 @@ def scored(parts: RunComponents, params: Any) -> dict:
     }
 
 
-def score(parts: RunComponents, params: Any, n_target: int = 49) -> tuple[Totals, tuple[int, ...]]:
+def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[int, ...]]:
     """The totals of a text, and the shape of a layer's stored keys on a device."""
-    span, weights = parts.config.eval, parts.evaluation.prepare_params(params)
-    memory = parts.evaluation.init_memory(weights)
+    span, weights = parts.config.eval, parts.prepare_params(params)
+    memory = parts.init_memory(weights)
     keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
     totals = evaluate(
-        parts.evaluation.eval_step,
+        parts.eval_step,
         weights,
         memory,
         evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len),
         segments_per_call=span.segments_per_call,
-        place=parts.placement.place,
+        place=parts.place,
     )
     return totals, keys_per_device
 
@@ -222,9 +221,9 @@ def moved() -> list[float]:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
         for mesh, these in zip(meshes, steps, strict=True):
             parts = build(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
-            restored = checkpoints.restore(parts.training.abstract_state)
-            state = parts.training.init_state() if restored is None else restored[1]
-            state, more, _ = train_steps(parts, parts.training.compile_step().program, state, these)
+            restored = checkpoints.restore(parts.abstract_state)
+            state = parts.init_state() if restored is None else restored[1]
+            state, more, _ = train_steps(parts, parts.compile_step().program, state, these)
             losses += more
             checkpoints.save(these.stop, state, {})
     return losses
@@ -300,7 +299,7 @@ def tail_work() -> dict:
 
 def uneven_vocabulary() -> dict:
     """Shardings of parameters with a vocabulary of 13 and a mesh axis of 2."""
-    params = build(config(MESHES["mixed"]), vocab_size=13).training.abstract_state.params
+    params = build(config(MESHES["mixed"]), vocab_size=13).abstract_state.params
     table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
     return {
         "table_per_device": table.sharding.shard_shape(table.shape),
@@ -334,9 +333,9 @@ def optimizers() -> dict[str, Any]:
     return found
 
 
-def updated(parts: RunComponents) -> tuple[Any, Any, Any]:
+def updated(parts: Built) -> tuple[Any, Any, Any]:
     """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's state."""
-    abstract, rng = parts.training.abstract_state, np.random.default_rng(0)
+    abstract, rng = parts.abstract_state, np.random.default_rng(0)
 
     def draw() -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params)
@@ -375,7 +374,7 @@ def on_a_thread() -> dict[str, Any]:
 def refusal(mesh: MeshConfig, **changes: Any) -> str:
     """Returns the error message of settings that do not fit."""
     try:
-        build(config(mesh, **changes), vocab_size=42).training.check_batch_size()
+        build(config(mesh, **changes), vocab_size=42).check_batch_size()
     except ValueError as error:
         return str(error)
     return "accepted"

@@ -36,8 +36,7 @@ from txl_jax.runs.generate import read_prompt, read_stop
 from txl_jax.runs.run import Run
 from txl_jax.runs.train import training_reader
 from txl_jax.runtime.log import read_metrics
-from txl_jax.training.state import init_state
-from txl_jax.training.step import make_train_step
+from txl_jax.training.step import init_params, init_state, make_train_step
 
 EVERY = dict.fromkeys(("log_every", "eval_every", "checkpoint_every"), 4)
 # Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
@@ -71,16 +70,18 @@ def parts_of(config):
 
 
 def shapes(config):
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), parts_of(config).training.abstract_state.params)
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), parts_of(config).abstract_state.params)
 
 
 def init(config):
     """The lowered initialisation: seeds and deviations."""
-    parts, span = parts_of(config), config.train
-    make = functools.partial(
-        init_state, parts.model, parts.optimizer, seed=config.seed, batch_size=span.batch_size, mem_len=span.mem_len
-    )
-    return jax.jit(lambda: nn.unbox(make())).lower().as_text()
+    parts = parts_of(config)
+
+    def init():
+        params = init_params(parts.model, jax.random.key(config.seed))
+        return nn.unbox(init_state(parts.model, parts.optimizer, config, params))
+
+    return jax.jit(init).lower().as_text()
 
 
 def first_weights(config):
@@ -107,12 +108,12 @@ def forward(config):
 
     tokens = jax.ShapeDtypeStruct((span.batch_size, span.segment_len), "int32")
     memory = jax.eval_shape(lambda: model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len))
-    return jax.jit(losses).lower(parts_of(config).training.abstract_state.params, tokens, memory).as_text()
+    return jax.jit(losses).lower(parts_of(config).abstract_state.params, tokens, memory).as_text()
 
 
 def update(config):
     """The lowered change of the parameters by gradients, and the learning rate."""
-    parts, params = parts_of(config), parts_of(BASE).training.abstract_state.params
+    parts, params = parts_of(config), parts_of(BASE).abstract_state.params
 
     def change(gradients, state, params, step):
         return parts.optimizer.update(gradients, state, params), parts.schedule(step)
@@ -126,17 +127,15 @@ def train_step(config):
     parts = parts_of(config)
     step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
     reader = training_segments(np.arange(200), batch_size=config.train.batch_size, segment_len=config.train.segment_len)
-    return jax.jit(step).lower(parts.training.abstract_state, reader.segments(0, 1)).as_text()
+    return jax.jit(step).lower(parts.abstract_state, reader.segments(0, 1)).as_text()
 
 
 def eval_step(config):
     """The lowered scoring."""
     parts = parts_of(config)
     reader = evaluation_segments(np.arange(200), batch_size=config.eval.batch_size, segment_len=config.eval.segment_len)
-    weights = jax.eval_shape(parts.evaluation.prepare_params, parts.training.abstract_state.params)
-    return parts.evaluation.eval_step.lower(
-        weights, jax.eval_shape(parts.evaluation.init_memory, weights), reader.segments(0, 1)
-    ).as_text()
+    weights = jax.eval_shape(parts.prepare_params, parts.abstract_state.params)
+    return parts.eval_step.lower(weights, jax.eval_shape(parts.init_memory, weights), reader.segments(0, 1)).as_text()
 
 
 def batch(config):
@@ -210,10 +209,10 @@ def text(config):
     """Generated text, by random weights that are large enough for peaked distributions."""
     parts = parts_of(config)
     params = jax.tree.map(
-        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.training.abstract_state.params
+        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.abstract_state.params
     )
     stop = read_stop(config.generate, ByteVocabulary.all_bytes())
-    generator = parts.evaluation.generator(parts.evaluation.prepare_params(params))
+    generator = parts.generator(parts.prepare_params(params))
     blocks = generator.tokens(np.arange(3), config.generate, stop_token=stop)
     return np.concatenate(list(blocks), axis=1).tolist()
 

@@ -35,13 +35,13 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     found: list[np.ndarray] = []
     if len(tokens) < 2:
         return np.zeros(0)
-    weights = components.evaluation.prepare_params(model.params)
+    weights = components.prepare_params(model.params)
     evaluate(
-        components.evaluation.eval_step,
+        components.eval_step,
         weights,
-        components.evaluation.init_memory(weights),
+        components.init_memory(weights),
         evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
-        place=components.placement.place,
+        place=components.place,
         keep=lambda first, nll: found.append(nll.reshape(-1)),
     )
     return np.concatenate(found)[: len(tokens) - 1]

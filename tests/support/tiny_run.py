@@ -19,11 +19,10 @@ from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.inference.generate import Generator
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.runs.build import Compilation, RunComponents, build
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
+from txl_jax.runs.build import Built, Compilation, build
 from txl_jax.training import weight_averaging
-from txl_jax.training.state import TrainState, init_params
-from txl_jax.training.step import TrainStep, UpdateMetrics
+from txl_jax.training.step import TrainState, TrainStep, UpdateMetrics, init_params
 
 B, L, M = tiny.B, 7, 8
 STEPS = 10
@@ -38,17 +37,17 @@ CONFIG = ExperimentConfig(
 )
 
 
-def parts(*, end_token: int | None = None, **changes: Any) -> RunComponents:
+def parts(*, end_token: int | None = None, **changes: Any) -> Built:
     """The parts of the tiny run with some settings changed: `model__dropout__rate` for model.dropout.rate."""
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
     return build(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V, end_token=end_token)
 
 
 @functools.cache
-def compiled(**changes: Any) -> tuple[RunComponents, TrainStep, Compilation]:
+def compiled(**changes: Any) -> tuple[Built, TrainStep, Compilation]:
     """The parts and their compiled step; compiling takes seconds, so tests share it."""
     made = parts(**changes)
-    compilation = made.training.compile_step()
+    compilation = made.compile_step()
     return made, compilation.program, compilation
 
 
@@ -71,9 +70,9 @@ def generator(model: TransformerXL, eval_config: EvalConfig) -> Generator:
     return Generator(jax.jit(make_scorer(model, eval_config).prepare_params)(params(model)), eval_config)
 
 
-def state(made: RunComponents) -> TrainState:
+def state(made: Built) -> TrainState:
     """A first state on the host, with `params`."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.training.abstract_state)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state)
     drawn = params(made.model)
     average = jax.device_get(weight_averaging.init(drawn, made.config.average))
     return zeros.replace(params=drawn, average=average)
@@ -85,11 +84,9 @@ def text(*, seed: int = 0) -> SegmentReader:
     return training_segments(tokens, batch_size=B, segment_len=L)
 
 
-def call(
-    made: RunComponents, step: TrainStep, state: TrainState, segments: Segments
-) -> tuple[TrainState, UpdateMetrics]:
+def call(made: Built, step: TrainStep, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
     """One call of the step, from host to host; the given state stays usable."""
-    return jax.device_get(step(jax.device_put(state), made.placement.place(segments)))
+    return jax.device_get(step(jax.device_put(state), made.place(segments)))
 
 
 def train(updates: int, **changes: Any) -> tuple[TrainState, UpdateMetrics]:

@@ -31,17 +31,17 @@ from unittest import mock
 from support import miniature
 from txl_jax.data import prepare, token_store
 from txl_jax.runs import build, score, trainer
-from txl_jax.runs.validation import Results, Validation
+from txl_jax.runs.validation import Validation
 from txl_jax.runtime import checkpoint
 
 # Where a phase begins and ends.
 PHASES = {
     "preparing": [(prepare, "_prepare"), (token_store, "_write")],
     "restoring": [(trainer.Trainer, "_restore")],
-    "compiling": [(build.TrainingFunctions, "compile_step")],
-    "training": [(trainer, "train")],
+    "compiling": [(build.Built, "compile_step")],
+    "training": [(trainer, "run_updates")],
     "evaluating": [(Validation, "evaluate")],
-    "testing": [(Results, "make")],
+    "testing": [(Validation, "make_results")],
     "scoring again": [(score, "evaluate_splits")],
 }
 

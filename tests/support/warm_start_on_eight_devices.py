@@ -48,7 +48,7 @@ def main() -> None:
         parts = build(on_mesh, vocab_size=corpus.vocabulary.size)
         weights = warm_start.load(parts, corpus.vocabulary, Run(folder / "new-run"))
         assert weights is not None
-        state = weights.state(parts.training.init_params())
+        state = weights.state(parts.init_params())
         found.append({**weights.record, "after": warm_start.digest(state.params)})
     print(json.dumps(found))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
+from txl_jax.training.nvidia_lamb import ADAM_B1
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
@@ -100,9 +101,9 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
         rate = float(schedule(count))
         for name, value in params.items():
             g = gradient[name] * min(1, config.clip_norm / norm) + l2 * value
-            first[name] = 0.8 * first[name] + 0.2 * g
+            first[name] = ADAM_B1 * first[name] + (1 - ADAM_B1) * g
             second[name] = 0.95 * second[name] + 0.05 * g**2
-            mean, square = first[name] / (1 - 0.8 ** (count + 1)), second[name] / (1 - 0.95 ** (count + 1))
+            mean, square = first[name] / (1 - ADAM_B1 ** (count + 1)), second[name] / (1 - 0.95 ** (count + 1))
             np.testing.assert_allclose(updates[name], -rate * mean / (np.sqrt(square) + 1e-3), rtol=1e-6, atol=0)
     assert 0 < clipped < 4  # Both sides of the limit were seen.
 

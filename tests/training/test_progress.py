@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import NonFiniteError
+from txl_jax.flops import StepCost
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.sinks import MEASURED
-from txl_jax.training.members import Members
-from txl_jax.training.progress import Progress, StepCost
+from txl_jax.training.ensemble import Members
+from txl_jax.training.progress import Progress
 from txl_jax.training.step import UpdateMetrics
 
 STEPS, LOG_EVERY, TOKENS = 8, 4, 21
@@ -51,7 +52,7 @@ def test_a_line_sums_up_its_updates():
     made = progress(log, now=now)
     for first in (0, 2, 4, 6):
         now[0] += 0.5
-        made.update(first, metrics(first, first + 1))
+        made.add(first, metrics(first, first + 1))
     first, second = log.records
     assert (first["kind"], first["step"], second["step"]) == ("train", 4, 8)
     loss = (60 + 61 + 62 + 63) / 80
@@ -68,7 +69,7 @@ def test_the_last_update_is_reported_between_multiples():
     log = Log()
     made = progress(log, steps=3, log_every=2)
     for step in range(3):
-        made.update(step, metrics(step))
+        made.add(step, metrics(step))
     assert [record["step"] for record in log.records] == [2, 3]
     assert log.records[1]["loss"] == pytest.approx(62 / 20)
 
@@ -78,12 +79,12 @@ def test_a_resumed_run_writes_the_same_lines(stopped_after):
     expected, resumed = Log(), Log()
     whole, before = progress(expected), progress(resumed)
     for step in range(STEPS):
-        whole.update(step, metrics(step))
+        whole.add(step, metrics(step))
     for step in range(stopped_after):
-        before.update(step, metrics(step))
+        before.add(step, metrics(step))
     after = progress(resumed, running_totals=json.loads(json.dumps(before.state())))
     for step in range(stopped_after, STEPS):
-        after.update(step, metrics(step))
+        after.add(step, metrics(step))
 
     def timeless(log):
         return (
@@ -99,7 +100,7 @@ def test_tokens_per_second_counts_this_process():
     made = progress(log, now=now, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2})
     for step in (2, 3):
         now[0] += 1.0
-        made.update(step, metrics(step))
+        made.add(step, metrics(step))
     assert log.records[0]["tokens_per_second"] == pytest.approx(TOKENS / 1.0)
     assert log.records[0]["loss"] == pytest.approx((130 + 62 + 63) / 80)
 
@@ -110,9 +111,9 @@ def test_tokens_per_second_counts_this_process():
 def test_the_alarm_names_the_first_bad_update(changes):
     log = Log()
     made = progress(log)
-    made.update(0, metrics(0))
+    made.add(0, metrics(0))
     with pytest.raises(NonFiniteError, match=r"^\D*\b3\b.*\b(nan|inf)\b.*\b9\.80e-02\b"):
-        made.update(1, metrics(1, 2, 3, **changes))
+        made.add(1, metrics(1, 2, 3, **changes))
     assert made.state()["updates"] == 1 and not log.records  # Nothing of that call is counted or reported.
 
 
@@ -125,7 +126,7 @@ def measured_run(*, per_update=0.5, steps=STEPS, names=(), **cost):
         now[0] += per_update
         if step % LOG_EVERY == LOG_EVERY - 1:
             made.waited(per_update * LOG_EVERY / 5)
-        made.update(step, jax.device_get(members.stack([metrics(step)] * len(members))))
+        made.add(step, jax.device_get(members.stack([metrics(step)] * len(members))))
         now[0] += 50.0
         made.exclude(50.0)  # An evaluation.
     return log
@@ -163,9 +164,9 @@ def test_members_have_a_record_each_and_share_a_line():
 
     assert [own.nats.tolist() for own in members.split(stacked(2, 3))] == [[62, 63], [63, 64]]
     before = progress(log, steps=4, members=members)
-    before.update(0, stacked(0, 1))
+    before.add(0, stacked(0, 1))
     after = progress(log, steps=4, members=members, running_totals=json.loads(json.dumps(before.state())))
-    after.update(2, stacked(2, 3))
+    after.add(2, stacked(2, 3))
     assert [record["member"] for record in log.records] == ["seed=1", "seed=2"]
     losses = [record["loss"] for record in log.records]
     assert losses == pytest.approx([(60 + 61 + 62 + 63) / 80, (61 + 62 + 63 + 64) / 84])
@@ -175,4 +176,4 @@ def test_members_have_a_record_each_and_share_a_line():
 def test_the_alarm_names_the_member():
     bad = UpdateMetrics(*(np.stack([own, own * np.nan]) for own in metrics(0)))
     with pytest.raises(NonFiniteError, match=r"^b: "):
-        progress(Log(), members=Members(("a", "b"))).update(0, bad)
+        progress(Log(), members=Members(("a", "b"))).add(0, bad)

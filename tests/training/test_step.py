@@ -1,4 +1,4 @@
-"""Tests one call of S updates: the same numbers for every S, what is scored, dropout, memory, clipping, types."""
+"""Tests one call of S updates: the same numbers for every S, what is scored, penalties, dropout, memory, types."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 from support import tiny, tiny_run
 from support.cases import full_but
 from txl_jax.config import DType, LossPart
-from txl_jax.training.step import make_train_step
+from txl_jax.training.step import activation_penalty, make_train_step, position_weights
 
 # Half loss without dropout and without a limit on the gradient.
 HALF = {"model__dropout__rate": 0.0, "optimizer__clip_norm": 1e9, "train__loss": LossPart.HALF}
@@ -174,3 +174,18 @@ def test_bfloat16_keeps_parameters_and_moments_in_float32():
     np.testing.assert_allclose(metrics.grad_norm, expected.grad_norm, rtol=0.05)
     for leaf in jax.tree.leaves(state.params):
         assert (leaf != leaf.astype(jnp.bfloat16)).mean() > 0.5
+
+
+@pytest.mark.parametrize("expected", [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [1]])
+def test_position_weights(expected):
+    np.testing.assert_array_equal(position_weights(len(expected), LossPart.HALF), expected)
+    np.testing.assert_array_equal(position_weights(len(expected), LossPart.FULL), np.ones(len(expected)))
+
+
+def test_activation_penalties_by_hand():
+    outputs = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    square = sum(float(x) ** 2 for x in outputs.ravel()) / outputs.size
+    change = [float(outputs[b, i + 1, d] - outputs[b, i, d]) ** 2 for b in range(2) for i in range(3) for d in range(3)]
+    found = activation_penalty(jnp.asarray(outputs), activation=0.2, temporal=0.1)
+    assert found == pytest.approx(0.2 * square + 0.1 * np.mean(change), rel=1e-5)
+    assert activation_penalty(jnp.ones((2, 1, 3)), activation=0.0, temporal=1.0) == 0

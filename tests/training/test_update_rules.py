@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
-from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName, TrainConfig
+from txl_jax import sharding
+from txl_jax.config import ExperimentConfig, MeshConfig, OptimizerConfig, OptimizerName, TrainConfig
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.sharding import axes
 from txl_jax.training.optimizer import make_optimizer
@@ -33,6 +35,15 @@ AXES = {
     "output": (axes.LAYERS, axes.HEADS, axes.HEAD_DIM, axes.EMBED),
     "inner_kernel": (axes.LAYERS, axes.EMBED, axes.INNER),
     "inner_bias": (axes.LAYERS, axes.INNER),
+}
+# On a mesh with fsdp and tensor; a bias of the vocabulary is whole.
+SPECS = {
+    "table_0": PartitionSpec(("tensor",), ("fsdp",)),
+    "content": PartitionSpec("tensor", None),
+    "query": PartitionSpec(None, "fsdp", "tensor", None),
+    "output": PartitionSpec(None, "tensor", None, "fsdp"),
+    "inner_kernel": PartitionSpec(None, "fsdp", "tensor"),
+    "inner_bias": PartitionSpec(None, "tensor"),
 }
 
 
@@ -154,41 +165,28 @@ def test_restored_states_continue_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, step(restored, drawn(3)), step(states, drawn(3)))
 
 
-def axes_of_state(name):
-    """The axis names of the state's boxes, by field and by name of the parameter."""
-    boxed = jax.tree.map_with_path(
-        lambda path, leaf: nn.LogicallyPartitioned(leaf, AXES[path[-1].key]), drawn(0), is_leaf=lambda x: x is None
-    )
+def sharded_state(name):
+    """The mesh axes of the state's arrays that are not whole on each device, by field and by name of the parameter."""
+    boxed = jax.tree.map_with_path(lambda path, leaf: nn.LogicallyPartitioned(leaf, AXES[path[-1].key]), drawn(0))
     state = jax.eval_shape(make_optimizer(config_of(name)).init, boxed)
+    shardings = sharding.param_shardings(sharding.abstract_mesh(MeshConfig(data=1, fsdp=2, tensor=2), 4), state)
     found = {}
-    is_box = lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)  # noqa: E731  # As above.
-    for path, leaf in jax.tree.leaves_with_path(state, is_leaf=is_box):
+    pairs = zip(jax.tree.leaves_with_path(shardings), jax.tree.leaves(nn.unbox(state)), strict=True)
+    for (path, placed), array in pairs:
+        placed.shard_shape(array.shape)  # It divides.
         field = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]
-        if is_box(leaf):
-            assert len(leaf.names) == leaf.value.ndim
-            found[f"{field} {path[-1].key}"] = leaf.names
+        if any(placed.spec):
+            found[f"{field} {path[-1].key}"] = placed.spec
     return found
 
 
-def test_a_moment_has_the_axes_of_its_parameter():
-    both = {f"{field} {name}": names for name, names in AXES.items() for field in ("mu", "nu")}
-    assert axes_of_state(OptimizerName.ADAM) == axes_of_state(OptimizerName.LAMB) == both
-    first = {f"mu {name}": names for name, names in AXES.items()}
-    assert axes_of_state(OptimizerName.LION) == first
+def test_moments_are_sharded_as_their_parameters():
+    both = {f"{field} {name}": spec for name, spec in SPECS.items() for field in ("mu", "nu")}
+    assert sharded_state(OptimizerName.ADAM) == sharded_state(OptimizerName.LAMB) == both
+    assert sharded_state(OptimizerName.LION) == {f"mu {name}": spec for name, spec in SPECS.items()}
     matrices = ("query", "output", "inner_kernel")
-    assert axes_of_state(OptimizerName.MUON).items() == both.items() - {(f"nu {name}", AXES[name]) for name in matrices}
-
-
-def test_rows_and_columns_of_adafactor_have_the_axis_that_they_keep():
-    layers, embed, heads, inner = axes.LAYERS, axes.EMBED, axes.HEADS, axes.INNER
-    assert axes_of_state(OptimizerName.ADAFACTOR) == {
-        "v_row query": (layers, embed),  # 128 x 132: v_row is the mean over the longer side.
-        "v_col query": (layers, heads),
-        "v_row output": (layers, embed),
-        "v_col output": (layers, heads),
-        "v_row inner_kernel": (layers, embed),
-        "v_col inner_kernel": (layers, inner),
-        "v_row table_0": (axes.CLUSTER_EMBED,),
-        "v_col table_0": (axes.VOCAB,),
-        **{f"v {name}": AXES[name] for name in ("bias", "content", "inner_bias")},
+    assert sharded_state(OptimizerName.MUON).items() == both.items() - {
+        (f"nu {name}", SPECS[name]) for name in matrices
     }
+    # Rows, columns and placeholders are whole.
+    assert sharded_state(OptimizerName.ADAFACTOR) == {f"v {name}": SPECS[name] for name in ("content", "inner_bias")}

@@ -18,7 +18,7 @@ def means(config: AverageConfig, *, begin_at: int | None = None) -> list[float]:
     for step, weight in enumerate(WEIGHTS):
         if step == begin_at:
             average = weight_averaging.begin(average, step)
-        average = weight_averaging.update(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
+        average = weight_averaging.add(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
         found.append(float(average.params["w"]))
     return found
 
@@ -48,7 +48,6 @@ def test_a_mean_that_is_begun_later():
 
 def test_without_it_nothing_is_kept():
     assert weight_averaging.init({"w": jnp.zeros(())}, AverageConfig()) is None
-    assert weight_averaging.update(None, {}, jnp.zeros((), jnp.int32), AverageConfig()) is None
 
 
 def test_the_first_mean_has_buffers_of_its_own():

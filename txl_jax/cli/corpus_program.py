@@ -95,8 +95,26 @@ def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types
 
 
 def _run(plan: TrainPlan, job: Job) -> int | None:
-    if plan.mode is Mode.TRAIN and plan.input is None:
-        return _train(plan, job)
+    if plan.mode is not Mode.TRAIN or plan.input is not None:
+        return _use_trained(plan, job)
+    if plan.ensemble_member is not None:
+        raise UserError(
+            f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of "
+            "its own with python -m experiments.ensemble --mode=split"
+        )
+    with Run.open(plan.workdir or _default_workdir(job)) as run:
+        watched = plan.watch(run)
+        config = job.config(run)
+        check_program(job.defaults, config)
+        run.compare(config)  # Before a text is read, which may take minutes.
+        corpus = job.corpus(config, run)
+        with job.stop:  # From here on: while a text is read a signal ends the process at once.
+            outcome = train.train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
+    return 0 if outcome.finished else None
+
+
+def _use_trained(plan: TrainPlan, job: Job) -> int | None:
+    """Scores or samples with a trained run."""
     if (workdir := plan.workdir) is None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
@@ -119,23 +137,6 @@ def _run(plan: TrainPlan, job: Job) -> int | None:
     with job.stop:
         score_splits(config, corpus, run, stop_requested=lambda: job.stop)
     return None
-
-
-def _train(plan: TrainPlan, job: Job) -> int | None:
-    if plan.ensemble_member is not None:
-        raise UserError(
-            f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of "
-            "its own with python -m experiments.ensemble --mode=split"
-        )
-    with Run.open(plan.workdir or _default_workdir(job)) as run:
-        watched = plan.watch(run)
-        config = job.config(run)
-        check_program(job.defaults, config)
-        run.compare(config)  # Before a text is read, which may take minutes.
-        corpus = job.corpus(config, run)
-        with job.stop:  # From here on: while a text is read a signal ends the process at once.
-            outcome = train.train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
-    return 0 if outcome.finished else None
 
 
 def _default_workdir(job: Job) -> str:

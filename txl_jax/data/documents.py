@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from txl_jax.errors import UserError
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 
 # Maximum number of documents per row that have begun and are not delivered: while a long document is read, the results
 # of the documents after it are kept.

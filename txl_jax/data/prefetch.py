@@ -8,7 +8,7 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Self
 
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 
 
 class Prefetcher:

@@ -40,7 +40,7 @@ import numpy as np
 from txl_jax.config import Roll
 from txl_jax.data.epoch_order import EpochOrder, RandomRoll, Sequential, ShuffledSentences
 from txl_jax.errors import UserError
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 
 
 class Rows(NamedTuple):

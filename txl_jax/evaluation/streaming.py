@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax import losses, recurrence
+from txl_jax import recurrence
 from txl_jax.config import EvalConfig
 from txl_jax.data.segments import SegmentReader
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.metrics import Totals
 from txl_jax.modules.language_model import LanguageModel
+from txl_jax.recurrence import Segments
 from txl_jax.runtime import distributed
-from txl_jax.segments import Segments
 
 
 class Scores(NamedTuple):
@@ -56,7 +56,7 @@ def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
         nll = collected
         if n_together > 1:
             nll = _score_together(functools.partial(scorer.nll, weights), collected, targets, n_together)
-        return memory, Scores(*jax.vmap(losses.weighted_sum)(nll, weight), nll)
+        return memory, Scores(*jax.vmap(recurrence.weighted_sum)(nll, weight), nll)
 
     return eval_step
 

@@ -1,4 +1,4 @@
-"""Model, optimizer, schedule and mesh of one config, and the compiled functions of training and evaluation."""
+"""What a config describes, built: model, optimizer, schedule, mesh, attention, and the functions compiled for them."""
 
 import dataclasses
 import functools
@@ -32,11 +32,12 @@ from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Implementation, Implementations, Problem, choose
 from txl_jax.ops.attention.positions import table_length
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
+from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
-from txl_jax.training.state import TrainState, init_state, state_from_params
-from txl_jax.training.step import make_train_step
+from txl_jax.training.ensemble import Members
+from txl_jax.training.step import TrainState, init_params, init_state, make_train_step
 
 # The implementations of attention that a run uses, chosen once for its lengths and the devices of its mesh.
 
@@ -166,109 +167,32 @@ def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
     return Chosen(*choose.choose(path, problem))
 
 
-# Shardings of batches and memories over a mesh, and their transfer to the devices.
+class Compilation(NamedTuple):
+    """A compiled program, ready to be called.
 
+    Attributes:
+      program: A `jax.stages.Compiled`, perhaps with its first argument bound.
+      seconds: Time of the compilation, without tracing and lowering.
+      temporary_bytes: Activations and other scratch per device, or None if the backend does not report them.
+    """
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Shardings of batches and memories over a mesh, and the transfer to the devices."""
-
-    mesh: Mesh
-
-    def own_rows(self, batch_size: int) -> np.ndarray:
-        """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
-
-        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it.
-
-        Raises:
-          UserError: they hold none, as the mesh does not include them.
-        """
-        placed = sharding.named_sharding(self.mesh, sharding.batch_axes(self.mesh, batch_size))
-        own = placed.addressable_devices_indices_map((batch_size,))
-        if not own:
-            raise UserError(
-                f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
-                "processes, or use all devices with --mesh.data=none"
-            )
-        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
-
-    def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
-        """Transfers segments to the devices, with the rows sharded like those of the memory.
-
-        Args:
-          segments: the rows that this process reads (see `own_rows`).
-          batch_size: B, over all processes; None: this process has read all rows.
-        """
-        own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
-        batch_size = batch_size or len(own)
-
-        def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
-            def of_device(index: Any) -> Any:
-                rows = np.arange(batch_size)[index[1]]
-                return array[:, np.searchsorted(own, rows)]
-
-            return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
-
-        return jax.tree.map(put, self.segment_shardings(batch_size), segments)
-
-    def memory_shardings(self, batch_size: int) -> Memory:
-        """Returns the shardings of a training memory."""
-        rows = sharding.batch_axes(self.mesh, batch_size)
-        return Memory(hidden=self.named(axes.LAYERS, rows, axes.LENGTH, None), valid=self.named(rows))
-
-    def segment_shardings(self, batch_size: int) -> Segments:
-        """Returns the shardings of S segments."""
-        rows = sharding.batch_axes(self.mesh, batch_size)
-        tokens = self.named(None, rows, axes.LENGTH)
-        return Segments(inputs=tokens, targets=tokens, weights=tokens, reset=self.named(None, rows))
-
-    def named(self, *logical_axes: Any) -> Any:
-        """Returns the sharding of an array by its logical axes, in place of the array in trees of shardings."""
-        return sharding.named_sharding(self.mesh, *logical_axes)
-
-    def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
-        """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
-        per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
-        shape = (per_call, lengths.batch_size, lengths.segment_len)
-        shardings: Any = self.segment_shardings(lengths.batch_size)
-
-        def abstract(name: str, shape: tuple[int, ...], dtype: str) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(shardings, name))
-
-        return Segments(
-            inputs=abstract("inputs", shape, "int32"),
-            targets=abstract("targets", shape, "int32"),
-            weights=abstract("weights", shape, "float32"),
-            reset=abstract("reset", shape[:2], "bool"),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-    """A compiled program, ready to be called, and the seconds of its compilation, without tracing and lowering."""
-
-    program: jax.stages.Compiled
+    program: Callable[..., Any]
     seconds: float
+    temporary_bytes: int | None
 
     @classmethod
     def of(cls, lowered: jax.stages.Lowered) -> "Compilation":
         """Compiles a program, or reads it from JAX's persistent cache."""
         began = time.monotonic()
-        return cls(lowered.compile(), time.monotonic() - began)
-
-    @functools.cached_property
-    def temporary_bytes(self) -> int | None:
-        """Bytes of activations and other scratch per device, or None if the backend does not report them."""
-        analysis: Any = self.program.memory_analysis()
-        return None if analysis is None else analysis.temp_size_in_bytes
+        program = lowered.compile()
+        seconds = time.monotonic() - began
+        analysis: Any = program.memory_analysis()
+        return cls(program, seconds, None if analysis is None else analysis.temp_size_in_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class RunComponents:
-    """Model, optimizer, schedule and mesh of one config.
-
-    Their compiled functions, shapes and shardings are grouped by use: `training`, `evaluation`, `placement` of batches.
-    """
+class Built:
+    """What a config describes: model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
 
     config: ExperimentConfig
     model: LanguageModel
@@ -277,92 +201,88 @@ class RunComponents:
     mesh: Mesh
     attention: AttentionChoice | None = None  # None for a network without attention.
 
-    @functools.cached_property
-    def placement(self) -> Placement:
-        """Shardings of batches and memories, and the transfer to the devices."""
-        return Placement(self.mesh)
-
-    @functools.cached_property
-    def training(self) -> "TrainingFunctions":
-        """The training state and the compiled train step."""
-        return TrainingFunctions(self)
-
-    @functools.cached_property
-    def evaluation(self) -> "EvaluationFunctions":
-        """The jitted functions of evaluation."""
-        return EvaluationFunctions(self)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained parameters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.training.abstract_state.params))
-
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """Returns the jitted function; it enters the mesh whenever it is called or lowered, on any thread."""
         return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
 
+    # Training
 
-@dataclasses.dataclass(frozen=True)
-class TrainingFunctions:
-    """The training state of a run and its compiled train step."""
-
-    components: RunComponents
+    @property
+    def members(self) -> Members:
+        """Members of an ensemble: no names, as this is one run."""
+        return Members()
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the training state; nothing is allocated."""
-        config, mesh = self.components.config, self.components.mesh
-        with sharding.use_mesh(mesh):
-            boxed = jax.eval_shape(self._init_boxed)
-        shardings = sharding.param_shardings(mesh, boxed)
-        shardings = shardings.replace(memory=self.components.placement.memory_shardings(config.train.batch_size))
+        with sharding.use_mesh(self.mesh):
+            boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
+        shardings = sharding.param_shardings(self.mesh, boxed)
+        shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return jax.tree.map(
             lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
             nn.unbox(boxed),
             shardings,
         )
 
-    def init_state(self) -> TrainState:
-        """Returns the state before the first update, initialized in place on the devices."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        state: TrainState = self.components.jit(lambda: nn.unbox(self._init_boxed()), out_shardings=shardings)()
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
+
+    def device_bytes(self) -> dict[str, int]:
+        """Returns the persistent bytes per device: parameters, optimizer state, memory."""
+        state = self.abstract_state
+        found = {
+            "parameters": bytes_on_device(state.params),
+            "optimizer": bytes_on_device(state.opt_state),
+            "segment memory": bytes_on_device(state.memory),
+        }
+        if state.average is not None:
+            found["averaged parameters"] = bytes_on_device(state.average)
+        return found
+
+    def init_params(self) -> Any:
+        """Returns the parameters before the first update, initialized in place on the devices."""
+        return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
+
+    def init_state(self, begin: Callable[[Any], TrainState] | None = None) -> TrainState:
+        """Returns the state before the first update, initialized in place on the devices.
+
+        Args:
+          begin: Makes it from initial parameters, as a warm start does, or None to keep them.
+        """
+        if begin is not None:
+            return begin(self.init_params())
+        make = self.jit(
+            lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=_shardings(self.abstract_state)
+        )
+        state: TrainState = make()
         return state
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of training that begins with these parameters."""
-        components = self.components
-        config = components.config
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        begin = functools.partial(
-            state_from_params,
-            components.model,
-            components.optimizer,
-            batch_size=config.train.batch_size,
-            mem_len=config.train.mem_len,
-            average=config.average,
-        )
-        return components.jit(begin, out_shardings=shardings)(params)
+        state: TrainState = self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))(params)
+        return state
 
-    def init_params(self) -> Any:
-        """Returns the parameters before the first update, without optimizer state and memory."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params)
-        return self.components.jit(lambda: nn.unbox(self._init_boxed().params), out_shardings=shardings)()
+    def _first_params(self) -> Any:
+        return init_params(self.model, jax.random.key(self.config.seed))
+
+    def _first_state(self, params: Any) -> TrainState:
+        return init_state(self.model, self.optimizer, self.config, params)
 
     def compile_step(self) -> Compilation:
         """Compiles the train step of S updates (`TrainStep`)."""
         self.check_batch_size()
-        components = self.components
-        step = make_train_step(components.model, components.optimizer, components.schedule, components.config)
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
         # The state must come out as it went in, or the next call would not take it.
-        shardings = state_shardings, sharding.named_sharding(components.mesh)
-        jitted = components.jit(step, donate_argnums=0, out_shardings=shardings)
-        segments = components.placement.abstract_segments(components.config.train)
-        return Compilation.of(jitted.lower(self.abstract_state, segments))
+        shardings = _shardings(self.abstract_state), sharding.named_sharding(self.mesh)
+        jitted = self.jit(step, donate_argnums=0, out_shardings=shardings)
+        return Compilation.of(jitted.lower(self.abstract_state, self.abstract_segments(self.config.train)))
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        train, shards = self.components.config.train, sharding.num_batch_shards(self.components.mesh)
+        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
         multiple = shards * train.grad_accum_steps
         if train.batch_size % multiple:
             in_microbatches = (
@@ -376,72 +296,122 @@ class TrainingFunctions:
                 "--mesh.data"
             )
 
-    def _init_boxed(self) -> TrainState:
-        config = self.components.config
-        return init_state(
-            self.components.model,
-            self.components.optimizer,
-            seed=config.seed,
-            batch_size=config.train.batch_size,
-            mem_len=config.train.mem_len,
-            average=config.average,
-        )
+    # Batches
 
+    def own_rows(self, batch_size: int) -> np.ndarray:
+        """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationFunctions:
-    """The jitted functions of evaluation."""
+        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it.
 
-    components: RunComponents
+        Raises:
+          UserError: If they hold no row, as the mesh does not include them.
+        """
+        placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
+        own = placed.addressable_devices_indices_map((batch_size,))
+        if not own:
+            raise UserError(
+                f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
+                "processes, or use all devices with --mesh.data=none"
+            )
+        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
+
+    def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
+        """Transfers segments to the devices, with the rows sharded like those of the memory.
+
+        Args:
+          segments: The rows that this process reads (see `own_rows`); in an ensemble with a leading member axis.
+          batch_size: B, over all processes, or None if this process has read all rows.
+        """
+        if self.mesh.size == 1:
+            on_device: Segments = jax.device_put(segments, sharding.named_sharding(self.mesh))
+            return on_device
+        own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
+        batch_size = batch_size or len(own)
+
+        def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
+            def of_device(index: Any) -> Any:
+                rows = np.arange(batch_size)[index[1]]
+                return array[:, np.searchsorted(own, rows)]
+
+            return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
+
+        return jax.tree.map(put, self._segment_shardings(batch_size), segments)
+
+    def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
+        """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
+        per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+        tokens = (per_call, lengths.batch_size, lengths.segment_len)
+        kinds = (tokens, "int32"), (tokens, "int32"), (tokens, "float32"), (tokens[:2], "bool")
+        shardings = self._segment_shardings(lengths.batch_size)
+        pairs = zip(kinds, shardings, strict=True)
+        return Segments(*(jax.ShapeDtypeStruct(*kind, sharding=placed) for kind, placed in pairs))  # type: ignore[arg-type]
+
+    def _segment_shardings(self, batch_size: int) -> Any:
+        rows = sharding.batch_axes(self.mesh, batch_size)
+        tokens = self._sharding(None, rows, axes.LENGTH)
+        return Segments(tokens, tokens, tokens, self._sharding(None, rows))
+
+    def _memory_shardings(self, batch_size: int) -> Any:
+        rows = sharding.batch_axes(self.mesh, batch_size)
+        return Memory(self._sharding(axes.LAYERS, rows, axes.LENGTH, None), self._sharding(rows))
+
+    def _sharding(self, *logical_axes: str | None) -> Any:
+        """Returns the sharding of an array by its logical axes, in place of the array in trees of shardings."""
+        return sharding.named_sharding(self.mesh, *logical_axes)
+
+    # Evaluation
 
     @functools.cached_property
     def scorer(self) -> Scorer:
         """The forward pass of evaluation."""
-        return scorer.make_scorer(self.components.model, self.components.config.eval)
+        return scorer.make_scorer(self.model, self.config.eval)
 
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
         """The jitted function that prepares parameters for evaluation."""
-        return self.components.jit(self.scorer.prepare_params)
+        return self.jit(self.scorer.prepare_params)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
         """The jitted evaluation of S segments; the memory is donated."""
-        step = make_eval_step(self.components.model, self.components.config.eval)
-        return self.components.jit(step, donate_argnums=1)
+        return self.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
 
     @functools.cached_property
     def window_step(self) -> WindowStep:
         """The jitted evaluation of windows."""
-        eval_config = self.components.config.eval
-        step = make_window_step(
-            self.components.model, clamp_len=eval_config.clamp_len, temperature=eval_config.temperature
-        )
-        return sharding.bind_mesh(self.components.mesh, step)
+        lengths = self.config.eval
+        step = make_window_step(self.model, clamp_len=lengths.clamp_len, temperature=lengths.temperature)
+        return sharding.bind_mesh(self.mesh, step)
 
-    def init_memory(self, weights: Any) -> Any:
-        """Returns an empty evaluation memory; `weights` are prepared parameters."""
-        return self.components.jit(self.scorer.init_memory, out_shardings=self.memory_shardings)(weights)
+    @functools.cached_property
+    def init_memory(self) -> Callable[[Any], Any]:
+        """The jitted function that makes an empty evaluation memory from prepared parameters."""
+        lengths = self.config.eval
+        shardings: Any = self._memory_shardings(lengths.batch_size)
+        if not isinstance(self.model, RecurrentModel):
+            rows = sharding.batch_axes(self.mesh, lengths.batch_size)
+            layers = (self._sharding(rows, axes.HEADS, None, None),) * self.config.model.n_layer
+            shardings = KVCache(
+                keys=layers,
+                values=layers,
+                valid=self._sharding(rows),
+                write_index=self._sharding(),
+                mem_len=lengths.mem_len,
+            )
+        return self.jit(self.scorer.init_memory, out_shardings=shardings)
 
     def generator(self, weights: Any) -> Generator:
         """Returns the generator of a model that can generate; `weights` are prepared parameters."""
-        return Generator(weights, self.components.config.eval, mesh=self.components.mesh)
-
-    @property
-    def memory_shardings(self) -> Any:
-        """Shardings of the evaluation memory."""
-        config, mesh = self.components.config, self.components.mesh
-        if isinstance(self.components.model, RecurrentModel):
-            return self.components.placement.memory_shardings(config.eval.batch_size)
-        rows = sharding.batch_axes(mesh, config.eval.batch_size)
-        named = self.components.placement.named
-        layers = (named(rows, axes.HEADS, None, None),) * config.model.n_layer
-        return KVCache(keys=layers, values=layers, valid=named(rows), write_index=named(), mem_len=config.eval.mem_len)
+        return Generator(weights, self.config.eval, mesh=self.mesh)
 
     @property
     def memory_dtype(self) -> jnp.dtype:
         """Type of stored keys and values."""
-        return scorer.memory_dtype(self.components.model, self.components.config.eval)
+        return scorer.memory_dtype(self.model, self.config.eval)
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def build(
@@ -451,8 +421,8 @@ def build(
     end_token: int | None = None,
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
-) -> RunComponents:
-    """Assembles the components of a run.
+) -> Built:
+    """Builds what a config describes.
 
     Args:
       config: The settings.
@@ -493,7 +463,7 @@ def build(
             num_devices=mesh.size,
             attention=attention.implementations,
         )
-    return RunComponents(
+    return Built(
         config=config,
         model=model,
         optimizer=optimizer_lib.make_optimizer(config),
@@ -503,8 +473,8 @@ def build(
     )
 
 
-def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> RunComponents:
-    """Assembles the components of a run with this vocabulary; `options` are the other arguments of `build`.
+def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
+    """Builds what a config describes for text in this vocabulary; `options` are the other arguments of `build`.
 
     Raises:
       UserError: As `build`, or if `data.reset_at` is not the text of one token.

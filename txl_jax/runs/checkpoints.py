@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.training.members import Members
-from txl_jax.training.state import TrainState
+from txl_jax.training.ensemble import Members
+from txl_jax.training.step import TrainState
 
 
 def latest_folder(workdir: str) -> str:
@@ -57,9 +57,8 @@ class RunCheckpoints:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             for checkpointer in [self._latest, *self._best]:
-                stack.enter_context(checkpointer)
                 # A run that was killed after its last save will save no more, and so would never sweep.
-                checkpointer.sweep()
+                stack.enter_context(checkpointer).sweep()
             self._stack = stack.pop_all()
         return self
 

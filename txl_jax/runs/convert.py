@@ -28,7 +28,7 @@ from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.runs.build import RunComponents, build
+from txl_jax.runs.build import Built, build
 from txl_jax.runs.run import RESULTS, Run
 from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
@@ -216,7 +216,7 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
     ends = [end for cutoff in (*config.model.cutoffs, vocab_size) for end in (cutoff - 1, cutoff % vocab_size)]
     ends = ends[: len(tokens) - 1]
     tokens[1 : len(ends) + 1] = ends
-    params = portable.place(parameters, components.training.abstract_state.params)
+    params = portable.place(parameters, components.abstract_state.params)
     memory, found = components.model.init_memory(batch_size=1, mem_len=_MEM_LEN), []
     for start in range(0, _SEGMENTS * _SEGMENT_LEN, _SEGMENT_LEN):
         nll, memory = score(params, memory, jnp.asarray(tokens[None, start : start + _SEGMENT_LEN + 1]))
@@ -225,7 +225,7 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
 
 
 @functools.lru_cache(maxsize=1)
-def _scorer(config: ExperimentConfig, vocab_size: int) -> tuple[Callable[..., Any], RunComponents]:
+def _scorer(config: ExperimentConfig, vocab_size: int) -> tuple[Callable[..., Any], Built]:
     """Returns the jitted (params, memory, tokens [1, L + 1]) -> (losses [1, L], memory) of a model on one device."""
     one_device = MeshConfig(data=1)
     mesh = sharding.make_mesh(one_device, jax.devices()[:1])

@@ -8,38 +8,35 @@ A member can be scored, sampled and exported alone (`Run.read(path, member=NAME)
 `split_off` makes it a run of its own.
 """
 
+import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
-from txl_jax.data.segments import SegmentReader
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import train, warm_start
-from txl_jax.runs.build import Compilation, RunComponents, build_for
+from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.run import RESULTS, Run, member_name
-from txl_jax.runs.train import training_reader
 from txl_jax.runs.trainer import Outcome, Trainer
-from txl_jax.runs.validation import TrainTask
 from txl_jax.runs.weights import load_state
-from txl_jax.runtime import profiler, storage
+from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.runtime.sinks import Sink
-from txl_jax.segments import Segments
 from txl_jax.training import ensemble as ensemble_step
-from txl_jax.training.loop import Hook
-from txl_jax.training.members import Members
-from txl_jax.training.state import TrainState
-from txl_jax.training.step import TrainStep
+from txl_jax.training.ensemble import Members
+from txl_jax.training.hooks import Hook
+from txl_jax.training.step import TrainState, init_params, init_state
 
 Member = Mapping[str, float]  # The settings that differ from the base, by dotted name.
 
@@ -67,26 +64,30 @@ def train_members(
         there is more than one device; and as `train_run`.
       NonFiniteError: If a member's loss was not finite. The message names the member.
     """
-    for hook in hooks:
-        hook.check_interval(base.train.segments_per_call)
-    if profile_steps is not None:
-        profiler.check_steps(*profile_steps, steps=base.train.steps)
+    train.check_requests(base, hooks, profile_steps)
     members = [_in_order(member) for member in members]
     configs = member_configs(base, members)
     run.compare(base, members)
-    components = build_for(base, corpus.vocabulary, recorded=run.attention_for(base))
-    if components.mesh.size != 1:
+    built = Ensemble.of(build_for(base, corpus.vocabulary, recorded=run.attention_for(base)), configs)
+    if built.mesh.size != 1:
         raise UserError(
-            f"the mesh has {components.mesh.size} devices and the members of an ensemble share one; give "
+            f"the mesh has {built.mesh.size} devices and the members of an ensemble share one; give "
             "--mesh.data=1, or train each as a run of its own"
         )
-    readers = [training_reader(components, corpus, config.seed) for config in configs.values()]
-    weights = warm_start.load(components, corpus.vocabulary, run)
+    readers = [train.training_reader(built, corpus, config.seed) for config in configs.values()]
+    weights = warm_start.load(built, corpus.vocabulary, run)
     record = weights and weights.record
-    run.begin(base, corpus, attention=components.attention, weights=record, members=members)
+    run.begin(base, corpus, attention=built.attention, weights=record, members=members)
     outcome = Trainer(
-        _task(components, corpus, configs, readers, weights),
+        built,
         run,
+        corpus,
+        readers,
+        begin=weights and weights.state,
+        opening=[
+            *train.opening(built, corpus, readers[0], weights),
+            f"ensemble  {'; '.join(configs)}: one program, losses in this order",
+        ],
         stop_requested=stop_requested,
         hooks=hooks,
         sinks=sinks,
@@ -95,6 +96,53 @@ def train_members(
     if outcome.results is not None:
         print(f"table     {_write_table(run.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
     return outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Ensemble(Built):
+    """The model and functions of the base, with the step and the first state of all members at once."""
+
+    configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)  # By member.
+
+    @classmethod
+    def of(cls, base: Built, configs: Mapping[str, ExperimentConfig]) -> "Ensemble":
+        """Returns an ensemble of members with these configs, which differ from the base's as `member_configs` says."""
+        return cls(base.config, base.model, base.optimizer, base.schedule, base.mesh, base.attention, configs)
+
+    @property
+    def members(self) -> Members:
+        """Members of the ensemble."""
+        return Members(tuple(self.configs))
+
+    def init_state(self, begin: Callable[[Any], TrainState] | None = None) -> TrainState:
+        """As in `Built`, for all members; `begin` makes the state of one."""
+
+        # Each member is initialized by itself, so that its parameters are, bit for bit, those of a run of its own.
+        @jax.jit
+        def params_of(seed: jax.Array) -> Any:
+            return nn.unbox(init_params(self.model, jax.random.key(seed)))
+
+        @jax.jit
+        def state_of(seed: jax.Array) -> Any:
+            params = init_params(self.model, jax.random.key(seed))
+            return nn.unbox(init_state(self.model, self.optimizer, self.config, params))
+
+        seeds = [jnp.asarray(config.seed, jnp.uint32) for config in self.configs.values()]
+        states = [state_of(seed) if begin is None else begin(params_of(seed)) for seed in seeds]
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.members.abstract(self.abstract_state))
+        placed: TrainState = jax.device_put(self.members.stack(states), shardings)
+        return placed
+
+    def compile_step(self) -> Compilation:
+        """As in `Built`, for all members."""
+        variation = ensemble_step.Variation.of(self.config, list(self.configs.values()))
+        abstract_state = self.members.abstract(self.abstract_state)
+        segments = self.members.abstract(self.abstract_segments(self.config.train))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
+        step = ensemble_step.make_ensemble_step(self.model, self.config)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
+        compilation = Compilation.of(jitted.lower(variation, abstract_state, segments))
+        return compilation._replace(program=functools.partial(compilation.program, variation))
 
 
 def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[str, ExperimentConfig]:
@@ -131,53 +179,6 @@ def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[st
 def _in_order(member: Member) -> dict[str, float]:
     """Sorts the differences of a member, so that its name does not depend on their order."""
     return {name: member[name] for name in (*ensemble_step.VARYING, *member) if name in member}
-
-
-def _task(
-    components: RunComponents,
-    corpus: Corpus,
-    configs: Mapping[str, ExperimentConfig],
-    readers: Sequence[SegmentReader],
-    weights: warm_start.WarmStart | None,
-) -> TrainTask:
-    members, base = Members(tuple(configs)), components.config
-    abstract_state = members.abstract(components.training.abstract_state)
-    init = ensemble_step.make_ensemble_init(
-        components.model, base, [config.seed for config in configs.values()], begin=weights and weights.state
-    )
-    variation = ensemble_step.Variation.of(base, list(configs.values()))
-
-    def init_state() -> TrainState:
-        return jax.device_put(init(), jax.tree.map(lambda leaf: leaf.sharding, abstract_state))
-
-    def segments(first: int, count: int) -> Segments:
-        """Returns the segments of all members [n, S, B, L]."""
-        each = [reader.segments(first, count) for reader in readers]
-        return jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *each)
-
-    def compile_step() -> tuple[TrainStep, str]:
-        step = ensemble_step.make_ensemble_step(components.model, base)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
-        jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
-        compilation = Compilation.of(jitted.lower(variation, abstract_state, segments(0, base.train.segments_per_call)))
-        line = train.memory_line(components, compilation, count=len(members))
-        return lambda state, upcoming: compilation.program(variation, state, upcoming), line
-
-    return TrainTask(
-        components=components,
-        corpus=corpus,
-        members=members,
-        opening=[
-            *train.opening(components, corpus, readers[0], weights),
-            f"ensemble  {'; '.join(members.names)}: one program, losses in this order",
-        ],
-        cost=train.step_cost(components),
-        segments_per_epoch=readers[0].n_segments,
-        abstract_state=abstract_state,
-        init_state=init_state,
-        compile_step=compile_step,
-        segments=segments,
-    )
 
 
 def _write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> str:
@@ -217,15 +218,15 @@ def split_off(workdir: str, member: str, target: str) -> None:
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:
         made.claim()
-        components = build_for(source.config, source.text.vocabulary)
-        restored = load_state(components, source, log=print)
+        built = build_for(source.config, source.text.vocabulary)
+        restored = load_state(built, source, log=print)
         if restored is None:
             raise UserError(f"{workdir} has no checkpoint yet; train it first")
         step, state, notes = restored
         members = Members(source.member_names)
         own = members.from_json(notes["running_totals"])[members.names.index(member)]
         _save(made.latest, step, state, notes | {"running_totals": own})
-        _copy_best(source, made, components.training.abstract_state.params)
+        _copy_best(source, made, built.abstract_state.params)
         records = [record for record in read_metrics(source.path) if record.get("member") == member]
         for record in records:
             del record["member"]

@@ -55,7 +55,7 @@ def generate_text(
         ids = vocabulary.start
     components = build_trained(config, run, log=log)
     step, params = load_parameters(components, run, log=log)
-    generator = components.evaluation.generator(components.evaluation.prepare_params(params))
+    generator = components.generator(components.prepare_params(params))
     at_most = "" if stop is None else "at most "
     log(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     sampled = generator.tokens(ids, config.generate, stop_token=stop, stop_requested=stop_requested)

@@ -32,13 +32,13 @@ from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
-from txl_jax.runs.build import RunComponents
+from txl_jax.recurrence import Segments
+from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
-from txl_jax.segments import Segments
 
 _SECONDS_BETWEEN_LINES = 20.0
 _TOKENS_PER_BLOCK = 1 << 16
@@ -58,7 +58,7 @@ class Interrupted(Exception):  # noqa: N818 (a request, not an error)
 
 
 def score(
-    components: RunComponents,
+    components: Built,
     params: Any,
     tokens: Any,
     *,
@@ -78,12 +78,12 @@ def score(
       Interrupted: If a stop was requested before the end.
       NonFiniteError: If the loss is nan or infinite.
     """
-    lengths, functions = components.config.eval, components.evaluation
+    lengths = components.config.eval
     progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
     if lengths.stride is not None:
         with progress(len(tokens) - 1, unit="token") as show:
             totals = evaluate_windows(
-                functions.window_step,
+                components.window_step,
                 params,
                 tokens,
                 attention_len=lengths.segment_len,
@@ -100,15 +100,15 @@ def score(
             warmup_tokens=lengths.warmup_tokens,
         )
         # Each process reads the rows of its own devices.
-        reader = dataclasses.replace(whole, own=components.placement.own_rows(lengths.batch_size))
-        weights = functions.prepare_params(params)
+        reader = dataclasses.replace(whole, own=components.own_rows(lengths.batch_size))
+        weights = components.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
             totals = evaluate(
-                functions.eval_step,
+                components.eval_step,
                 weights,
-                functions.init_memory(weights),
+                components.init_memory(weights),
                 reader,
-                place=functools.partial(components.placement.place, batch_size=lengths.batch_size),
+                place=functools.partial(components.place, batch_size=lengths.batch_size),
                 after_call=show,
                 keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
             )
@@ -219,8 +219,8 @@ class DocumentReader:
     documents. If the iterator of documents raises `UserError`, the results of the documents before it come first.
     """
 
-    def __init__(self, components: RunComponents, weights: Any, *, batch_size: int):
-        """Takes prepared parameters (`EvaluationFunctions.prepare_params`) and the number of documents side by side."""
+    def __init__(self, components: Built, weights: Any, *, batch_size: int):
+        """Takes prepared parameters (`Built.prepare_params`) and the number of documents side by side."""
         check_batch_size(batch_size)
         lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
         config = dataclasses.replace(components.config, eval=lengths)
@@ -253,14 +253,14 @@ class DocumentReader:
             segments_per_call=SEGMENTS_PER_CALL,
             vectors=(config.model.d_model, dtype) if vectors else None,
         )
-        memory = self._components.evaluation.init_memory(self._weights)
+        memory = self._components.init_memory(self._weights)
         kept: dict[int, list[Any]] = collections.defaultdict(list)  # Parts of documents that are being read.
         finished: dict[int, Any] = {}
         pending: tuple[Call, Any] | None = None
         while pending is not None or not rows.ended:
             call, following = rows.next_call(), None
             if call is not None:
-                segments = self._components.placement.place(call.segments)
+                segments = self._components.place(call.segments)
                 memory, results = step(self._weights, memory, segments, np.int32(call.n_segments))
                 following = call, results
             if pending is not None:  # Fetched one call late, so that the device never waits for the host.
@@ -281,7 +281,7 @@ class DocumentReader:
     @functools.cache  # noqa: B019 (a reader lives as long as its compiled programs)
     def _step(self, what: str) -> Callable[..., Any]:
         """Returns (weights, memory, segments, their number) -> (memory, results [S, B, L, ..]), the memory donated."""
-        scorer = self._components.evaluation.scorer
+        scorer = self._components.scorer
         # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of arrays [B, L, ..].
         kinds: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
             "nats": scorer.nll,
@@ -336,7 +336,7 @@ def check_batch_size(batch_size: int) -> None:
         raise UserError(f"batch_size is {batch_size}; give the number of documents read side by side, at least 1")
 
 
-def takes_embeddings(components: RunComponents) -> TransformerXL:
+def takes_embeddings(components: Built) -> TransformerXL:
     """Returns the model, or raises `UserError` if it takes only token ids."""
     model = components.model
     if not isinstance(model, TransformerXL):
@@ -410,7 +410,7 @@ def score_documents(
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
-    weights = components.evaluation.prepare_params(params)
+    weights = components.prepare_params(params)
     reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
     reading: collections.deque[tuple[int, np.ndarray]] = collections.deque()  # (line, ids) of documents not written.

@@ -1,7 +1,7 @@
 """The training job: from config and text to checkpoints and results.json.
 
 A start goes in this order, so that the cheap failures come first and nothing is written before them:
-  1. the components are built, with the attention of an earlier start, and the text is cut into segments: settings
+  1. the built are built, with the attention of an earlier start, and the text is cut into segments: settings
      that do not fit fail here, and so do processes that do not have the same ones;
   2. the weights of a warm start are read, and the run is recorded in its directory;
   3. `txl_jax.runs.trainer` restores the latest sound checkpoint, or initializes the state, prints the opening lines,
@@ -14,24 +14,18 @@ from typing import Any
 
 import jax
 
-from txl_jax import flops, sharding
+from txl_jax import sharding
 from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, Network, Order
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.runs import warm_start
-from txl_jax.runs.build import Compilation, RunComponents, build_for
+from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
-from txl_jax.runs.validation import TrainTask
 from txl_jax.runtime import distributed, profiler
-from txl_jax.runtime.environment import bytes_on_device, device_kind, megabytes
+from txl_jax.runtime.environment import device_kind
 from txl_jax.runtime.sinks import Sink
-from txl_jax.segments import Segments
-from txl_jax.training.loop import Hook
-from txl_jax.training.members import Members
-from txl_jax.training.progress import StepCost
-from txl_jax.training.state import TrainState
-from txl_jax.training.step import TrainStep
+from txl_jax.training.hooks import Hook
 
 
 def train_run(
@@ -59,30 +53,39 @@ def train_run(
       CheckpointError: If there are checkpoints, but none can be read.
       RemoteProcessError: If another process could not continue.
     """
-    for hook in hooks:
-        hook.check_interval(config.train.segments_per_call)
-    if profile_steps is not None:
-        profiler.check_steps(*profile_steps, steps=config.train.steps)
+    check_requests(config, hooks, profile_steps)
     run.compare(config)
     check_same_text(corpus)
 
-    def prepare() -> tuple[RunComponents, SegmentReader]:
-        components = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
-        components.training.check_batch_size()
-        return components, training_reader(components, corpus, config.seed)
+    def prepare() -> tuple[Built, SegmentReader]:
+        built = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
+        built.check_batch_size()
+        return built, training_reader(built, corpus, config.seed)
 
-    components, reader = distributed.run_on_all(prepare)
-    check_same_attention(components.attention)
-    weights = warm_start.load(components, corpus.vocabulary, run)
-    run.begin(config, corpus, attention=components.attention, weights=weights and weights.record)
+    built, reader = distributed.run_on_all(prepare)
+    check_same_attention(built.attention)
+    weights = warm_start.load(built, corpus.vocabulary, run)
+    run.begin(config, corpus, attention=built.attention, weights=weights and weights.record)
     return Trainer(
-        _task(components, corpus, reader, weights),
+        built,
         run,
+        corpus,
+        [reader],
+        begin=weights and weights.state,
+        opening=opening(built, corpus, reader, weights),
         stop_requested=stop_requested,
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
     ).run()
+
+
+def check_requests(config: ExperimentConfig, hooks: Sequence[Hook], profile_steps: tuple[int, int] | None) -> None:
+    """Raises `UserError` if the run has no updates at which to run the hooks, or none of those to profile."""
+    for hook in hooks:
+        hook.check_interval(config.train.segments_per_call)
+    if profile_steps is not None:
+        profiler.check_steps(*profile_steps, steps=config.train.steps)
 
 
 def train(
@@ -119,13 +122,13 @@ def train(
         return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
 
 
-def training_reader(components: RunComponents, corpus: Corpus, seed: int) -> SegmentReader:
+def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
     """Cuts the training text into segments in the config's order, shuffled by a seed.
 
     Raises:
       UserError: If the text is too short for one segment.
     """
-    data, train_config = components.config.data, components.config.train
+    data, train_config = built.config.data, built.config.train
     return training_segments(
         corpus.train,
         batch_size=train_config.batch_size,
@@ -134,85 +137,34 @@ def training_reader(components: RunComponents, corpus: Corpus, seed: int) -> Seg
         seed=seed,
         roll=data.roll,
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
-        own=components.placement.own_rows(train_config.batch_size).tolist(),
+        own=built.own_rows(train_config.batch_size).tolist(),
     )
 
 
-def _task(
-    components: RunComponents, corpus: Corpus, reader: SegmentReader, weights: warm_start.WarmStart | None
-) -> TrainTask:
-    training = components.training
-
-    def init_state() -> TrainState:
-        return training.init_state() if weights is None else weights.state(training.init_params())
-
-    def compile_step() -> tuple[TrainStep, str]:
-        compilation = training.compile_step()
-        return compilation.program, memory_line(components, compilation)
-
-    def segments(first: int, count: int) -> Segments:
-        return components.placement.place(reader.segments(first, count), batch_size=components.config.train.batch_size)
-
-    return TrainTask(
-        components=components,
-        corpus=corpus,
-        members=Members(),
-        opening=opening(components, corpus, reader, weights),
-        cost=step_cost(components),
-        segments_per_epoch=reader.n_segments,
-        abstract_state=training.abstract_state,
-        init_state=init_state,
-        compile_step=compile_step,
-        segments=segments,
-    )
-
-
-# Lines about a run: sizes, work per step, memory per device.
-
-
-def step_cost(components: RunComponents) -> StepCost:
-    """Returns the work of one update of one run or member, and the peak of all devices of the mesh."""
-    train, peak = components.config.train, flops.device_peak(jax.devices()[0].device_kind)
-    per_token = flops.of_training(
-        components.config.model,
-        vocab_size=components.model.vocab_size,
-        segment_len=train.segment_len,
-        mem_len=train.mem_len,
-        same_length=train.same_length,
-    )
-    return StepCost(
-        tokens=train.batch_size * train.new_tokens,
-        flops=per_token * train.batch_size * train.segment_len,
-        peak_flops=None if peak is None else peak * components.mesh.size,
-    )
-
-
-def opening(
-    components: RunComponents, corpus: Corpus, reader: SegmentReader, weights: warm_start.WarmStart | None
-) -> list[str]:
+def opening(built: Built, corpus: Corpus, reader: SegmentReader, weights: warm_start.WarmStart | None) -> list[str]:
     """Describes text, model, work per step, evaluation, devices and the weights of a warm start, one line each."""
-    c, train = components.config.model, components.config.train
+    c, train = built.config.model, built.config.train
     context = f"memory {train.mem_len}"
     if train.stride:
         context = f"after {train.segment_len - train.stride} that are read again"
-    slices, axes = sharding.num_slices(components.mesh), components.mesh.shape
+    slices, axes = sharding.num_slices(built.mesh), built.mesh.shape
     return [
         (
             f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
             f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
         ),
-        f"model     {_sizes(c)}, {c.dtype}: {components.num_parameters:,} parameters",
+        f"model     {_sizes(c)}, {c.dtype}: {built.num_parameters:,} parameters",
         (
             f"training  {train.batch_size} rows x {train.new_tokens} = {train.batch_size * train.new_tokens:,} tokens "
             f"per step, {context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of "
             f"{reader.n_segments:,} steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
         ),
-        f"scoring   {_how_scored(components.config.eval)}",
-        f"devices   {components.mesh.size} x {device_kind()} "
+        f"scoring   {_how_scored(built.config.eval)}",
+        f"devices   {built.mesh.size} x {device_kind()} "
         f"({', '.join(f'{name} {size}' for name, size in axes.items())})"
         + (f" in {slices} slices" if slices > 1 else "")
         + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
-        *([] if components.attention is None else [f"attention {components.attention.describe()}"]),
+        *([] if built.attention is None else [f"attention {built.attention.describe()}"]),
         *([] if weights is None else weights.lines),
     ]
 
@@ -234,28 +186,3 @@ def _sizes(c: ModelConfig) -> str:
         return f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
     how = "" if c.encoding is type(c).encoding else f", positions as {c.encoding}"
     return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
-
-
-def device_bytes(components: RunComponents) -> dict[str, int]:
-    """Returns the persistent bytes per device: parameters, optimizer state, memory."""
-    state = components.training.abstract_state
-    found = {
-        "parameters": bytes_on_device(state.params),
-        "optimizer": bytes_on_device(state.opt_state),
-        "segment memory": bytes_on_device(state.memory),
-    }
-    if state.average is not None:
-        found["averaged parameters"] = bytes_on_device(state.average)
-    return found
-
-
-def memory_line(components: RunComponents, compilation: Compilation, *, count: int = 1) -> str:
-    """Describes the estimated memory per device and the time of compilation; `count`: ensemble members."""
-    sizes = {name: count * size for name, size in device_bytes(components).items()}
-    if compilation.temporary_bytes is not None:
-        sizes["activations and gradients"] = compilation.temporary_bytes
-    by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
-    return (
-        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
-        f"(compiled in {compilation.seconds:.1f} s)"
-    )

@@ -2,23 +2,32 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
+from txl_jax import flops
 from txl_jax.config import settings as config_tree
+from txl_jax.data.corpus import Corpus
 from txl_jax.data.prefetch import Prefetcher
+from txl_jax.data.segments import SegmentReader
 from txl_jax.errors import NonFiniteError
+from txl_jax.recurrence import Segments
+from txl_jax.runs.build import Built, Compilation
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
-from txl_jax.runs.validation import Results, TrainTask, Validation
+from txl_jax.runs.validation import Validation
 from txl_jax.runtime import distributed, environment, stop
+from txl_jax.runtime.environment import megabytes
 from txl_jax.runtime.log import RunLog
 from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
-from txl_jax.training.loop import Hook, HookContext, run_hooks, train
+from txl_jax.training.hooks import Hook, HookContext
 from txl_jax.training.progress import Progress
-from txl_jax.training.state import TrainState
-from txl_jax.training.step import TrainStep
+from txl_jax.training.step import TrainState, TrainStep, UpdateMetrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +49,12 @@ class Trainer:
     """One start of a run that was begun in its directory.
 
     Args:
-      task: What is trained.
+      built: What is trained: one run or, with a leading member axis, an ensemble.
       run: The run, after `Run.begin`.
+      corpus: The text.
+      readers: Its training segments, of each member.
+      begin: Makes the first state from initial parameters, as a warm start does, or None to keep them.
+      opening: Lines that introduce the run in its log.
       stop_requested: Whether to stop; asked between calls of the train step and while a text is scored.
       hooks: Run after evaluation and before the checkpoint of a step, so a state that they return is saved.
       sinks: Get settings and records too.
@@ -50,61 +63,71 @@ class Trainer:
 
     def __init__(
         self,
-        task: TrainTask,
+        built: Built,
         run: Run,
+        corpus: Corpus,
+        readers: Sequence[SegmentReader],
         *,
+        begin: Callable[[Any], TrainState] | None,
+        opening: Sequence[str],
         stop_requested: Callable[[], Any],
         hooks: Sequence[Hook],
         sinks: Sequence[Sink],
         profile_steps: tuple[int, int] | None,
     ):
-        self._task = task
-        self._config = task.components.config.train
+        self._built = built
+        self._config = built.config.train
         self._run = run
+        self._readers = readers
+        self._begin = begin
+        self._opening = opening
         self._stop_requested = run.stopping(stop_requested)
         self._user_hooks = tuple(hooks)
         self._profile_steps = profile_steps
         self._log = RunLog(run.path if distributed.is_primary() else None, sinks=sinks, confirm=run.confirm)
         self._checkpoints = RunCheckpoints(
-            run.path, task.members, keep=self._config.keep_checkpoints, log=self._log.note, confirm=run.confirm
+            run.path, built.members, keep=self._config.keep_checkpoints, log=self._log.note, confirm=run.confirm
         )
-        self._validation = Validation(task, run, self._checkpoints, self._log, self._stop_requested)
-        self._results = Results(task, run, self._checkpoints, self._validation, self._log)
+        self._validation = Validation(built, corpus, run, self._checkpoints, self._log, self._stop_requested)
+        self._measure = corpus.vocabulary.measure
 
     def run(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
+        built, validation = self._built, self._validation
         for note in self._run.notes:
             self._log.note(note)
         with self._checkpoints:
             step, state, notes = self._restore()
             with self._open_log(step):
-                self._log.settings(
-                    config_tree.to_dict(self._task.components.config) | self._results.facts | environment.describe()
-                )
+                self._log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
                 if step:
-                    epoch, index = divmod(step, self._task.segments_per_epoch)
+                    epoch, index = divmod(step, self._readers[0].n_segments)
                     self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
-                self._validation.read_losses()
-                if results := self._finished_already(step):
-                    return Outcome(True, step, results)
-                train_step, compilation = self._task.compile_step()
-                self._log.print(compilation)
+                validation.read_losses()
+                if self._has_ended(step):
+                    results = distributed.broadcast_from_primary(lambda: validation.read_results(step))
+                    if results:
+                        self._log.print(f"finished  already: {validation.results_path}")
+                        return Outcome(True, step, results)
+                compilation = built.compile_step()
+                self._log.print(_memory_line(built, compilation))
                 progress = Progress(
                     self._log,
                     steps=self._config.steps,
                     log_every=self._config.log_every,
-                    cost=self._task.cost,
-                    measure=self._task.corpus.vocabulary.measure,
-                    members=self._task.members,
+                    cost=flops.of_step(built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size),
+                    measure=self._measure,
+                    members=built.members,
                     running_totals=notes.get("running_totals"),
                 )
                 if not self._has_ended(step):
-                    step, state = self._train(train_step, step, state, progress)
+                    step, state = self._loop(compilation.program, step, state, progress)
                 return self._finish(step, state, progress)
 
     def _restore(self) -> tuple[int, TrainState, dict[str, Any]]:
         """Restores the latest checkpoint, or makes the initial state: (updates done, state after them, notes)."""
-        step, state, notes = self._checkpoints.restore(self._task.abstract_state) or (0, self._task.init_state(), {})
+        restored = self._checkpoints.restore(self._built.members.abstract(self._built.abstract_state))
+        step, state, notes = restored or (0, self._built.init_state(self._begin), {})
         self._validation.pending = notes.get("evaluation_pending", False)
         return step, state, notes
 
@@ -112,11 +135,12 @@ class Trainer:
         """Opens the log, which drops its records of updates after `step`."""
         # What was recorded and then lost its consequences to a kill is done, and recorded, again.
         redone = {"valid"} if self._validation.pending else set()
-        if self._results.on_disk(step) is None:
+        if self._validation.read_results(step) is None:
             redone.add("test")
-        return self._log.open(step, redone=redone, opening=self._task.opening)
+        return self._log.open(step, redone=redone, opening=self._opening)
 
-    def _train(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
+    def _loop(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
+        """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
         config, validation = self._config, self._validation
         evaluation = [
             Hook(config.eval_every, validation.evaluate),
@@ -135,7 +159,7 @@ class Trainer:
             if not self._validation.pending:
                 # Else a kill before the next checkpoint would evaluate, and record, again.
                 run_hooks([save], step, state, log=self._log, progress=progress)
-            if self._validation.pending or validation.out_of_patience:
+            if self._validation.pending or self._validation.out_of_patience:
                 return step, state
         per_call = config.segments_per_call
         profiled = StepProfiler(
@@ -148,11 +172,11 @@ class Trainer:
             exclude=progress.exclude,
         )
         try:
-            with profiled, Prefetcher(self._task.segments, segments_per_call=per_call, steps=config.steps) as segments:
-                return train(
+            with profiled, Prefetcher(self._read, segments_per_call=per_call, steps=config.steps) as prefetched:
+                return run_updates(
                     state,
                     profiled,
-                    segments,
+                    prefetched,
                     first_step=step,
                     steps=config.steps,
                     segments_per_call=per_call,
@@ -163,6 +187,13 @@ class Trainer:
                 )
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}; {self._kept()}. {self._advice()}") from None
+
+    def _read(self, first: int, count: int) -> Segments:
+        """Returns the segments of updates `first`, .. on the devices: [S, B, L], or [n, S, B, L] of an ensemble."""
+        segments, *others = [reader.segments(first, count) for reader in self._readers]
+        if others:
+            segments = jax.tree.map(lambda *arrays: np.stack(arrays), segments, *others)
+        return self._built.place(segments, batch_size=self._config.batch_size)
 
     def _save(self, step: int, state: TrainState, progress: Progress) -> None:
         notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
@@ -181,21 +212,12 @@ class Trainer:
         return "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
 
     def _advice(self) -> str:
-        if self._task.members.names:
+        if self._built.members.names:
             return (
                 "Start again without that --ensemble_member, or with a lower learning rate for it, in a new --workdir; "
                 "or split off the other members (--mode=split)"
             )
         return "Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, in a new --workdir"
-
-    def _finished_already(self, step: int) -> dict[str, Any] | None:
-        """Returns the results of a run that had ended when it was opened, or None if there is something to do."""
-        if not self._has_ended(step):
-            return None
-        results = distributed.broadcast_from_primary(lambda: self._results.on_disk(step))
-        if results:
-            self._log.print(f"finished  already: {self._results.path}")
-        return results
 
     def _has_ended(self, step: int) -> bool:
         ended = step >= self._config.steps or self._validation.out_of_patience
@@ -203,17 +225,100 @@ class Trainer:
 
     def _finish(self, step: int, state: TrainState, progress: Progress) -> Outcome:
         """Saves the last checkpoint and, after the last update, scores the test split."""
-        early = step < self._config.steps and self._validation.out_of_patience
-        if early:
+        if step < self._config.steps and self._validation.out_of_patience:
             self._log.print(f"note      ends after step {step}: no better loss in {self._config.patience} evaluations")
-        finished = (early or step >= self._config.steps) and not self._validation.pending
         if self._checkpoints.saved_step != step:
             self._save(step, state, progress)
         self._checkpoints.wait()
-        results = self._results.make(step, state) if finished else None
-        if results is not None:
-            return Outcome(True, step, results)
-        self._log.print(
-            f"stopped   on request after step {step}; everything is saved, the same command goes on from here"
-        )
-        return Outcome(False, step, None)
+        results = self._validation.make_results(step, state) if self._has_ended(step) else None
+        if results is None:
+            self._log.print(
+                f"stopped   on request after step {step}; everything is saved, the same command goes on from here"
+            )
+        return Outcome(results is not None, step, results)
+
+
+def run_updates(
+    state: TrainState,
+    train_step: TrainStep,
+    prefetched: Callable[[int], Segments],
+    *,
+    first_step: int,
+    steps: int,
+    segments_per_call: int,
+    progress: Progress,
+    hooks: Sequence[Hook],
+    log: RunLog,
+    stop_requested: Callable[[], Any],
+) -> tuple[int, TrainState]:
+    """Updates the state from `first_step` to `steps`, or until a stop is requested.
+
+    Args:
+      state: The state after `first_step` updates.
+      train_step: S updates; the state is donated.
+      prefetched: From the number of updates done to the next S segments, on the devices.
+      hooks: Run in this order where due. Every loss up to there was finite before any of them runs, so a
+        checkpoint never holds the result of a nan.
+      log: Passed on to the hooks.
+
+    Returns:
+      The number of updates done, and the state after them.
+    """
+
+    def segments_of(step: int) -> Any:
+        began = time.monotonic()
+        found = prefetched(step) if step < steps else None
+        progress.waited(time.monotonic() - began)
+        return found
+
+    def report(first_step: int, metrics: UpdateMetrics) -> None:
+        progress.add(first_step, jax.device_get(metrics))
+
+    step, stopping = first_step, False
+    pending: tuple[int, UpdateMetrics] | None = None
+    upcoming = segments_of(step)
+    while step < steps:
+        state, metrics = train_step(state, upcoming)
+        # While the device works: the next segments, and the metrics of the call before.
+        upcoming = segments_of(step + segments_per_call)
+        if pending is not None:
+            report(*pending)
+        pending = step, metrics
+        step += segments_per_call
+        due = [hook for hook in hooks if step % hook.every == 0 or step == steps]
+        if due:
+            report(*pending)
+            pending = None
+            state, stopping = run_hooks(due, step, state, log=log, progress=progress)
+        if stop_requested() or stopping:  # Asked after the hooks: one that was cut short must be repeated at this step.
+            break
+    if pending is not None:
+        report(*pending)
+    return step, state
+
+
+def run_hooks(
+    hooks: Sequence[Hook], step: int, state: TrainState, *, log: RunLog, progress: Progress
+) -> tuple[TrainState, bool]:
+    """Runs hooks one after the other; returns the state to continue with, and whether one has requested a stop."""
+    stopping = False
+    for hook in hooks:
+        began = time.monotonic()
+        context = HookContext(step, state, log)
+        changed = hook.action(context)
+        progress.exclude(time.monotonic() - began)
+        state = state if changed is None else changed
+        stopping = stopping or context.stopping
+    return state, stopping
+
+
+def _memory_line(built: Built, compilation: Compilation) -> str:
+    """Describes the estimated memory per device and the time of compilation."""
+    sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
+    if compilation.temporary_bytes is not None:
+        sizes["activations and gradients"] = compilation.temporary_bytes
+    by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
+    return (
+        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
+        f"(compiled in {compilation.seconds:.1f} s)"
+    )

@@ -1,10 +1,11 @@
-"""Validation while a run trains: scores, best parameters, the trigger of weight averaging, early stopping."""
+"""Scores while a run trains and at its end: best parameters, weight averaging, early stopping, results.json."""
 
 import dataclasses
+import functools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from txl_jax.config import EvalConfig
@@ -12,145 +13,53 @@ from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals
-from txl_jax.runs.build import RunComponents
+from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import RESULTS, Run
 from txl_jax.runs.score import Interrupted, as_record, as_result, format_scores, score, with_duration
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import read, write_json
-from txl_jax.segments import Segments
 from txl_jax.training import weight_averaging
-from txl_jax.training.loop import HookContext
-from txl_jax.training.members import Members
-from txl_jax.training.progress import StepCost
-from txl_jax.training.state import TrainState
-from txl_jax.training.step import TrainStep
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainTask:
-    """One run, or one ensemble, as a `Trainer` takes it.
-
-    Attributes:
-      components: Model, mesh and config of the run, or the base that the members of an ensemble differ from.
-      corpus: The text.
-      members: Members of the ensemble.
-      opening: Lines that introduce the run in its log.
-      cost: Work of one update of one member.
-      segments_per_epoch: Segments in one pass over the text.
-      abstract_state: Shapes, dtypes and shardings of the state, with the member axis.
-      init_state: Makes the state before the first update.
-      compile_step: Returns the compiled train step and a line about it.
-      segments: (updates done, S) -> the next S segments, on the devices.
-    """
-
-    components: RunComponents
-    corpus: Corpus
-    members: Members
-    opening: Sequence[str]
-    cost: StepCost
-    segments_per_epoch: int
-    abstract_state: TrainState
-    init_state: Callable[[], TrainState]
-    compile_step: Callable[[], tuple[TrainStep, str]]
-    segments: Callable[[int, int], Segments]
-
-
-class Results:
-    """results.json: the test scores of the best parameters, of a run or of each member of an ensemble."""
-
-    def __init__(self, task: TrainTask, run: Run, checkpoints: RunCheckpoints, validation: "Validation", log: RunLog):
-        self.path = os.path.join(run.path, RESULTS)
-        self._task = task
-        self._run = run
-        self._checkpoints = checkpoints
-        self._validation = validation
-        self._log = log
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The text, the size and the weights that the run began with: the first part of results.json."""
-        corpus, weights = self._task.corpus, self._run.weights
-        facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self._task.components.num_parameters}
-        return facts | ({"warm_start": dict(weights)} if weights else {})
-
-    def on_disk(self, step: int) -> dict[str, Any] | None:
-        """Returns the results after `step` updates, or None if there are none at these evaluation settings."""
-        try:
-            results = json.loads(read(self.path))
-            same = results["steps"] == step and with_defaults(results["eval"]) == self._validation.eval_settings
-        except (OSError, ValueError, KeyError, TypeError):  # The file is missing, or corrupted: it is made again.
-            return None
-        return results if same else None
-
-    def make(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
-        members, scored = self._task.members, []
-        for index in range(len(members)):
-            best, params = self._best_or_last(index, state)
-            found = self._validation.score(params, "test", f"{members.prefix(index)}test")
-            if found is None:
-                return None
-            scored.append((best, *found))
-        results = []
-        for label, (best, totals, line) in zip(members.labels, scored, strict=True):
-            self._log.record("test", step, as_record(totals), member=label)
-            self._log.print(line)
-            results.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
-        content = {
-            **self.facts,
-            "steps": step,
-            **({"members": members.to_json(results)} if members.names else results[0]),
-            "eval": self._validation.eval_settings,
-            **environment.describe(),
-        }
-
-        def write() -> None:
-            self._log.seal()
-            write_json(self.path, content)
-
-        distributed.broadcast_from_primary(write)
-        self._log.print(f"results   {self.path}")
-        return content
-
-    def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
-        """Returns scores and parameters of the best checkpoint, or None and the last parameters if it is unreadable."""
-        try:
-            restored = self._checkpoints.restore_best(index, self._task.components.training.abstract_state.params)
-        except CheckpointError as error:
-            self._log.note(f"{error}; the parameters after the last update are used instead")
-            restored = None
-        if restored is None:
-            return None, self._task.members.take(state.scored_params, index)
-        params, notes = restored
-        return {name: value for name, value in notes.items() if name != "eval"}, params
+from txl_jax.training.hooks import HookContext
+from txl_jax.training.step import TrainState
 
 
 class Validation:
-    """Hooks that score the validation split, keep the best parameters, and act on the losses so far.
+    """Scores the splits with the parameters of a run, or of each member of an ensemble.
+
+    As hooks it scores the validation split, keeps the best parameters, and acts on the losses so far. At the end it
+    scores the test split with them.
 
     Attributes:
       pending: Whether the last evaluation was cut short. A resumed run repeats it.
       losses: Validation losses of each member so far, for early stopping and NT-ASGD.
+      results_path: Path of results.json.
     """
 
     def __init__(
         self,
-        task: TrainTask,
+        built: Built,
+        corpus: Corpus,
         run: Run,
         checkpoints: RunCheckpoints,
         log: RunLog,
         stop_requested: Callable[[], Any],
     ):
         self.pending = False
-        self.losses: list[list[float]] = [[] for _ in task.members.labels]
-        self._task = task
-        self._config = task.components.config
+        self.losses: list[list[float]] = [[] for _ in built.members.labels]
+        self.results_path = os.path.join(run.path, RESULTS)
+        self._built = built
+        self._config = built.config
+        self._members = built.members
+        self._corpus = corpus
+        self._measure = corpus.vocabulary.measure
         self._run = run
         self._checkpoints = checkpoints
         self._log = log
         self._stop_requested = stop_requested
+        # Scores at other evaluation settings are not comparable.
+        self._eval_settings = config_tree.to_dict(built.config.eval)
 
     @property
     def out_of_patience(self) -> bool:
@@ -162,26 +71,22 @@ class Validation:
             len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience]) for losses in self.losses
         )
 
-    @property
-    def eval_settings(self) -> dict[str, Any]:
-        """The evaluation settings: scores at other ones are not comparable."""
-        return config_tree.to_dict(self._config.eval)
-
     def read_losses(self) -> None:
         """Reads the recorded losses, but not those at other evaluation settings."""
-        for index, label in enumerate(self._task.members.labels):
-            self.losses[index] = [] if self.best(index) is None else self._recorded_losses(label)
 
-    def _recorded_losses(self, label: str | None) -> list[float]:
-        return distributed.broadcast_from_primary(
-            lambda: [
+        def recorded(label: str | None) -> list[float]:
+            return [
                 record["loss"]
                 for record in read_metrics(self._run.path)
                 if record["kind"] == "valid" and record.get("member") == label
             ]
-        )
 
-    def score(self, params: Any, split: str, name: str) -> tuple[Totals, str] | None:
+        for index, label in enumerate(self._members.labels):
+            self.losses[index] = []
+            if self._best(index) is not None:
+                self.losses[index] = distributed.broadcast_from_primary(functools.partial(recorded, label))
+
+    def _score(self, params: Any, split: str, name: str) -> tuple[Totals, str] | None:
         """Scores the "valid" or "test" split: (scores, a line about them), or None if a stop was requested meanwhile.
 
         Args:
@@ -189,20 +94,20 @@ class Validation:
           split: The split.
           name: Its name in that line and in progress lines.
         """
-        corpus, began = self._task.corpus, time.monotonic()
+        corpus, began = self._corpus, time.monotonic()
         try:
             totals = score(
-                self._task.components,
+                self._built,
                 params,
                 corpus.test if split == "test" else corpus.valid[: self._config.eval.valid_tokens],
                 name=name,
-                measure=corpus.vocabulary.measure,
+                measure=self._measure,
                 log=self._log.print,
                 stop_requested=self._stop_requested,
             )
         except Interrupted:
             return None
-        scores = format_scores(totals, corpus.vocabulary.measure)
+        scores = format_scores(totals, self._measure)
         return totals, with_duration(f"{name} {scores}", time.monotonic() - began)
 
     # Hooks, in this order.
@@ -210,10 +115,10 @@ class Validation:
     def evaluate(self, context: HookContext) -> None:
         """Scores the validation split, and keeps the parameters of a member if no earlier ones were better."""
         self.pending = True  # Until it is done: a checkpoint written now must record it.
-        scored, members = [], self._task.members
-        for index in range(len(members)):
-            params = members.take(context.state.scored_params, index)
-            found = self.score(params, "valid", f"step {context.step}: {members.prefix(index)}valid")
+        scored = []
+        for index in range(len(self._members)):
+            params = self._members.take(context.state.scored_params, index)
+            found = self._score(params, "valid", f"step {context.step}: {self._members.prefix(index)}valid")
             if found is None:  # A stop was requested: all members are scored again when the run is resumed.
                 return
             scored.append((params, *found))
@@ -223,18 +128,16 @@ class Validation:
 
     def _take(self, context: HookContext, index: int, params: Any, totals: Totals, line: str) -> None:
         """Records the scores of a member, and saves its parameters if they are the best."""
-        best = self.best(index)
+        best = self._best(index)
         # Those of this very step are written again: a kill may have come before they had their digests.
         better = best is None or totals.nll < best["loss"] or best["step"] == context.step
-        context.record("valid", as_record(totals), member=self._task.members.labels[index])
+        context.record("valid", as_record(totals), member=self._members.labels[index])
         if better or best is None:
             context.log(f"{line}  best so far")
-        else:
-            lowest = Totals(best["loss"], 1).format(self._task.corpus.vocabulary.measure)
-            context.log(f"{line}  best {lowest} at step {best['step']}")
-        if better:
-            notes = {"step": context.step, **as_result(totals), "eval": self.eval_settings}
+            notes = {"step": context.step, **as_result(totals), "eval": self._eval_settings}
             self._checkpoints.save_best(index, context.step, params, notes)
+        else:
+            context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
         self.losses[index].append(totals.nll)
 
     def begin_averaging(self, context: HookContext) -> TrainState | None:
@@ -246,7 +149,7 @@ class Validation:
         for index, losses in enumerate(self.losses):
             if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(losses, trigger):
                 context.log(
-                    f"note      {self._task.members.prefix(index)}weight averaging starts here: no better loss than "
+                    f"note      {self._members.prefix(index)}weight averaging starts here: no better loss than "
                     f"{trigger} evaluations ago"
                 )
                 average = weight_averaging.begin(average, context.step, index)
@@ -257,7 +160,7 @@ class Validation:
         if self.out_of_patience:
             context.request_stop()
 
-    def best(self, index: int) -> dict[str, Any] | None:
+    def _best(self, index: int) -> dict[str, Any] | None:
         """Returns step and scores of the best parameters so far, or None if none are comparable."""
         return distributed.broadcast_from_primary(lambda: self._best_on_disk(index))
 
@@ -267,13 +170,73 @@ class Validation:
         except CheckpointError as error:
             self._log.note(f"{error}; the best is chosen anew from here")
             return None
-        if notes is not None and with_defaults(notes["eval"]) != self.eval_settings:
+        if notes is not None and with_defaults(notes["eval"]) != self._eval_settings:
             self._log.note(
                 f"the best so far, of step {notes['step']}, was scored with other --eval settings; "
                 "it is chosen anew from here"
             )
             return None
         return notes
+
+    # results.json
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The text, the size and the weights that the run began with: the first part of results.json."""
+        corpus, weights = self._corpus, self._run.weights
+        facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self._built.num_parameters}
+        return facts | ({"warm_start": dict(weights)} if weights else {})
+
+    def read_results(self, step: int) -> dict[str, Any] | None:
+        """Returns the results after `step` updates, or None if there are none at these evaluation settings."""
+        try:
+            results = json.loads(read(self.results_path))
+            same = results["steps"] == step and with_defaults(results["eval"]) == self._eval_settings
+        except (OSError, ValueError, KeyError, TypeError):  # The file is missing, or corrupted: it is made again.
+            return None
+        return results if same else None
+
+    def make_results(self, step: int, state: TrainState) -> dict[str, Any] | None:
+        """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
+        scored = []
+        for index in range(len(self._members)):
+            best, params = self._best_or_last(index, state)
+            found = self._score(params, "test", f"{self._members.prefix(index)}test")
+            if found is None:
+                return None
+            scored.append((best, *found))
+        results = []
+        for label, (best, totals, line) in zip(self._members.labels, scored, strict=True):
+            self._log.record("test", step, as_record(totals), member=label)
+            self._log.print(line)
+            results.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
+        content = {
+            **self.facts,
+            "steps": step,
+            **({"members": self._members.to_json(results)} if self._members.names else results[0]),
+            "eval": self._eval_settings,
+            **environment.describe(),
+        }
+
+        def write() -> None:
+            self._log.seal()
+            write_json(self.results_path, content)
+
+        distributed.broadcast_from_primary(write)
+        self._log.print(f"results   {self.results_path}")
+        return content
+
+    def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
+        """Returns scores and parameters of the best checkpoint, or None and the last parameters if it is unreadable."""
+        try:
+            restored = self._checkpoints.restore_best(index, self._built.abstract_state.params)
+        except CheckpointError as error:
+            self._log.note(f"{error}; the parameters after the last update are used instead")
+            restored = None
+        if restored is None:
+            return None, self._members.take(state.scored_params, index)
+        params, notes = restored
+        return {name: value for name, value in notes.items() if name != "eval"}, params
 
 
 def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:

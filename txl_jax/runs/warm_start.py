@@ -22,12 +22,12 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.runs.build import RunComponents, build_for
+from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.training.state import TrainState
+from txl_jax.training.step import TrainState
 from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, shape_differences, transfer
 
 _CUTOFFS = "model.cutoffs"
@@ -145,7 +145,7 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
         )
 
 
-def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
+def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     """Reads the weights that a run begins with, once. All processes call it.
 
     Returns:
@@ -170,7 +170,7 @@ def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmSta
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
     there = _assemble_trained(trained, components)
     step, params = trained.params(there)
-    initial = components.training.abstract_state.params
+    initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
     record = {
@@ -183,7 +183,7 @@ def load(components: RunComponents, vocabulary: Vocabulary, run: Run) -> WarmSta
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
 
     def state(own: Any) -> TrainState:
-        return components.training.state_from_params(move(own, params, shardings))
+        return components.state_from_params(move(own, params, shardings))
 
     return WarmStart(record, state, _note(config, trained.config))
 
@@ -206,7 +206,7 @@ def _open(path: str) -> Weights:
         raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
 
 
-def _assemble_trained(trained: Weights, components: RunComponents) -> RunComponents:
+def _assemble_trained(trained: Weights, components: Built) -> Built:
     """Assembles the trained model on the mesh of the run that begins."""
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}

@@ -9,20 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import CacheDType, ExperimentConfig, WeightDType
+from txl_jax.config import ExperimentConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported, portable, tensorflow
 from txl_jax.ops.attention import Implementation
-from txl_jax.runs.build import RunComponents, build_for
+from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.storage import as_path, exists, is_dir, names
-from txl_jax.training.members import Members
-from txl_jax.training.state import TrainState
+from txl_jax.training.ensemble import Members
+from txl_jax.training.step import TrainState
 
 # Files of weights that other programs write.
 _FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
@@ -46,26 +46,26 @@ class Weights:
     description: str
     source: Run | portable.ModelInfo
 
-    def build(self, *, log: Callable[[str], None] = lambda line: None) -> RunComponents:
+    def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
         """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
         if isinstance(self.source, Run):
             return build_trained(self.config, self.source, log=log)
         return distributed.run_on_all(lambda: build_for(self.config, self.vocabulary))
 
-    def params(self, components: RunComponents, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
-        """Loads the parameters onto the components' mesh, in their shardings: (training steps, parameters).
+    def params(self, built: Built, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
+        """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `components` are built with this config, or with one with the same `model` and `compat` on another mesh.
+        `built` is built with this config, or with one with the same `model` and `compat` on another mesh.
 
         Raises:
           UserError: If there is no checkpoint yet.
           CheckpointError: If the weights are corrupted, or belong to another model.
         """
         if isinstance(self.source, Run):
-            return load_parameters(components, self.source, log=log)
+            return load_parameters(built, self.source, log=log)
         leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
-        return self.source.step, portable.place(leaves, components.training.abstract_state.params)
+        return self.source.step, portable.place(leaves, built.abstract_state.params)
 
 
 def open_weights(
@@ -89,13 +89,7 @@ def open_weights(
       UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
         weights or cache. For a directory of another implementation the message has the command that converts it.
     """
-    folder, changes = as_path(path), {}
-    for name, given, kind in (("weight_dtype", weight_dtype, WeightDType), ("cache_dtype", cache_dtype, CacheDType)):
-        if given is not None:
-            types = [str(each) for each in kind]
-            if given not in types:
-                raise UserError(f"{name} is {given!r}; it must be {' or '.join(types)}, or left out")
-            changes[f"eval.{name}"] = kind(given)
+    folder, given = as_path(path), {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
     # Process 0 decides, so that all processes go the same way, whatever each of them sees.
     if distributed.broadcast_from_primary(lambda: _holds_portable(folder, member)):
         info = distributed.run_on_all(lambda: portable.read_info(folder))
@@ -104,6 +98,7 @@ def open_weights(
         run = Run.read(folder, member=member)
         description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
         found = Weights(folder, run.config, run.text.vocabulary, description, run)
+    changes = {name: dtype for name, dtype in given.items() if dtype is not None}
     if changes:
         found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
         found.config.validate()
@@ -140,8 +135,8 @@ def holds_other_weights(path: str) -> bool:
 
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, run: Run, *, log: Callable[[str], None]
-) -> tuple[RunComponents, int, Any]:
-    """Loads a trained run that is to score a text: (its components, step, parameters).
+) -> tuple[Built, int, Any]:
+    """Loads a trained run that is to score a text: (what is built of it, step, parameters).
 
     Raises:
       UserError: If the text has another vocabulary than the run, or processes have different ones; and as
@@ -156,42 +151,42 @@ def load_to_score(
         )
     if corpus.digest != run.text.digest:
         log(f"note: this is not the text of training ({run.text.description}), but {corpus.description}")
-    components = build_trained(config, run, log=log)
-    return components, *load_parameters(components, run, log=log)
+    built = build_trained(config, run, log=log)
+    return built, *load_parameters(built, run, log=log)
 
 
-def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> RunComponents:
-    """Builds the components of a trained run with its recorded implementations of attention; all processes call it.
+def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
+    """Builds a trained run with its recorded implementations of attention; all processes call it.
 
     Raises:
       UserError: If settings do not fit each other or the devices, or processes have different devices.
     """
     recorded = run.attention_for(config)
-    components = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
-    choice = components.attention
+    built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
+    choice = built.attention
     check_same_attention(choice)
     if choice is not None and recorded.cached != choice.evaluation.implementation:
         was = f"was {recorded.cached} and is now " if isinstance(recorded.cached, Implementation) else ""
         log(f"attention: evaluation {was}{choice.evaluation.implementation} ({choice.evaluation.reason})")
-    return components
+    return built
 
 
-def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
+def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Loads the best parameters of a run, or the latest before its first evaluation: (step, parameters).
 
-    With `eval.average_checkpoints` it loads the mean of that many latest checkpoints, and the step of the last.
+    With `eval.average_checkpoints` it returns the mean of that many latest checkpoints, and the step of the last.
 
     Raises:
       UserError: If the run has no checkpoint, or fewer than are to be averaged.
       CheckpointError: If it has checkpoints, but none can be read.
     """
-    if components.config.eval.average_checkpoints:
-        return _mean_of_latest(components, run, components.config.eval.average_checkpoints, log=log)
+    if built.config.eval.average_checkpoints:
+        return _mean_of_latest(built, run, built.config.eval.average_checkpoints, log=log)
     has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(run.best), exists(run.latest)])
     if has_best:
         try:
             with Checkpointer(run.best, keep=1, log=log) as best:
-                restored = best.restore({"params": components.training.abstract_state.params})
+                restored = best.restore({"params": built.abstract_state.params})
             if restored is not None:
                 return restored[0], restored[1]["params"]
         except CheckpointError as error:
@@ -199,7 +194,7 @@ def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str],
                 raise
             log(str(error))
     if has_latest:
-        latest = load_state(components, run, log=log)
+        latest = load_state(built, run, log=log)
         if latest is not None:
             log("no best checkpoint to be had; these are the latest parameters")
             return latest[0], latest[1].scored_params
@@ -207,7 +202,7 @@ def load_parameters(components: RunComponents, run: Run, *, log: Callable[[str],
 
 
 def load_state(
-    components: RunComponents, run: Run, *, log: Callable[[str], None], before: int | None = None
+    built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest sound training state: (step, state, notes), or None if there is none.
 
@@ -221,8 +216,8 @@ def load_state(
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
-    abstract_state = members.abstract(components.training.abstract_state)
-    with Checkpointer(run.latest, keep=components.config.train.keep_checkpoints, log=log) as latest:
+    abstract_state = members.abstract(built.abstract_state)
+    with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:
         restored = latest.restore(abstract_state, before=before)
     if restored is None:
         return None
@@ -230,12 +225,12 @@ def load_state(
     return step, members.take(state, index), notes
 
 
-def _mean_of_latest(components: RunComponents, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
+def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Averages the scored parameters of the latest checkpoints; returns the last step and the mean."""
     steps: list[int] = []
     total = None
     while len(steps) < count:
-        restored = load_state(components, run, log=log, before=steps[-1] if steps else None)
+        restored = load_state(built, run, log=log, before=steps[-1] if steps else None)
         if restored is None:
             raise UserError(
                 f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}; train with as many "

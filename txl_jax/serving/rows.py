@@ -30,7 +30,7 @@ from txl_jax.inference.decode import Limits, Scores, row_key
 from txl_jax.inference.prepare import DecodeParams, prepare_params
 from txl_jax.memory import start_valid
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.runs.build import RunComponents
+from txl_jax.runs.build import Built
 
 WIDTHS = (16, 64)  # Tokens of the segments that are read.
 TOP = 5  # Most likely tokens that come with logprobs: OpenAI's limit.
@@ -72,7 +72,7 @@ def _key_shape() -> tuple[int, ...]:
 class Step:
     """The compiled programs of one model at its evaluation lengths, for B rows."""
 
-    def __init__(self, components: RunComponents, *, batch_size: int, block: int = 8):
+    def __init__(self, components: Built, *, batch_size: int, block: int = 8):
         """Compiles nothing yet.
 
         Args:
@@ -197,7 +197,7 @@ class Step:
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
         lengths = {"mem_len": self.capacity, "segment_len": min(WIDTHS)}
-        dtype = self._components.evaluation.memory_dtype
+        dtype = self._components.memory_dtype
         cache = forward.init_cache(weights, batch_size=batch_size, dtype=dtype, **lengths)
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 

@@ -59,15 +59,25 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     over `tensor` is replicated there, and over `fsdp` its tokens are sharded if its width does not divide. (Sharding
     the width over `tensor` would need an all-gather for every use, which reads parts of the tokens.)
 
+    An optimizer's state has the boxes of its parameters, as optax maps over them. An array that its box does not fit,
+    such as Adafactor's means of rows, is replicated.
+
     The result is shaped like `nn.unbox(tree)`.
     """
 
-    def place(names: PartitionSpec, array: Any) -> NamedSharding:
-        if tuple(names) == (VOCAB,):  # A bias, which is sliced at the cutoffs: replicated.
+    def place(names: PartitionSpec, array: Any) -> Any:
+        if not jax.tree.leaves(array):  # An empty box: Muon's state has one for each of Adam's parameters.
+            return array
+        if len(names) != array.ndim or tuple(names) == (VOCAB,):  # A bias is sliced at the cutoffs.
             return named_sharding(mesh)
-        if VOCAB not in names:
-            return named_sharding(mesh, *names)
-        return NamedSharding(mesh, _of_table(mesh, dict(zip(names, array.shape, strict=True))))
+        if VOCAB in names:
+            return NamedSharding(mesh, _of_table(mesh, dict(zip(names, array.shape, strict=True))))
+        placed = named_sharding(mesh, *names)
+        try:
+            placed.shard_shape(array.shape)
+        except ValueError:  # Adafactor's placeholder [N, 1] of a vector [N, F].
+            return named_sharding(mesh)
+        return placed
 
     return jax.tree.map(
         place, nn.get_partition_spec(tree), nn.unbox(tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)

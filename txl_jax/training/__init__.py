@@ -1,1 +1,1 @@
-"""Optimizer, state, train step, loop and trainer."""
+"""The train step, the optimizer, hooks, progress, and the update of an ensemble."""

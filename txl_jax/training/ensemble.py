@@ -1,27 +1,88 @@
-"""The update of an ensemble: several runs vmapped into one program over a leading member axis.
+"""The members of an ensemble, and their update: several runs vmapped into one program over a leading member axis.
 
 A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over the members each
 kernel does the work of all of them. What they differ in changes no shape: it is passed beside the config, as arrays.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.modules.dropout import DropoutRates
 from txl_jax.modules.language_model import LanguageModel
-from txl_jax.segments import Segments
+from txl_jax.recurrence import Segments
 from txl_jax.training.optimizer import learning_rate, make_optimizer
-from txl_jax.training.state import TrainState, init_params, init_state
-from txl_jax.training.step import UpdateMetrics, make_train_step
+from txl_jax.training.step import TrainState, UpdateMetrics, make_train_step
 
 SEED, LEARNING_RATE = "seed", "optimizer.learning_rate"
 # Settings in which members may differ: they change no shape, and nothing that evaluation reads.
 VARYING = (SEED, LEARNING_RATE, *(f"model.dropout.{name}" for name in DropoutRates._fields))
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """Members of an ensemble by name.
+
+    Without names there is no member axis: one run, whose arrays, files and records are those of a run by itself. Code
+    that goes through `labels` serves both.
+
+    Attributes:
+      names: the members in the order of the axis; empty: no axis.
+    """
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str | None, ...]:
+        """The names, or one None for a run by itself."""
+        return self.names or (None,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def split(self, tree: Any) -> list[Any]:
+        """Returns the tree of each member: leaves [n, ...] -> n trees of leaves [...]."""
+        return [self.take(tree, i) for i in range(len(self))]
+
+    def take(self, tree: Any, index: int) -> Any:
+        """Returns the tree of one member."""
+        return jax.tree.map(lambda leaf: leaf[index], tree) if self.names else tree
+
+    def stack(self, trees: Sequence[Any]) -> Any:
+        """Inverts `split`, for arrays on the host or on devices."""
+        if not self.names:
+            return trees[0]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    def abstract(self, tree: Any) -> Any:
+        """Adds the axis to a tree of `jax.ShapeDtypeStruct`."""
+
+        def with_axis(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            placed = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *leaf.sharding.spec))
+            return jax.ShapeDtypeStruct((len(self), *leaf.shape), leaf.dtype, sharding=placed)
+
+        return jax.tree.map(with_axis, tree) if self.names else tree
+
+    def to_json(self, values: Sequence[T]) -> Any:
+        """Returns one value per member as an object by name, or the only value of a run by itself."""
+        return dict(zip(self.names, values, strict=True)) if self.names else values[0]
+
+    def from_json(self, stored: Any) -> list[Any]:
+        """Inverts `to_json`; None (nothing was stored) gives None for each member."""
+        if stored is None:
+            return [None] * len(self)
+        return [stored[name] for name in self.names] if self.names else [stored]
+
+    def prefix(self, index: int) -> str:
+        """Returns the beginning of a line about one member: "seed=2: ", or nothing."""
+        return f"{self.names[index]}: " if self.names else ""
 
 
 class Variation(NamedTuple):
@@ -78,38 +139,3 @@ def make_ensemble_step(model: LanguageModel, base: ExperimentConfig) -> Ensemble
         return member_step(state, segments)
 
     return jax.vmap(step)
-
-
-def make_ensemble_init(
-    model: LanguageModel,
-    base: ExperimentConfig,
-    seeds: Sequence[int],
-    *,
-    begin: Callable[[Any], TrainState] | None = None,
-) -> Callable[[], TrainState]:
-    """Returns a function that makes the states of all members before the first update, stacked.
-
-    Args:
-      begin: makes the state of a member from its initial parameters, as a warm start does; None: they are kept.
-    """
-    optimizer, train = make_optimizer(base), base.train
-
-    def init(seed: jax.Array) -> TrainState:
-        state = init_state(
-            model, optimizer, seed=seed, batch_size=train.batch_size, mem_len=train.mem_len, average=base.average
-        )
-        return nn.unbox(state)
-
-    def init_warm(seed: jax.Array) -> TrainState:
-        assert begin is not None
-        return begin(jitted_params(seed))
-
-    # Each member is initialized by itself, so that its parameters are, bit for bit, those of a run of its own.
-    jitted = jax.jit(init) if begin is None else init_warm
-    jitted_params = jax.jit(lambda seed: nn.unbox(init_params(model, jax.random.key(seed))))
-
-    def init_all() -> TrainState:
-        states = [jitted(jnp.asarray(seed, jnp.uint32)) for seed in seeds]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-    return init_all

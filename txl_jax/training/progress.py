@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from txl_jax.errors import NonFiniteError
+from txl_jax.flops import StepCost
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime import environment
 from txl_jax.runtime.log import RunLog
-from txl_jax.training.members import Members
+from txl_jax.training.ensemble import Members
 from txl_jax.training.step import UpdateMetrics
 
 _ONE_RUN = Members()
@@ -34,21 +35,6 @@ class RunningTotals:
         self.tokens += float(np.sum(metrics.tokens, dtype=np.float64))
         self.grad_norm += float(np.sum(metrics.grad_norm, dtype=np.float64))
         self.updates += len(metrics.nats)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepCost:
-    """The work of one update.
-
-    Attributes:
-      tokens: that one member reads for the first time.
-      flops: operations of one member by the formulas of `txl_jax.flops`; None: not counted.
-      peak_flops: peak FLOP/s of all devices together; None: unknown.
-    """
-
-    tokens: int
-    flops: float | None = None
-    peak_flops: float | None = None
 
 
 class Progress:
@@ -93,7 +79,7 @@ class Progress:
         """Returns the running totals as JSON values, for a checkpoint."""
         return self._members.to_json([dataclasses.asdict(totals) for totals in self._totals])
 
-    def update(self, first_step: int, metrics: UpdateMetrics) -> None:
+    def add(self, first_step: int, metrics: UpdateMetrics) -> None:
         """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
 
         Raises:

@@ -1,27 +1,73 @@
-"""The train step: S updates as one pure function, one optimizer update per segment, as in the paper.
+"""The train step: state, losses and update; S updates are one pure function.
 
-With gradient accumulation a segment's batch is split into microbatches (`training.grad_accumulation`).
+There is one optimizer update per segment, as in the paper.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
-from txl_jax import losses, recurrence
 from txl_jax import memory as memory_lib
-from txl_jax.config import ExperimentConfig
+from txl_jax.config import ExperimentConfig, LossPart
 from txl_jax.memory import Memory
 from txl_jax.modules import intermediates
 from txl_jax.modules.language_model import LanguageModel
-from txl_jax.segments import Segments
-from txl_jax.sharding import num_batch_shards
-from txl_jax.training import weight_averaging
-from txl_jax.training.grad_accumulation import GradAccumulation
-from txl_jax.training.state import TrainState
+from txl_jax.recurrence import Segments, weighted_sum
+from txl_jax.training import grad_accumulation, weight_averaging
+from txl_jax.training.weight_averaging import Average
+
+
+@flax.struct.dataclass
+class TrainState:
+    """The training state, which a checkpoint holds as a whole.
+
+    The position in the text and the random keys are functions of `step`: neither has state. In an ensemble every leaf
+    has a leading member axis.
+
+    Attributes:
+      step: int32 [], updates done.
+      params: The parameters, float32.
+      opt_state: State of the optimizer.
+      memory: M slots for each row of the batch.
+      average: Mean of the parameters over updates, or None without weight averaging.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    memory: Memory
+    average: Average | None = None
+
+    @property
+    def scored_params(self) -> Any:
+        """The parameters that are evaluated and kept as the best: the mean if weights are averaged."""
+        return self.params if self.average is None else self.average.params
+
+
+def init_params(model: LanguageModel, key: jax.Array) -> Any:
+    """Returns the initial parameters, each in a box that holds its logical axis names."""
+    token = jnp.zeros((1, 1), jnp.int32)
+    return model.init(key, token, model.init_memory(batch_size=1, mem_len=0))["params"]
+
+
+def init_state(
+    model: LanguageModel, optimizer: optax.GradientTransformation, config: ExperimentConfig, params: Any
+) -> TrainState:
+    """Returns the state before the first update of training that begins with these parameters.
+
+    The optimizer's state is boxed like the parameters; bare parameters give a bare state.
+    """
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        memory=model.init_memory(batch_size=config.train.batch_size, mem_len=config.train.mem_len),
+        average=weight_averaging.init(params, config.average),
+    )
 
 
 class UpdateMetrics(NamedTuple):
@@ -47,39 +93,36 @@ def make_train_step(
     """Returns a function of (state, S segments) that is ready for `jax.jit` with the state donated.
 
     Args:
-      seed: of dropout, which may be traced; None: that of the config.
+      seed: Seed of dropout, which may be traced, or None for the config's.
     """
     train = config.train
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
     seed = config.seed if seed is None else seed
 
-    def update(carry: Any, memory: Memory, segment: Segments) -> tuple[Any, Memory, UpdateMetrics]:
-        step, params, opt_state, average = carry
-        segment = segment._replace(
-            weights=segment.weights * losses.position_weights(train.segment_len, train.loss)[None, :]
-        )
-        tokens = jnp.sum(segment.weights)
+    def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
+        memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.compat.memory_start)
+        weights = segment.weights * position_weights(train.segment_len, train.loss)[None, :]
+        segment = segment._replace(weights=weights)
+        tokens = jnp.sum(weights)
         # The key depends on seed and step alone, so a checkpoint holds no random state.
-        dropout_key = jax.random.fold_in(jax.random.key(seed), step)
-        accumulation = GradAccumulation(train.grad_accum_steps, num_batch_shards())
-        grads, nats, memory = accumulation.gradient(gradient, params, memory, segment, dropout_key, tokens)
+        dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if train.grad_accum_steps > 1:
+            accumulate = grad_accumulation.in_microbatches(gradient, train.grad_accum_steps)
+            grads, (nats, memory) = accumulate(state.params, memory, segment, dropout_key, tokens)
+        else:
+            grads, (nats, memory) = gradient(state.params, memory, segment, dropout_key, tokens)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), jnp.asarray(schedule(step), jnp.float32))
-            params = optax.apply_updates(params, updates)
-            average = weight_averaging.update(average, params, step, config.average)
-        return (step + 1, params, opt_state, average), memory, metrics
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            rate = jnp.asarray(schedule(state.step), jnp.float32)
+            metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), rate)
+            params = optax.apply_updates(state.params, updates)
+            average = state.average
+            if average is not None:
+                average = weight_averaging.add(average, params, state.step, config.average)
+        return TrainState(state.step + 1, params, opt_state, memory, average), metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
-        carry = (state.step, state.params, state.opt_state, state.average)
-        (step, params, opt_state, average), memory, metrics = recurrence.scan_segments(
-            update,
-            carry,
-            state.memory,
-            segments,
-            reset=functools.partial(memory_lib.reset, start=config.compat.memory_start),
-        )
-        return TrainState(step, params, opt_state, memory, average), metrics
+        return jax.lax.scan(update, state, segments)
 
     return train_step
 
@@ -105,14 +148,31 @@ def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., 
             mutable=[intermediates.COLLECTION] if penalized else [],
         )
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
-        nats, _ = losses.weighted_sum(nll, weights)
+        nats, _ = weighted_sum(nll, weights)
         mean = nats / jnp.maximum(tokens, 1)
         if penalized:
             new = intermediates.last(kept)[:, -train.new_tokens :]
-            penalty = losses.activation_penalty(
+            penalty = activation_penalty(
                 new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
             )
             mean += penalty / train.grad_accum_steps
         return mean, (nats, memory)
 
     return loss
+
+
+def position_weights(segment_len: int, part: LossPart) -> jax.Array:
+    """Returns weights [L]: all ones, or (half loss, table 6) ones on the last L - L // 2 positions only."""
+    scored_from = segment_len // 2 if part is LossPart.HALF else 0
+    return (jnp.arange(segment_len) >= scored_from).astype(jnp.float32)
+
+
+def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:
+    """Computes the penalties AR and TAR on the last layer's outputs [B, L, D] (Merity et al., 2017).
+
+    Activation regularization penalises large outputs, temporal activation regularization fast changes. Both take the
+    outputs before dropout, as the authors' PTB release does; AWD-LSTM takes AR after dropout.
+    """
+    outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+    change = outputs[:, 1:] - outputs[:, :-1]
+    return activation * jnp.mean(outputs**2) + temporal * jnp.sum(change**2) / max(change.size, 1)

@@ -33,17 +33,15 @@ class Average:
 
 
 def init(params: Any, config: AverageConfig) -> Average | None:
-    """Returns the mean before the first update; None: there is none."""
+    """Returns the mean before the first update, or None without weight averaging."""
     if not config.on:
         return None
     begun = _NEVER if config.start_step is None else config.start_step
     return Average(jax.tree.map(jnp.copy, params), jnp.asarray(begun, jnp.int32))
 
 
-def update(average: Average | None, params: Any, step: jax.Array, config: AverageConfig) -> Average | None:
+def add(average: Average, params: Any, step: jax.Array, config: AverageConfig) -> Average:
     """Adds the parameters after update number `step` (from 0) to the mean."""
-    if average is None:
-        return None
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
     weight = jnp.maximum(1 / count, 1 - (1.0 if config.ema_decay is None else config.ema_decay))
     return dataclasses.replace(

@@ -1,0 +1,66 @@
+"""Hooks: everything periodic in training."""
+
+import dataclasses
+from collections.abc import Callable
+
+from txl_jax.errors import UserError
+from txl_jax.runtime.log import RunLog
+from txl_jax.training.step import TrainState
+
+
+@dataclasses.dataclass
+class HookContext:
+    """Context of a hook: the state it reads and the functions by which it reports.
+
+    Attributes:
+      step: Number of updates done.
+      state: The training state after them, with a leading member axis in an ensemble. The next update reuses its
+        buffers, so copy what is needed later.
+      run_log: The log of the run.
+      stopping: Whether this hook has requested a stop.
+    """
+
+    step: int
+    state: TrainState
+    run_log: RunLog
+    stopping: bool = False
+
+    def log(self, line: str) -> None:
+        """Prints a line and adds it to log.txt."""
+        self.run_log.print(line)
+
+    def record(self, kind: str, values: dict[str, float], *, member: str | None = None) -> None:
+        """Adds a record of this step to metrics.jsonl; `member` names the member of an ensemble that it is about."""
+        self.run_log.record(kind, self.step, values, member=member)
+
+    def text(self, tag: str, text: str) -> None:
+        """Passes a text of this step, such as a sample, on to the sinks: TensorBoard shows it under TEXT."""
+        self.run_log.text(self.step, tag, text)
+
+    def request_stop(self) -> None:
+        """Ends training at this step, after the other hooks; everything is saved."""
+        self.stopping = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """An action that is due after every `every` updates, and after the last one.
+
+    It may return a new state to continue with; None keeps the state. After a kill a hook may run again for steps that
+    it has already run for.
+    """
+
+    every: int
+    action: Callable[[HookContext], TrainState | None]
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"a hook's interval is {self.every}; it must be at least 1 update")
+
+    def check_interval(self, segments_per_call: int) -> None:
+        """Raises `UserError` unless the interval is a multiple of the updates of a call, after which hooks are run."""
+        if self.every % segments_per_call:
+            raise UserError(
+                f"a hook's interval is {self.every}, no multiple of train.segments_per_call, {segments_per_call}; "
+                "hooks are run between calls"
+            )
