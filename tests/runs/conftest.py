@@ -19,7 +19,7 @@ def _both(tmp_path_factory):
         "model": ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
         "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
         "train": TrainConfig(steps=24, batch_size=8, segment_len=9, mem_len=7, segments_per_call=2, **every),
-        "eval": EvalConfig(batch_size=2, segment_len=11, mem_len=13, clamp_len=None),
+        "eval": EvalConfig(batch_size=2, segment_len=4, mem_len=13, clamp_len=None),
     }
     return drawn_run.on_text(tmp_path_factory.mktemp("text"), " ".join(words).encode()[:3000], **changes)
 

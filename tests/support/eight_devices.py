@@ -128,6 +128,7 @@ def collectives(text: str) -> list[dict]:
                 if devices > 1:
                     yield {
                         "kind": found[2],
+                        "n_bytes": sum(size for size, _ in arrays),
                         "largest": max(arrays)[0],
                         "shape": max(arrays)[1],
                         "devices": devices,
