@@ -23,8 +23,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config.settings import setting
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
-from txl_jax.interop.portable import is_portable
-from txl_jax.runs import generate, score, train
+from txl_jax.runs import score, train
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import InputFormat, Interrupted, documents, open_input
 from txl_jax.runs.weights import open_weights
@@ -115,6 +114,9 @@ def _run(plan: TrainPlan, job: Job) -> int | None:
 
 def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     """Scores or samples with a trained run."""
+    from txl_jax.interop.portable import is_portable
+    from txl_jax.runs.generate import generate_text
+
     if (workdir := plan.workdir) is None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
@@ -130,7 +132,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
         print(f"corpus    {config.data.corpus}, as in training; this is the program of {own}")
     if plan.mode is Mode.GENERATE:
         with job.stop:
-            generate.generate_text(config, run, stop_requested=lambda: job.stop)
+            generate_text(config, run, stop_requested=lambda: job.stop)
         return None
     corpus = job.corpus(config, run)
     score_splits = score.evaluate_splits if plan.mode is Mode.EVAL else score.score_tokens

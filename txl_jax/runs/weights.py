@@ -1,10 +1,13 @@
-"""Trained weights at a path: the config, the vocabulary and the parameters of a run or of a portable checkpoint."""
+"""Trained weights at a path: the config, the vocabulary and the parameters of a run or of a portable checkpoint.
+
+`txl_jax.interop` is imported when a path is opened: a run that begins at random needs none of it.
+"""
 
 import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,6 @@ from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import exported, portable, tensorflow
 from txl_jax.ops.attention import Implementation
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
@@ -23,6 +25,9 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.storage import as_path, exists, is_dir, names
 from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState
+
+if TYPE_CHECKING:
+    from txl_jax.interop.portable import ModelInfo
 
 # Files of weights that other programs write.
 _FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
@@ -44,7 +49,7 @@ class Weights:
     config: ExperimentConfig
     vocabulary: Vocabulary
     description: str
-    source: Run | portable.ModelInfo
+    source: "Run | ModelInfo"
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
         """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
@@ -62,6 +67,8 @@ class Weights:
           UserError: If there is no checkpoint yet.
           CheckpointError: If the weights are corrupted, or belong to another model.
         """
+        from txl_jax.interop import portable
+
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
         leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
@@ -89,6 +96,8 @@ def open_weights(
       UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
         weights or cache. For a directory of another implementation the message has the command that converts it.
     """
+    from txl_jax.interop import portable
+
     folder, given = as_path(path), {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
     # Process 0 decides, so that all processes go the same way, whatever each of them sees.
     if distributed.broadcast_from_primary(lambda: _holds_portable(folder, member)):
@@ -107,6 +116,8 @@ def open_weights(
 
 def _holds_portable(folder: str, member: str | None) -> bool:
     """Returns whether a directory is a portable checkpoint; raises `UserError` if it is neither that nor a run's."""
+    from txl_jax.interop import exported, portable
+
     if portable.is_portable(folder):
         if member is not None:
             raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
@@ -126,6 +137,8 @@ def _holds_portable(folder: str, member: str | None) -> bool:
 
 def holds_other_weights(path: str) -> bool:
     """Returns whether a path is a file of another implementation's weights by its name, or a directory with one."""
+    from txl_jax.interop import exported, tensorflow
+
     if not is_dir(path):
         return exists(path) and path.endswith(_FOREIGN_SUFFIXES)
     if exists(os.path.join(path, "checkpoints")) or exported.is_exported(path):
