@@ -228,11 +228,15 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
             f"{config_tree.did_you_mean(name, known)}"
         )
     config = preset(name)
-    compat = next(each for each in COMPAT_PRESETS if apply_preset(config, each).compat == config.compat)
+    compat = next(
+        each
+        for each in COMPAT_PRESETS
+        if all(leaf.setting.flag for leaf, _, _ in config_tree.differences(config, apply_preset(config, each)))
+    )
     if compat != "ours":  # Its settings have no flags of their own.
         yield _Word(f"--compat={compat}", f"preset {name}: ")
     # A flagfile lists no others either, so that a program's corpus, a record and a warm start keep theirs.
-    usual = ExperimentConfig(data=default_data(config.data.corpus))
+    usual = apply_preset(ExperimentConfig(data=default_data(config.data.corpus)), compat)
     for leaf in setting_leaves(ExperimentConfig):
         value = config_tree.get(config, leaf.name)
         if value != config_tree.get(usual, leaf.name) or (leaf.name == "data.corpus" and value is not CorpusName.TEXT):
