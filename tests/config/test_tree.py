@@ -67,12 +67,6 @@ def test_an_unknown_setting_is_refused_with_the_nearest_one():
         config_tree.from_dict(ExperimentConfig, {"model.n_layers": 3})
 
 
-def test_replace_changes_only_what_is_named():
-    config = config_tree.replace(ExperimentConfig(), {"seed": 3, "model.n_layer": 4, "model.d_model": 8})
-    assert (config.seed, config.model) == (3, dataclasses.replace(ModelConfig(), n_layer=4, d_model=8))
-    assert config.train == ExperimentConfig().train
-
-
 def test_leaves_have_the_declared_type_without_none_and_without_tuple():
     found = {name: leaf.type for name, leaf in LEAVES.items()}
     assert found["model.n_layer"] == (int, False, False)

@@ -9,14 +9,11 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import nightly_but
-from txl_jax.config import DType, MemoryStart, Network, NormPlace
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DType, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, choose
-from txl_jax.recurrence import Segments
-from txl_jax.training import step as step_lib
 
 END, SEGMENTS = 4, 9
 # L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is compiled.
@@ -120,24 +117,6 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
 
 
-@pytest.mark.full
-def test_the_loss_of_training_is_that_of_documents_alone():
-    made = tiny_run.parts(end_token=END, data__reset_at="x", model__dropout__rate=0.0)
-    params, train = tiny_run.params(made.model), made.config.train
-    tokens = tiny.text(tiny_run.L + 1, seed=5)
-    tokens[0, [2, 3]], tokens[1, tiny_run.L - 1] = END, END
-    segment = Segments(tokens[:, :-1], tokens[:, 1:], np.ones(tokens[:, 1:].shape, np.float32), np.ones(3, bool))
-    memory = made.model.init_memory(batch_size=3, mem_len=train.mem_len)
-    loss = jax.jit(step_lib._make_loss(made.model, made.config))
-    mean, (nats, memory) = loss(params, memory, segment, jax.random.key(0), segment.weights.sum())
-    expected = alone({"end_token": END}, {"params": params}, tokens, (tiny_run.L, tiny_run.M, train.same_length)).sum()
-    assert nats == pytest.approx(expected, rel=1e-6)
-    assert mean == pytest.approx(expected / segment.weights.sum(), rel=1e-6)
-    # Filled slots: what came after the last end, nothing where it is the last token.
-    last = [int(np.flatnonzero(row == END).max(initial=-1)) for row in tokens[:, :-1]]
-    assert memory.valid.tolist() == [tiny_run.L - 1 - at for at in last]
-
-
 # Which keys are seen
 
 
@@ -165,15 +144,6 @@ def test_a_run_chooses_the_reference_for_a_reason():
     found = tiny_run.parts(end_token=END, data__reset_at="x").attention
     for chosen in found:
         assert chosen.implementation == choose.REFERENCE and "data.reset_at" in chosen.reason
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [({"model.network": Network.LSTM}, "lstm"), ({"compat.memory_start": MemoryStart.ZEROS}, "zeros")],
-)
-def test_what_cannot_go_together_is_refused(changes, name):
-    with pytest.raises(UserError, match=name):
-        config_tree.replace(tiny_run.CONFIG, {"data.reset_at": "x", **changes}).validate()
 
 
 @pytest.mark.parametrize(("reset_at", "end_token"), [("x", None), (None, 3), ("x", tiny.V), ("x", -1)])

@@ -43,20 +43,6 @@ def test_locked_masks_are_shared_by_positions_and_not_by_rows(locked):
     assert (codes == codes[:1]).all() == locked
 
 
-@pytest.mark.parametrize("locked", [False, True])
-def test_a_traced_rate_leaves_out_the_same_as_a_number(locked):
-    def dropped(rate):
-        drop = dropout(config(dropout__locked=locked), rate, deterministic=False)
-        return drop.apply({}, jnp.arange(1.0, 241).reshape(2, 4, 30), rngs=RNGS)
-
-    rates = [0.0, 0.3, 0.8]
-    np.testing.assert_allclose(jax.vmap(dropped)(jnp.asarray(rates)), [dropped(rate) for rate in rates], rtol=1e-6)
-    # And as flax has it.
-    axes = (-2,) if locked else ()
-    flax = nn.Dropout(0.3, broadcast_dims=axes, deterministic=False).apply({}, jnp.ones((2, 4, 30)), rngs=RNGS)
-    np.testing.assert_array_equal(flax != 0, dropped(0.3) != 0)
-
-
 def dropouts_of(model):
     """Traces the model once; returns (module, method, first argument) of every call of a dropout."""
     seen = []

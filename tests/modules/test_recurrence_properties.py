@@ -15,10 +15,9 @@ from support import tiny
 from support.cases import nightly_but
 from support.tiny import enable_x64
 from txl_jax import memory as memory_lib
-from txl_jax.config import AttentionWindow, CompatConfig, Encoding, MemoryStart, NormPlace
+from txl_jax.config import AttentionWindow, CompatConfig, Encoding, NormPlace
 
 TEXT_LEN = 5  # Every segment length is a compilation.
-ZEROS = CompatConfig(memory_start=MemoryStart.ZEROS)
 # name: (model changes, compat, encode options, memory length)
 SPLITS = {
     "post": ({}, CompatConfig(), {}, TEXT_LEN),
@@ -75,40 +74,6 @@ def test_the_future_has_exactly_no_influence(options, encoding):
         assert np.all(np.any(other[:, t] != hidden[:, t], axis=-1))
 
 
-def test_rows_of_a_batch_do_not_see_each_other():
-    model, mem_len = tiny.make(), 3
-    variables, encode = tiny.variables(model), tiny.encoder(model)
-    tokens, memory = tiny.text(10), model.init_memory(batch_size=tiny.B, mem_len=mem_len)
-    changed = tokens.copy()
-    changed[0] = (changed[0] + 1) % tiny.V
-    before, after = (tiny.stream(encode, variables, text, [5, 5], memory) for text in (tokens, changed))
-    np.testing.assert_array_equal(before[1:], after[1:])
-    assert np.any(before[0] != after[0], axis=-1).all()
-
-
-@pytest.mark.parametrize(
-    ("window", "encoding"),
-    nightly_but(
-        [
-            *((AttentionWindow.MEM_LEN, encoding) for encoding in Encoding),
-            (AttentionWindow.MEM_LEN_PLUS_ONE, Encoding.RELATIVE),
-        ],
-        itertools.product(AttentionWindow, Encoding),
-    ),
-)
-def test_same_length_sees_so_many_keys(window, encoding):
-    """One layer: a token changes the states of its own position and of the n_key - 1 after it."""
-    n_key = {AttentionWindow.MEM_LEN: 3, AttentionWindow.MEM_LEN_PLUS_ONE: 4}[window]
-    model, changed_at = tiny.make(n_layer=1, encoding=encoding, compat=CompatConfig(same_length_window=window)), 2
-    variables, encode = tiny.variables(model), tiny.encoder(model, same_length=True)
-    memory, tokens = model.init_memory(batch_size=tiny.B, mem_len=3), tiny.text(10)
-    changed = tokens.copy()
-    changed[:, changed_at] = (changed[:, changed_at] + 1) % tiny.V
-    before, after = (tiny.stream(encode, variables, text, [5, 5], memory) for text in (tokens, changed))
-    expected = [changed_at <= t < changed_at + n_key for t in range(10)]
-    np.testing.assert_array_equal(np.any(before != after, axis=-1), [expected] * tiny.B)
-
-
 @pytest.mark.parametrize(
     ("norm", "mem_len"),
     nightly_but(
@@ -141,28 +106,6 @@ def test_reach_in_whole_segments(norm, mem_len):
         np.testing.assert_array_equal(differs, [expected] * tiny.B)
 
 
-def gradient_through_memory(model) -> float:
-    """Largest gradient of the second segment's loss with respect to the weights that read the first."""
-    variables, tokens = tiny.variables(model), tiny.text(8)
-
-    def second_loss(first_variables):
-        memory = model.init_memory(batch_size=tiny.B, mem_len=4)
-        options = {"clamp_len": None, "same_length": False, "deterministic": True}
-        _, memory = model.apply(first_variables, tokens[:, :4], memory, **options)
-        hidden, _ = model.apply(variables, tokens[:, 4:], memory, **options)
-        return jnp.sum(hidden**2 * jnp.arange(tiny.D)[None, None])
-
-    gradients = jax.jit(jax.grad(second_loss))(variables)
-    return max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradients))
-
-
-def test_no_gradient_passes_through_the_memory(monkeypatch):
-    model = tiny.make()
-    assert gradient_through_memory(model) == 0
-    monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)  # Only `memory.update` uses it from there.
-    assert gradient_through_memory(model) > 0.1
-
-
 @pytest.mark.parametrize(
     ("norm", "encoding"), nightly_but([(NormPlace.PRE, Encoding.RELATIVE)], itertools.product(NormPlace, Encoding))
 )
@@ -193,17 +136,3 @@ def test_unfilled_slots_are_not_there(norm, encoding):
         np.testing.assert_array_equal(a, b)
     (_, without_memory), _ = loss(variables, model.init_memory(batch_size=tiny.B, mem_len=0))
     np.testing.assert_allclose(clean[0][1][0], without_memory[0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("compat", [CompatConfig(), ZEROS], ids=["masked", "zeros"])
-def test_reset_rows_start_afresh_and_the_others_go_on(compat):
-    model = tiny.make(compat=compat)
-    variables, encode, tokens = tiny.variables(model), tiny.encoder(model), tiny.text(8)
-    fresh = model.init_memory(batch_size=tiny.B, mem_len=6)
-    _, used = encode(variables, tokens[:, :4], fresh)
-    reset = memory_lib.reset(used, jnp.asarray([False, True, False]), compat.memory_start)
-    after_reset, _ = encode(variables, tokens[:, 4:], reset)
-    np.testing.assert_array_equal(after_reset[1], encode(variables, tokens[:, 4:], fresh)[0][1])
-    going_on = encode(variables, tokens[:, 4:], used)[0]
-    np.testing.assert_array_equal(after_reset[jnp.asarray([0, 2])], going_on[jnp.asarray([0, 2])])
-    assert np.abs(after_reset[1] - going_on[1]).max() > 0.01

@@ -124,25 +124,6 @@ def test_a_row_that_is_reset_begins_anew(network, how):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_no_gradient_goes_into_the_segment_before(network):
-    model = make(network)
-    params = tiny_run.params(model)
-
-    def last(table):
-        variables = {"params": params | {"embedding": {"table_0": table}}}
-        options = {"clamp_len": None, "same_length": False, "deterministic": True}
-        _, memory = model.apply(
-            variables, jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=0), **options
-        )
-        hidden, _ = model.apply(variables, jnp.ones((1, 2), jnp.int32), memory, **options)
-        return jnp.sum(hidden**2)
-
-    gradient = jax.jit(jax.grad(last))(jnp.asarray(params["embedding"]["table_0"]))
-    assert np.abs(gradient[1]).max() > 1e-3
-    assert not gradient[0].any()
-
-
-@pytest.mark.parametrize("network", NETWORKS)
 def test_dropout_is_between_layers_and_locked_if_wanted(network):
     model = make(network, dropout__rate=0.5, dropout__locked=True)
     variables, memory = {"params": tiny_run.params(model)}, model.init_memory(batch_size=tiny.B, mem_len=0)

@@ -77,14 +77,6 @@ def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=0, atol=1e-12)
 
 
-def test_the_biases_reach_the_scores(model, monkeypatch):
-    variables, memory = tiny.variables(model), model.init_memory(batch_size=tiny.B, mem_len=M)
-    hidden, _ = tiny.encoder(model)(variables, tiny.text(L), memory)
-    monkeypatch.setitem(encodings.ENCODINGS, Encoding.VASWANI, PositionEncoding)
-    without, _ = tiny.encoder(model)(variables, tiny.text(L), memory)
-    assert np.abs(hidden - without).max() > 0.1
-
-
 def test_it_is_not_written_as_a_model_of_the_original(model):
     with pytest.raises(UserError, match=r"model\.encoding is vaswani"):
         original.from_flax(tiny.variables(model)["params"], model.config)
