@@ -47,23 +47,6 @@ def test_fields_in_their_range_pass(values):
     check_fields(Group(**values), "some.group")
 
 
-def test_a_group_has_the_defaults_of_its_class_and_a_default_its_type_and_range():
-    leaves = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
-    defaults = {name: [] if leaf.type.is_list else leaf.default for name, leaf in leaves.items()}
-    assert config_tree.to_dict(ExperimentConfig()) == defaults
-    for name, leaf in leaves.items():
-        if leaf.type.is_list:
-            assert leaf.default == (), name
-        elif leaf.default is None:
-            assert leaf.type.is_optional, name
-        else:
-            assert type(leaf.default) is leaf.type.kind, name
-            assert isinstance(leaf.default, str) or leaf.setting.holds(leaf.default), name
-        for other, readers in leaf.setting.only_with.items():
-            other_leaf = leaves[f"{name.rpartition('.')[0]}.{other}"]
-            assert readers and all(type(reader) is other_leaf.type.kind for reader in readers), name
-
-
 def test_files_are_marked_as_paths():
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     texts = {f"data.{name}" for name in ("file", "train", "valid", "test", "tokenizer.vocab_file", "tokenizer.hf_file")}

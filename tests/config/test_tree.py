@@ -1,6 +1,5 @@
 """Tests of the tree of settings: dotted names, JSON, presets, and what follows from other settings."""
 
-import dataclasses
 import enum
 import json
 import re
@@ -10,7 +9,6 @@ import pytest
 from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.config.experiment import REMOVED, apply_preset, from_record
-from txl_jax.config.settings import setting
 from txl_jax.errors import UserError
 
 LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
@@ -65,31 +63,6 @@ def test_removed_settings_that_follow_from_others():
 def test_an_unknown_setting_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match=r"'model\.n_layers'.*\bmodel\.n_layer\b"):
         config_tree.from_dict(ExperimentConfig, {"model.n_layers": 3})
-
-
-def test_leaves_have_the_declared_type_without_none_and_without_tuple():
-    found = {name: leaf.type for name, leaf in LEAVES.items()}
-    assert found["model.n_layer"] == (int, False, False)
-    assert found["model.d_embed"] == (int, False, True)
-    assert found["model.cutoffs"] == (int, True, False)
-    assert found["model.tie_projs"] == (bool, True, False)
-    assert found["data.train"] == (str, True, False)
-    assert found["eval.cache_dtype"] == (CacheDType, False, True)
-    assert {leaf.type.kind for leaf in LEAVES.values() if not issubclass(leaf.type.kind, enum.Enum)} == {
-        int,
-        float,
-        bool,
-        str,
-    }
-
-
-def test_a_list_may_be_optional_in_a_plan():
-    @dataclasses.dataclass(frozen=True)
-    class Plan:
-        lengths: tuple[int, ...] | None = setting(None, "Lengths; none: all.")
-
-    (leaf,) = config_tree.leaves(Plan)
-    assert (leaf.name, leaf.type, leaf.default) == ("lengths", (int, True, True), None)
 
 
 def test_values_from_json_have_the_types_of_their_settings():
