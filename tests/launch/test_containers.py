@@ -36,17 +36,10 @@ def test_the_pinned_versions_are_those_that_setup_cfg_allows(accelerator):
     assert ("jax-cuda13-plugin" in pinned) == (accelerator == "cuda13")
 
 
-def test_the_image_runs_from_the_clone_as_a_user_and_without_a_shell():
-    text = re.sub(r"(?m)^#.*\n", "", (CONTAINER / "Dockerfile").read_text()).replace("\\\n", " ")
-    found = [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
-    assert found[0] == ("FROM", "python:3.12-slim-bookworm")
-    copied = [rest for name, rest in found if name == "COPY"]
-    assert copied == ["launch/container/${ACCELERATOR}.txt /tmp/versions.txt", ". ."]
-    names = [name for name, _ in found]
-    assert ("USER", "txl") in found and names.index("USER") < names.index("CMD")
-    assert [rest for name, rest in found if name == "WORKDIR"] == ["/txl_jax"]
-    assert "chown txl /runs" in found[names.index("RUN")][1]
-    assert found[-1][1].startswith('["python",'), "no shell, which would not pass SIGTERM on"
+def test_the_image_runs_as_a_user_and_without_a_shell():
+    *before, command = re.findall(r"(?m)^([A-Z]+) +(.*)", (CONTAINER / "Dockerfile").read_text())
+    assert ("USER", "txl") in before
+    assert command[0] == "CMD" and command[1].startswith('["python",'), "no shell, which would not pass SIGTERM on"
 
 
 def test_the_manifest_of_gke_has_as_many_hosts_as_its_topology():

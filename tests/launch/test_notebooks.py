@@ -16,26 +16,14 @@ from support import ROOT
 
 FOLDER = ROOT / "launch" / "notebooks"
 NAMES = ("train", "fine_tune")
-TINY = {
-    "model.n_layer": 1,
-    "model.d_model": 16,
-    "model.n_head": 2,
-    "model.d_head": 8,
-    "model.d_inner": 32,
-    "train.batch_size": 4,
-    "train.segment_len": 16,
-    "train.mem_len": 16,
-    "train.segments_per_call": 2,
-    "train.steps": 20,
-    "train.log_every": 10,
-    "train.eval_every": 10,
-    "train.checkpoint_every": 10,
-    "eval.batch_size": 2,
-    "eval.segment_len": 16,
-    "eval.mem_len": 32,
-    "optimizer.warmup_steps": 5,
-    "generate.length": 20,
+SIZES = {
+    "model": {"n_layer": 1, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32},
+    "train": {"batch_size": 4, "segment_len": 16, "mem_len": 16, "segments_per_call": 2, "steps": 20},
+    "eval": {"batch_size": 2, "segment_len": 16, "mem_len": 32},
 }
+TINY = {f"{group}.{name}": value for group, sizes in SIZES.items() for name, value in sizes.items()}
+TINY |= {"optimizer.warmup_steps": 5, "generate.length": 20}
+TINY |= {f"train.{name}_every": 10 for name in ("log", "eval", "checkpoint")}
 WORDS = "one two three four five six seven " * 800
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -200,19 +201,26 @@ def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
     assert (out / "seed=1" / "log.txt").stat().st_mtime_ns == before, "a finished run is not opened"
 
 
-def instead(run, script):
-    """A run that does something else: a script of Python, which is given the run's folder."""
-    return dataclasses.replace(run, command=(sys.executable, "-c", script, str(run.folder)))
+def pool(path, *scripts, slots=(None,)):
+    """A pool of runs that do something else: scripts of Python, which are given the run's folder."""
+    found = read(path)
+    runs = [
+        dataclasses.replace(run, command=(sys.executable, "-c", script, str(run.folder)))
+        for run, script in zip(found.runs, scripts, strict=True)
+    ]
+    found = dataclasses.replace(found, runs=tuple(runs))
+    return found, sweep._Pool(found, slots=slots)
+
+
+TWO, THREE = "[grid]\nseed = [1, 2]\n", "[grid]\nseed = [1, 2, 3]\n"
 
 
 @pytest.mark.full
 def test_failed_runs_are_reported_and_tried_again(write, capsys):
-    found = read(write("[grid]\nseed = [1, 2]\n"))
-    found = dataclasses.replace(
-        found, runs=tuple(instead(run, "import sys; sys.exit('error: no')") for run in found.runs)
-    )
+    path = write(TWO)
     for times in (1, 2):
-        sweep._Pool(found, slots=[None]).run()
+        found, started = pool(path, *["import sys; sys.exit('error: no')"] * 2)
+        started.run()
         assert sweep.write(found, Path(found.runs[0].folder).parent) == 1
         assert capsys.readouterr().out.count("| failed: error: no |") == 2
         assert (Path(found.runs[1].folder) / "sweep.log").read_text() == "error: no\n" * times
@@ -260,24 +268,21 @@ def test_damaged_results_and_those_of_other_settings_are_none(write, text, finis
 
 @pytest.mark.full
 def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
-    found = read(write("[grid]\nseed = [1, 2]\n"))
-    runs = (instead(found.runs[0], "import time; time.sleep(60)"), instead(found.runs[1], ""))
-    pool = sweep._Pool(dataclasses.replace(found, runs=runs), slots=[None, None])
-    monkeypatch.setattr(sweep.Run, "note_end", lambda *unused, **more: (_ for _ in ()).throw(LogError("no space")))
+    _, started = pool(write(TWO), "import time; time.sleep(60)", "", slots=[None, None])
+    monkeypatch.setattr(sweep.Run, "note_end", mock.Mock(side_effect=LogError("no space")))
     with pytest.raises(LogError):
-        pool.run()
-    assert [process.poll() for process in pool._running] == [-signal.SIGTERM]
+        started.run()
+    assert [process.poll() for process in started._running] == [-signal.SIGTERM]
 
 
 @pytest.mark.full
 def test_a_run_that_is_going_on_is_left_alone(write, capsys):
     """A run of another sweep, for example; it is no failure."""
-    found = read(write("[grid]\nseed = [1, 2]\n"))
-    found = dataclasses.replace(found, runs=tuple(instead(run, "") for run in found.runs))
+    found, started = pool(write(TWO), "", "")
     Path(found.runs[0].folder).mkdir(parents=True)
     with Run.open(found.runs[0].folder) as held:
         held.claim()
-        sweep._Pool(found, slots=[None]).run()
+        started.run()
         output = capsys.readouterr().out
     lines = [line for line in output.splitlines() if "seed=1" in line]
     assert len(lines) == 1 and not lines[0].startswith("started"), "it is named once, and not as started"
@@ -288,7 +293,6 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
     """A terminal that is closed counts as SIGTERM, which is what runs understand."""
-    found = read(write("[grid]\nseed = [1, 2, 3]\n"))
     script = (
         "import os, pathlib, signal, sys, time\n"
         "got = pathlib.Path(sys.argv[1], 'got')\n"
@@ -296,11 +300,9 @@ def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
         f"os.kill(os.getppid(), signal.{name})\n"
         "time.sleep(0.5)"
     )
-    runs = [instead(found.runs[0], script), *(instead(run, "import time; time.sleep(9)") for run in found.runs[1:])]
-    found = dataclasses.replace(found, runs=tuple(runs))
-    pool = sweep._Pool(found, slots=[None, None])
-    pool.run()
-    assert pool.signal_number == signal.Signals[name]
+    found, started = pool(write(THREE), script, *["import time; time.sleep(9)"] * 2, slots=[None, None])
+    started.run()
+    assert started.signal_number == signal.Signals[name]
     assert (Path(found.runs[0].folder) / "got").read_text() == name.replace("HUP", "TERM")
     assert not Path(found.runs[2].folder).exists()
 
@@ -308,13 +310,13 @@ def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
 @pytest.mark.full
 def test_gpus_are_shared_out(write):
     """Two GPUs for three runs: the first run waits for the third, which takes the second's."""
-    found = read(write("[grid]\nseed = [1, 2, 3]\n"))
+    path = write(THREE)
     script = (
         "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    waits = f"\nwhile not os.path.exists({str(Path(found.runs[2].folder) / 'gpu')!r}): time.sleep(0.01)"
-    runs = [instead(found.runs[0], script + waits), *(instead(run, script) for run in found.runs[1:])]
-    sweep._Pool(dataclasses.replace(found, runs=tuple(runs)), slots=["4", "7"]).run()
+    waits = f"\nwhile not os.path.exists({str(Path(read(path).runs[2].folder) / 'gpu')!r}): time.sleep(0.01)"
+    found, started = pool(path, script + waits, script, script, slots=["4", "7"])
+    started.run()
     assert [(Path(run.folder) / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]
 
 

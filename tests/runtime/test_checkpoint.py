@@ -351,8 +351,9 @@ def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
     with open_checkpoints() as checkpoints:
         with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
             checkpoints.save(1, make_state(), {})
-        with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
-            checkpoints.restore(make_state())
+        for act in (checkpoints.sweep, checkpoints.latest_step, lambda: checkpoints.restore(make_state())):
+            with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
+                act()
     assert (tmp_path / "latest").read_text() == "a file"
 
 
