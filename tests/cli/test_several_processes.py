@@ -20,15 +20,10 @@ PATHS = {
     for path in sorted((ROOT / "experiments").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
 }
-# Whether programs join other hosts, refuse them, or may run on each.
+# Programs that join other hosts, and those that may run on each; all others refuse them.
 JOIN = {
     *({program_of(name) for name in CorpusName} - {"quickstart"}),
     *("paper.ablation", "paper.context_length", "paper.continuation"),
-}
-ALONE = {
-    *("convert", "ensemble", "export", "lm_eval", "quickstart", "report", "serve"),
-    *("bench.attention", "bench.estimate", "bench.serving", "bench.softmax_speed", "bench.speed"),
-    *("paper.attention", "paper.recl", "paper.table9"),
 }
 EACH = {"prepare"}
 BEGIN = inspect.signature(program.guarded).parameters["begin"].default
@@ -60,15 +55,10 @@ def start(monkeypatch):
         yield start
 
 
-def test_every_program_is_of_one_kind():
-    assert set(PATHS) == JOIN | ALONE | EACH
-    assert len(PATHS) == len(JOIN) + len(ALONE) + len(EACH)
-
-
 @pytest.mark.parametrize("name", PATHS)
 def test_every_program_works_on_several_hosts_or_refuses(start, name):
     _, begin, defined = start(name)
-    assert begin is (hosts.join if name in JOIN else hosts.alone if name in ALONE else hosts.each)
+    assert begin is (hosts.join if name in JOIN else hosts.each if name in EACH else hosts.alone)
     assert set(hosts.FLAG_NAMES) <= defined if name in JOIN else not set(hosts.FLAG_NAMES) & defined
 
 
