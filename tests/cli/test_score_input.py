@@ -1,4 +1,4 @@
-"""Tests --mode=score --input as a user starts it: a file, standard input, and mistakes."""
+"""Tests --mode=score --input as a user starts it: standard input with a mistake, and Ctrl-C."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-import txl_jax
 from support import ROOT, drawn_run, programs
 from txl_jax.runs.convert import convert
 
@@ -31,8 +30,10 @@ def start(*flags, **pipes):
     return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
 
 
-def test_lines_of_standard_input_are_scored_up_to_a_mistake(workdir):
-    process = start(f"--workdir={workdir}", "--input=/dev/stdin", stdin=subprocess.PIPE)
+def test_lines_of_standard_input_are_scored_up_to_a_mistake(workdir, tmp_path):
+    """The model is in a portable folder here."""
+    convert(workdir, tmp_path / "portable")
+    process = start(f"--workdir={tmp_path / 'portable'}", "--input=/dev/stdin", stdin=subprocess.PIPE)
     out, err = process.communicate(b"the cat\n\nthe hat\ncaf\xe9\nthe\n", timeout=120)
     assert [json.loads(line)["tokens"] for line in out.splitlines()] == [6, 0, 6]
     assert process.returncode == 1 and b"error: line 4 of /dev/stdin" in err and b"0xe9" in err
@@ -46,20 +47,3 @@ def test_ctrl_c_ends_a_job_after_a_complete_record(workdir, tmp_path):
         out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT and b"stopped" in err
     assert len([json.loads(line) for line in out.splitlines()]) + 1 < 6 * 200_000
-
-
-def test_documents_of_a_file_and_mistakes_in_flags(workdir, tmp_path):
-    """The model is in a portable folder here."""
-    (tmp_path / "book.txt").write_text("the cat\nsat\n\n\nthe hat\n")
-    convert(workdir, tmp_path / "portable")
-    flags = f"--input={tmp_path / 'book.txt'}", "--input_format=documents"
-    good = start(f"--workdir={tmp_path / 'portable'}", *flags)
-    missing = start(f"--workdir={workdir}", f"--input={tmp_path / 'none'}")
-    out, err = good.communicate(timeout=120)
-    assert good.returncode == 0, err
-    records = list(map(json.loads, out.splitlines()))
-    assert [record["tokens"] for record in records] == [10, 6]
-    nats = [total.nats for total in txl_jax.load(workdir).score(["the cat\nsat", "the hat"])]
-    assert [record["nats"] for record in records] == pytest.approx(nats, rel=1e-5)
-    out, err = missing.communicate(timeout=120)
-    assert missing.returncode == 1 and out == b"" and b"--input" in err and b"Traceback" not in err

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from txl_jax.config import ExperimentConfig, ModelConfig
+from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 
@@ -125,3 +125,9 @@ def test_widths_of_clusters():
     model = ModelConfig(d_model=32, d_embed=20, cutoffs=(10, 20), div_val=4)
     assert (model.n_cluster, [model.cluster_width(c) for c in range(3)]) == (3, [20, 5, 1])
     assert ModelConfig(d_model=32).embed_width == 32
+
+
+def test_windows_of_keys():
+    for window, n_key in {AttentionWindow.MEM_LEN: 3, AttentionWindow.MEM_LEN_PLUS_ONE: 4}.items():
+        assert CompatConfig(same_length_window=window).window(3, same_length=True) == n_key
+    assert CompatConfig().window(3, same_length=False) is None

@@ -24,17 +24,17 @@ SECOND = {
     "seed": ("init", 5),
     "init_from": ("first_weights", "weights"),
     "init_vocabulary": ("first_weights", "kept"),
-    **shows("shapes", "model", network="lstm", n_layer=3, d_model=14, n_head=3, d_head=6, d_inner=15, d_embed=20),
-    **shows("shapes", "model", encoding="vaswani", num_positions=20, untie_r=True, tie_positions=True),
-    **shows("shapes", "model", tie_weight=False, cutoffs=(90, 200), div_val=1, tie_projs=(False, False, True)),
-    **shows("forward", "model", layer_norm="post", attention="tiled", dtype="bfloat16"),
-    **shows("forward", "model.dropout", rate=0.2, attention=0.3, input=0.3, output=0.3, qkv=0.3, embedding=0.3),
-    **shows("forward", "model.dropout", locked=True),
+    **shows("train_step", "model", network="lstm", n_layer=3, d_model=14, n_head=3, d_head=6, d_inner=15, d_embed=20),
+    **shows("train_step", "model", encoding="vaswani", num_positions=20, untie_r=True, tie_positions=True),
+    **shows("train_step", "model", tie_weight=False, cutoffs=(90, 200), div_val=1, tie_projs=(False, False, True)),
+    **shows("train_step", "model", layer_norm="post", attention="tiled", dtype="bfloat16"),
+    **shows("train_step", "model.dropout", rate=0.2, attention=0.3, input=0.3, output=0.3, qkv=0.3, embedding=0.3),
+    **shows("train_step", "model.dropout", locked=True),
     **shows("init", "model", init_std=0.03, projection_init_std=0.03),
     **shows("train_step", "model", remat="full"),
     **shows("train_step", "compat", memory_start="zeros"),
-    **shows("forward", "compat", same_length_window="mem_len_plus_one", layer_norm_eps=1e-12),
-    **shows("shapes", "compat", shaw_terms="original", final_norm=False),
+    **shows("train_step", "compat", same_length_window="mem_len_plus_one", layer_norm_eps=1e-12),
+    **shows("train_step", "compat", shaw_terms="original", final_norm=False),
     **shows("corpus", "data", corpus="python_stdlib", file="other.txt", heldout="published"),
     **shows("corpus", "data", train=("other.txt",), valid=("other.txt",), test=("other.txt",)),
     **shows("corpus", "data.tokenizer", kind="word", newlines="drop", line_mark="s"),
@@ -43,9 +43,11 @@ SECOND = {
     ),
     **shows("end_token", "data", reset_at="\\n"),
     **shows("epochs", "data", order="sentences", roll="rows"),
-    **shows("update", "optimizer", name="lion", schedule_offset="original", min_lr_ratio=0.1),
-    **shows("update", "optimizer", learning_rate=1e-3, warmup_steps=3, adam_b2=0.9, adam_eps=1e-6),
-    **shows("update", "optimizer", clip_norm=1.0, decay_steps=6, l2=0.1, weight_decay=0.1, embedding_lr_multiplier=2.0),
+    **shows("train_step", "optimizer", name="lion", schedule_offset="original", min_lr_ratio=0.1),
+    **shows("train_step", "optimizer", learning_rate=1e-3, warmup_steps=3, adam_b2=0.9, adam_eps=1e-6),
+    **shows(
+        "train_step", "optimizer", clip_norm=1.0, decay_steps=6, l2=0.1, weight_decay=0.1, embedding_lr_multiplier=2.0
+    ),
     **shows("devices", "mesh", data=2, fsdp=2, tensor=2),
     **shows(
         "train_step", "train", steps=10, grad_accum_steps=2, mem_len=6, clamp_len=3, same_length=False, loss="half"
@@ -56,7 +58,7 @@ SECOND = {
     **shows("train_step", "regularization", activation_l2=0.1, temporal_l2=0.1),
     **shows("train_step", "average", start_step=3, ema_decay=0.9),
     **shows("files", "average", nt_asgd_patience=1),
-    **shows("update", "average", lr_scale=0.5),
+    **shows("train_step", "average", lr_scale=0.5),
     **shows("batch", "eval", batch_size=3, segment_len=5),
     **shows(
         "eval_step", "eval", mem_len=8, clamp_len=5, same_length=False, cache_dtype="bfloat16", weight_dtype="int8"
@@ -118,7 +120,7 @@ def test_the_table_names_every_setting():
     assert set(SECOND) == {leaf.name for leaf in config_tree.leaves(ExperimentConfig)}
 
 
-READ_NO_FILE = ("shapes", "init", "forward", "update", "train_step", "eval_step", "batch", "text")
+READ_NO_FILE = ("init", "train_step", "eval_step", "batch", "text")
 
 
 @functools.cache
@@ -136,7 +138,7 @@ def found(probe, config):
 QUICK_PROBES = ("batch", "corpus", "devices", "end_token", "epochs", "prompt")
 LONGER = ("data.corpus", "data.heldout")
 # One setting stands for the others of each of these probes.
-ONE_EACH = ("model.untie_r", "optimizer.schedule_offset", "train.loss", "eval.clamp_len")
+ONE_EACH = ("train.loss", "eval.clamp_len")
 QUICK = [name for name, (probe, _) in SECOND.items() if probe in QUICK_PROBES and name not in LONGER] + [*ONE_EACH]
 
 

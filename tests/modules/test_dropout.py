@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from support import tiny
@@ -98,23 +97,6 @@ def test_whole_words_are_dropped_at_all_their_positions():
     assert np.mean(many) == pytest.approx(float(whole.mean()), rel=0.05)
 
 
-@pytest.mark.full
-def test_gradients_of_a_deep_model_whose_words_are_left_out_are_finite():
-    """An empty memory and biases of 0, as in the first update."""
-    model = tiny.make(n_layer=16, dropout__embedding=0.9)
-    params = first_params(model)
-    memory = model.init_memory(batch_size=tiny.B, mem_len=3)
-
-    @jax.jit
-    @jax.grad
-    def gradient(params, key):
-        hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs={"dropout": key}, **DRAWING)
-        return model.apply({"params": params}, hidden, tiny.text(5, seed=1), method=model.nll).mean()
-
-    for key in jax.random.split(jax.random.key(0, impl="rbg"), 3):
-        assert optax.tree.norm(gradient(params, key)) < 100
-
-
 @pytest.mark.parametrize("network", Network)
 def test_rates_of_input_and_output_may_differ_from_the_others(network):
     c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5)
@@ -153,11 +135,3 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     expected = jax.jit(functools.partial(hidden, of_own))()
     np.testing.assert_allclose(found[1], expected, rtol=1e-12, atol=1e-12)
     assert np.abs(found[0] - found[1]).max() > 0.01
-
-
-def test_scoring_leaves_nothing_out():
-    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding")}
-    plain, dropped = tiny.make(), tiny.make(dropout__locked=True, **rates)
-    variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
-    found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]
-    np.testing.assert_array_equal(*found)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -72,38 +71,6 @@ def test_the_future_has_exactly_no_influence(options, encoding):
         other, _ = encode(variables, changed, memory)
         np.testing.assert_array_equal(other[:, :t], hidden[:, :t])
         assert np.all(np.any(other[:, t] != hidden[:, t], axis=-1))
-
-
-@pytest.mark.parametrize(
-    ("norm", "mem_len"),
-    nightly_but(
-        [(NormPlace.POST, 0), (NormPlace.PRE, 4), (NormPlace.POST, 6)], itertools.product(NormPlace, (0, 3, 4, 6, 8))
-    ),
-)
-def test_reach_in_whole_segments(norm, mem_len):
-    """A segment depends on exactly N * ceil(M / L) segments before it, by the last token of the farthest.
-
-    Each layer sees M positions further back from the first position of its own segment. So the last hop
-    ends M positions before a segment's start, and where L does not divide M it covers only the end of the
-    farthest segment: its first token reaches fewer segments.
-    """
-    segment_len, n_layer = 4, tiny.N
-    last_reach = n_layer * math.ceil(mem_len / segment_len)
-    first_reach = (n_layer - 1) * math.ceil(mem_len / segment_len) + mem_len // segment_len
-    model = tiny.make(layer_norm=norm)
-    variables, encode = tiny.variables(model), tiny.encoder(model)
-    lengths = [segment_len] * (3 + last_reach + 2)
-    tokens, memory = tiny.text(sum(lengths)), model.init_memory(batch_size=tiny.B, mem_len=mem_len)
-    before = tiny.stream(encode, variables, tokens, lengths, memory)
-    perturbed_segment = 2
-    for place, reach in ((0, first_reach), (segment_len - 1, last_reach)):
-        changed = tokens.copy()
-        changed[:, perturbed_segment * segment_len + place] += 1
-        changed %= tiny.V
-        after = tiny.stream(encode, variables, changed, lengths, memory)
-        differs = np.any((before != after).reshape(tiny.B, len(lengths), -1), axis=2)
-        expected = [0 <= s - perturbed_segment <= reach for s in range(len(lengths))]
-        np.testing.assert_array_equal(differs, [expected] * tiny.B)
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,3 @@ def test_a_row_that_is_reset_begins_anew(network, how):
     again, _ = encode(variables, tiny.text(L), memory)
     np.testing.assert_array_equal(again[1], fresh[1])
     assert np.abs(again[0] - fresh[0]).max() > 1e-3
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_dropout_is_between_layers_and_locked_if_wanted(network):
-    model = make(network, dropout__rate=0.5, dropout__locked=True)
-    variables, memory = {"params": tiny_run.params(model)}, model.init_memory(batch_size=tiny.B, mem_len=0)
-    encode = tiny.encoder(model, deterministic=False)
-    a, b = (encode(variables, tiny.text(L), memory, {"dropout": jax.random.key(seed)})[0] for seed in (0, 1))
-    dropped = np.asarray(a == 0)
-    assert dropped.any() and (dropped == dropped[:, :1]).all() and (a != b).any()

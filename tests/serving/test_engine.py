@@ -1,4 +1,4 @@
-"""Tests the engine without HTTP: many jobs against each alone, sessions, stop strings, jobs that are ended."""
+"""Tests the engine without HTTP: many jobs against each alone, stop strings, jobs that are ended, old sessions."""
 
 import asyncio
 
@@ -142,3 +142,18 @@ def test_a_failed_engine_says_so_with_a_new_exception_each_time(monkeypatch, cap
             return [(await _Server(made, Settings("tiny")).health(None)).status_code for _ in range(2)]
 
         assert asyncio.run(health()) == [503, 503]
+
+
+def test_sessions_expire_after_their_last_use():
+    now = [1000.0]
+    store = make_store(seconds=60, clock=lambda: now[0])
+    old, used, busy = (store.create("a") for _ in range(3))
+    store.begin(busy.name, "a")
+    now[0] += 50
+    store.release(store.begin(used.name, "a"))
+    now[0] += 50
+    refused(404, store.get, old.name, "a")
+    assert {each.name for each in store.of_owner("a")} == {used.name, busy.name}
+    now[0] += 100
+    store.release(busy)
+    assert store.get(busy.name, "a") is busy

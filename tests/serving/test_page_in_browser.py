@@ -90,25 +90,13 @@ def sessions(port):
     return {each["id"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]}
 
 
-def test_a_new_text_ends_the_one_that_is_written(page, port):
+@pytest.mark.parametrize("leave", [lambda page: page.click("#new"), lambda page: page.reload()], ids=["new", "reload"])
+def test_a_new_text_and_a_page_that_is_left_keep_no_session(page, port, leave):
     before = sessions(port)
     write(page, "abc", max_tokens=4000, temperature=1)
     until(page, "document.querySelectorAll('.written').length > 0")
     assert len(sessions(port) - before) == 1
-    page.click("#new")
-    none_is_left(page, port, before)
-
-
-def test_a_page_that_is_left_keeps_no_session(page, port):
-    before = sessions(port)
-    write(page, "abc", max_tokens=5)
-    until(page, "document.querySelector('#state').textContent === '5 tokens'")
-    assert len(sessions(port) - before) == 1
-    page.reload()
-    none_is_left(page, port, before)
-
-
-def none_is_left(page, port, before):
+    leave(page)
     until(page, "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent")
     wait_until(lambda: not sessions(port) - before)
     assert page.text_content("#text") == ""

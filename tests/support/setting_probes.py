@@ -1,4 +1,4 @@
-"""Parts of a run in which settings show: shapes, lowered programs, batches, texts, files.
+"""Parts of a run in which settings show: lowered programs, batches, texts, files.
 
 Each probe takes a config and returns something that can be compared; `BASE` is a run in which every setting matters.
 """
@@ -40,25 +40,14 @@ from txl_jax.training.step import init_params, init_state, make_train_step
 
 EVERY = dict.fromkeys(("log_every", "eval_every", "checkpoint_every"), 4)
 # Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
+SIZES = {"n_layer": 2, "d_model": 12, "n_head": 2, "d_head": 5, "d_inner": 14, "d_embed": 16}
+CLUSTERS = {"cutoffs": (100, 200), "div_val": 2, "tie_projs": (False, True, True)}
+SPAN = {"steps": 8, "segments_per_call": 2, "segment_len": 7, "mem_len": 5, "clamp_len": 6, "same_length": True}
 BASE = ExperimentConfig(
-    model=ModelConfig(
-        n_layer=2,
-        d_model=12,
-        n_head=2,
-        d_head=5,
-        d_inner=14,
-        d_embed=16,
-        dropout=DropoutConfig(attention=0.1),
-        layer_norm=NormPlace.PRE,
-        cutoffs=(100, 200),
-        div_val=2,
-        tie_projs=(False, True, True),
-    ),
+    model=ModelConfig(**SIZES, **CLUSTERS, dropout=DropoutConfig(attention=0.1), layer_norm=NormPlace.PRE),
     data=DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
     optimizer=OptimizerConfig(warmup_steps=2),
-    train=TrainConfig(
-        steps=8, batch_size=2, segment_len=7, mem_len=5, clamp_len=6, same_length=True, segments_per_call=2, **EVERY
-    ),
+    train=TrainConfig(batch_size=2, **SPAN, **EVERY),
     eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4),
     generate=GenerateConfig(length=4, top_k=10),
 )
@@ -67,10 +56,6 @@ BASE = ExperimentConfig(
 @functools.cache
 def parts_of(config):
     return build(config, vocab_size=256)
-
-
-def shapes(config):
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), parts_of(config).abstract_state.params)
 
 
 def init(config):
@@ -97,33 +82,8 @@ def first_weights(config):
     return dumps(read.vocabulary), weights and weights.record
 
 
-def forward(config):
-    """The lowered losses of a segment in training."""
-    model, span = parts_of(config).model, config.train
-    options = {"clamp_len": span.clamp_len, "same_length": span.same_length, "deterministic": False}
-
-    def losses(params, tokens, memory):
-        hidden, _ = model.apply({"params": params}, tokens, memory, rngs={"dropout": jax.random.key(0)}, **options)
-        return model.apply({"params": params}, hidden, tokens, method=model.nll)
-
-    tokens = jax.ShapeDtypeStruct((span.batch_size, span.segment_len), "int32")
-    memory = jax.eval_shape(lambda: model.init_memory(batch_size=span.batch_size, mem_len=span.mem_len))
-    return jax.jit(losses).lower(parts_of(config).abstract_state.params, tokens, memory).as_text()
-
-
-def update(config):
-    """The lowered change of the parameters by gradients, and the learning rate."""
-    parts, params = parts_of(config), parts_of(BASE).abstract_state.params
-
-    def change(gradients, state, params, step):
-        return parts.optimizer.update(gradients, state, params), parts.schedule(step)
-
-    step = jax.ShapeDtypeStruct((), "int32")
-    return jax.jit(change).lower(params, jax.eval_shape(parts.optimizer.init, params), params, step).as_text()
-
-
 def train_step(config):
-    """The lowered update, gradients included."""
+    """The lowered update: shapes, losses, gradients and what the optimizer makes of them."""
     parts = parts_of(config)
     step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
     reader = training_segments(np.arange(200), batch_size=config.train.batch_size, segment_len=config.train.segment_len)
@@ -220,7 +180,7 @@ def text(config):
 PROBES = {
     probe.__name__: probe
     for probe in (
-        *(shapes, init, first_weights, forward, update, train_step, eval_step, batch),
-        *(corpus, end_token, epochs, devices, files, scored, prompt, text),
+        *(init, first_weights, train_step, eval_step, batch, corpus),
+        *(end_token, epochs, devices, files, scored, prompt, text),
     )
 }

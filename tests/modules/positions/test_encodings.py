@@ -1,4 +1,4 @@
-"""Tests of what an encoding adds to states, memory and dropout, and of distances beyond a table.
+"""Tests what an encoding declares, and distances beyond its table.
 
 Values and gradients are compared with the original's in tests/test_golden.py, inference with training in
 tests/inference/test_forward.py, and parameters are in tests/modules/test_parameters.py.
@@ -7,75 +7,17 @@ tests/inference/test_forward.py, and parameters are in tests/modules/test_parame
 import functools
 import itertools
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from support import tiny
 from support.cases import nightly_but
-from txl_jax import memory as memory_lib
 from txl_jax.config import DType, Encoding
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.modules.positions import ENCODINGS
 
 L, M = 5, 4
-
-
-def embed(model, variables, clamp_len=None):
-    return model.apply(variables, tiny.text(L), clamp_len=clamp_len, method=model.embed)
-
-
-def test_slots_of_a_memory_without_positions_may_change_places():
-    """Nothing is added to stored states, and attention treats them alike."""
-    tokens, rng = tiny.text(L), np.random.default_rng(2)
-    states = rng.normal(size=(tiny.N, tiny.B, M, tiny.D)).astype(np.float32)
-    full, order = jnp.full((tiny.B,), M, jnp.int32), [2, 0, 3, 1]
-
-    def difference(model):
-        encode, variables = tiny.encoder(model), tiny.variables(model)
-        read = [
-            encode(variables, tokens, memory_lib.Memory(jnp.asarray(s), full)) for s in (states, states[:, :, order])
-        ]
-        return np.abs(read[0][0] - read[1][0]).max()
-
-    assert difference(tiny.make(encoding=Encoding.VASWANI)) < 1e-5
-    assert difference(tiny.make()) > 0.1  # Relative positions depend on the order.
-
-
-@pytest.mark.parametrize("encoding", [Encoding.VASWANI, Encoding.AL_RFOU])
-def test_the_memory_keeps_the_first_layers_input_with_its_positions(encoding):
-    model = tiny.make(encoding=encoding)
-    variables, memory = tiny.variables(model), model.init_memory(batch_size=tiny.B, mem_len=M)
-    _, memory = tiny.encoder(model)(variables, tiny.text(L), memory)
-    expected = embed(model, variables)
-    if encoding is Encoding.AL_RFOU:
-        vectors = variables["params"]["stack"]["layers"]["positions"]["vector"][0]
-        expected += vectors[np.arange(L - 1, -1, -1)][None]
-    np.testing.assert_allclose(memory.hidden[0], expected[:, -M:], rtol=1e-6)
-
-
-def test_embedding_and_code_are_dropped_together():
-    """One dropout on their sum, as in the original, and none on codes alone."""
-    model, dropped = tiny.make(encoding=Encoding.VASWANI, dropout__rate=0.5), []
-    variables, memory = tiny.variables(model), model.init_memory(batch_size=tiny.B, mem_len=M)
-
-    def interceptor(call, args, kwargs, context):
-        if isinstance(context.module, nn.Dropout) and context.module.path in (("drop_input",), ("drop_output",)):
-            dropped.append(args[0])
-        return call(*args, **kwargs)
-
-    @jax.jit
-    def what_is_dropped():
-        rngs = {"dropout": jax.random.key(0, impl="rbg")}
-        with nn.intercept_methods(interceptor):
-            model.apply(variables, tiny.text(L), memory, rngs=rngs, deterministic=False)
-        return tuple(dropped), embed(model, variables)
-
-    found, embedded = what_is_dropped()
-    assert [array.shape for array in found] == [(tiny.B, L, tiny.D)] * 2  # The input, and the last layer.
-    np.testing.assert_array_equal(found[0], embedded)
 
 
 @pytest.mark.parametrize(
