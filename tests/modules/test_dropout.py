@@ -58,6 +58,25 @@ def dropouts_of(model):
     return seen
 
 
+# Where the original drops: name of the module that calls Dropout, shape, rate. Anchors have the values.
+WIDTHS = (tiny.B, 5, tiny.D)
+DROPOUTS = [
+    ("drop_input", (3 + 5, tiny.D), 0.5),  # Position codes.
+    ("drop_input", WIDTHS, 0.5),
+    ("stack/layers/attention/Dropout_0", tiny.H, 0.25),  # Probabilities: draws a seed for so many heads.
+    ("stack/layers/attention/Dropout_1", WIDTHS, 0.5),
+    ("stack/layers/feed_forward/Dropout_0", (tiny.B, 5, tiny.F), 0.5),
+    ("stack/layers/feed_forward/Dropout_1", WIDTHS, 0.5),
+    ("drop_output", WIDTHS, 0.5),
+]
+
+
+def test_dropout_is_applied_where_the_original_has_it():
+    seen = dropouts_of(tiny.make(dropout__rate=0.5, dropout__attention=0.25))
+    found = [("/".join(module.path), getattr(given, "shape", given), module.rate) for module, _, given in seen]
+    assert list(dict.fromkeys(place for place in found if place[2])) == DROPOUTS  # Layers are traced twice.
+
+
 def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilities():
     seen = dropouts_of(tiny.make(dropout__rate=0.5, dropout__attention=0.5, dropout__locked=True))
     seen = [(module.broadcast_dims, method, given) for module, method, given in seen if module.rate]
@@ -99,9 +118,11 @@ def test_whole_words_are_dropped_at_all_their_positions():
 
 @pytest.mark.parametrize("network", Network)
 def test_rates_of_input_and_output_may_differ_from_the_others(network):
-    c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5)
+    c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5, dropout__locked=True)
     model = (TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel)(c, tiny.COMPAT, tiny.V)
-    seen = [module.rate for module, method, _ in dropouts_of(model) if method == "__call__"]
+    called = [module for module, method, _ in dropouts_of(model) if method == "__call__"]
+    assert {module.broadcast_dims for module in called} == {(-2,)}
+    seen = [module.rate for module in called]
     first = 2 if network is Network.TRANSFORMER_XL else 1  # Codes and embedding.
     assert seen[:first] == [0.6] * first and seen[-1] == 0.5 and set(seen[first:-1]) == {0.3}
 

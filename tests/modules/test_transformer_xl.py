@@ -4,9 +4,7 @@ Values and gradients are compared with the original's in tests/test_golden.py.
 """
 
 import collections
-import functools
 
-import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -84,49 +82,6 @@ def test_remat_changes_neither_values_nor_gradients(remat, x64):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-11)
     # The number of matrix products in the backward pass shows what is rematerialised.
     assert products[Remat.NONE] < products[Remat.DOTS] < products[Remat.FULL]
-
-
-# Where the original drops: name of the module that calls Dropout (call number), shape, rate.
-WIDTHS = (tiny.B, L, tiny.D)
-DROPOUTS = {
-    "position codes": (("drop_input", 0), (M + L, tiny.D), 0.5),
-    "embedding": (("drop_input", 1), WIDTHS, 0.5),
-    "attention probabilities": (("stack/layers/attention/Dropout_0", 0), tiny.H, 0.25),
-    "attention output": (("stack/layers/attention/Dropout_1", 0), WIDTHS, 0.5),
-    "inner layer": (("stack/layers/feed_forward/Dropout_0", 0), (tiny.B, L, tiny.F), 0.5),
-    "feed-forward output": (("stack/layers/feed_forward/Dropout_1", 0), WIDTHS, 0.5),
-    "last layer": (("drop_output", 0), WIDTHS, 0.5),
-}
-
-
-def test_dropout_is_applied_where_the_original_has_it_and_on_the_path():
-    """Each in turn gives twice its output. Of that of attention probabilities the seed is changed."""
-    model, places = tiny.make(dropout__rate=0.5, dropout__attention=0.25), {}
-    variables = tiny.variables(model)
-
-    def interceptor(factors, call, args, kwargs, context):
-        outputs = call(*args, **kwargs)
-        if not isinstance(context.module, nn.Dropout):
-            return outputs
-        path = "/".join(context.module.path)
-        number = sum(seen == path for seen, _ in places) if path.startswith("drop_") else 0
-        draws_seed = context.method_name == "draw_seed"
-        places[path, number] = (args[0] if draws_seed else args[0].shape, context.module.rate)
-        if draws_seed:
-            return outputs.replace(seed=outputs.seed + (factors[path, number] - 1).astype(outputs.seed.dtype))
-        return factors[path, number] * outputs
-
-    @jax.jit
-    def hidden(factors):
-        places.clear()  # Calls are counted from the beginning of a trace.
-        with nn.intercept_methods(functools.partial(interceptor, factors)):
-            return loss_of(model, deterministic=False)(variables, dropout_rngs(3))[1][0]
-
-    ones = {place: np.float32(1) for place, _, _ in DROPOUTS.values()}
-    unchanged = hidden(ones)
-    assert places == {place: (shape, rate) for place, shape, rate in DROPOUTS.values()}
-    for name, (place, _, _) in DROPOUTS.items():
-        assert np.abs(hidden(ones | {place: np.float32(2)}) - unchanged).max() > 0.01, name
 
 
 def test_bfloat16_computes_close_to_float32():

@@ -19,7 +19,6 @@ from txl_jax.runtime.lock import NAME, RunLock
 from txl_jax.training.hooks import Hook
 
 pytestmark = pytest.mark.full
-LOGS = ("metrics.jsonl", "log.txt", "tensorboard")
 
 
 @pytest.fixture(autouse=True)
@@ -163,9 +162,6 @@ def written_after_a_pause(storage, module_bucket, tmp_path_factory):
     return written
 
 
-@pytest.mark.parametrize(
-    "part", ["checkpoints/latest", "checkpoints/best", "config.json", "results.json", ".lock", *LOGS]
-)
-def test_a_run_that_wakes_up_writes_nothing(part, written_after_a_pause):
+def test_a_run_that_wakes_up_writes_nothing(written_after_a_pause):
     """What it wrote could replace, or be read among, what the run that has taken over writes."""
-    assert not [name for name in written_after_a_pause if f"/{part}" in name]
+    assert not written_after_a_pause

@@ -220,5 +220,6 @@ def test_keys_separate_clients():
         waiting.start()
         wait_until(lambda: made.num_busy)
         assert ask(port, "/v1/completions", body, key="first")[1]["error"]["code"] == "session_busy"
+        assert ask(port, f"/v1/sessions/{name}", method="DELETE", key="first")[0] == 409
         made.cut_off()
         waiting.join()
