@@ -134,17 +134,19 @@ def test_other_storage_has_no_lock_and_notes_it():
     assert len(lock.notes) == 1 and "s3://" in lock.notes[0]
 
 
-@pytest.fixture(scope="module")
-def written_after_a_pause(storage, module_bucket, tmp_path_factory):
-    """Objects that a run writes which is paused after its second update, until another has taken its lock over."""
-    text = tmp_path_factory.mktemp("text") / "text"
+def test_a_run_that_wakes_up_writes_nothing(bucket, storage, tmp_path, monkeypatch):
+    """It is paused after its second update, until another has taken its lock over.
+
+    What it wrote could replace, or be read among, what the run that has taken over writes.
+    """
+    text = tmp_path / "text"
     text.write_bytes(b"the cat sat on the mat. " * 100)
     changes = {"data": own_text(file=str(text)), "train.steps": 4, "train.eval_every": 4, "train.checkpoint_every": 4}
     config = config_tree.replace(tiny_run.CONFIG, changes | {"train.log_every": 2})
-    corpus, other, before = read_corpus(config.data, "nowhere", str(text.parent)), RunLock(module_bucket), {}
+    corpus, other, before = read_corpus(config.data, "nowhere", str(text.parent)), RunLock(bucket), {}
 
     def objects():
-        own = [name for name in storage.names() if name.startswith(f"{module_bucket.name}/")]
+        own = [name for name in storage.names() if name.startswith(f"{bucket.name}/")]
         return {name: storage.generation(name) for name in own}
 
     def pause(context):
@@ -153,15 +155,7 @@ def written_after_a_pause(storage, module_bucket, tmp_path_factory):
             assert other._delete(generation) and other._create()
             before.update(objects())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock_lib, "BEAT_SECONDS", 3600.0)
-        with pytest.raises(UserError, match="taken it over"):
-            runs.train(config, corpus, Run(module_bucket), hooks=[Hook(1, pause)])
-    written = {name for name, generation in objects().items() if before.get(name) != generation}
-    assert other._is_own()
-    return written
-
-
-def test_a_run_that_wakes_up_writes_nothing(written_after_a_pause):
-    """What it wrote could replace, or be read among, what the run that has taken over writes."""
-    assert not written_after_a_pause
+    monkeypatch.setattr(lock_lib, "BEAT_SECONDS", 3600.0)
+    with pytest.raises(UserError, match="taken it over"):
+        runs.train(config, corpus, Run(bucket), hooks=[Hook(1, pause)])
+    assert objects() == before and other._is_own()

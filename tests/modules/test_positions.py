@@ -1,6 +1,11 @@
-"""Tests that a bias per distance, which no encoding of the project is, needs a file and a line of the registry only."""
+"""Tests what an encoding declares, distances beyond its table, and that a new one needs a line of the registry only.
+
+Values and gradients are compared with the original's in tests/test_golden.py, inference with training in
+tests/inference/test_forward.py, and parameters are in tests/modules/test_parameters.py.
+"""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +20,54 @@ from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.interop import original
-from txl_jax.modules import positions as encodings
+from txl_jax.modules.positions import ENCODINGS
 from txl_jax.modules.positions.encoding import DecodeTerms, PositionEncoding, PositionKeys, PositionTerms
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.positions import table_length
 
 L, M = 4, 10
+
+
+@pytest.mark.parametrize(
+    ("encoding", "clamp_len"),
+    nightly_but(
+        [(Encoding.SHAW, None), (Encoding.AL_RFOU, 2)],
+        itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30]),
+    ),
+)
+def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
+    """A table that goes on with copies of the last row that counts gives the same."""
+    short, long = (tiny.make(encoding=encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, 9))
+    variables, last = tiny.variables(short), min(clamp_len or 2, 2)
+
+    def lengthen(path, leaf):
+        if "positions" not in [key.key for key in path]:
+            return leaf
+        return leaf[:, np.minimum(np.arange(9), last)]
+
+    longer = jax.tree_util.tree_map_with_path(lengthen, variables)
+    text, memory = tiny.text(10), short.init_memory(batch_size=tiny.B, mem_len=4)
+    found = tiny.stream(tiny.encoder(short, clamp_len=clamp_len), variables, text, [5, 5], memory)
+    expected = tiny.stream(tiny.encoder(long), longer, text, [5, 5], memory)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("encoding", nightly_but([Encoding.RELATIVE, Encoding.VASWANI], Encoding))
+def test_encodings_say_what_they_can_do(encoding, x64):
+    """Single tokens give the states of a segment or not, and position keys are a third product of query and key."""
+    model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
+    variables, encode, text = tiny.variables(model), tiny.encoder(model), tiny.text(4)
+    memory = model.init_memory(batch_size=tiny.B, mem_len=4)
+    whole, one_by_one = (tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4))
+    assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
+
+    prepare = functools.partial(prepare_params, model=model, segment_len=2, mem_len=4, clamp_len=None)
+    keys = jax.eval_shape(lambda: prepare(variables["params"])).layers[0].position_keys
+    has_keys = keys is not None and keys.key is not None
+    assert ENCODINGS[encoding].products_per_key == (3 if has_keys else 2)
+
+
+# A bias per distance, which no encoding of the project is
 
 
 class LogBias(PositionEncoding):
@@ -50,7 +97,7 @@ class LogBias(PositionEncoding):
 @pytest.fixture(name="model")
 def _model(monkeypatch, x64):
     """A model whose encoding, under the name of another, is `LogBias`; its parameters are those of VASWANI."""
-    monkeypatch.setitem(encodings.ENCODINGS, Encoding.VASWANI, LogBias)
+    monkeypatch.setitem(ENCODINGS, Encoding.VASWANI, LogBias)
     return tiny.make(encoding=Encoding.VASWANI, dtype=DType.FLOAT64)
 
 
