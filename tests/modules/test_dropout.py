@@ -156,3 +156,11 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     expected = jax.jit(functools.partial(hidden, of_own))()
     np.testing.assert_allclose(found[1], expected, rtol=1e-12, atol=1e-12)
     assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def test_scoring_leaves_nothing_out():
+    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding")}
+    plain, dropped = tiny.make(), tiny.make(dropout__locked=True, **rates)
+    variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
+    found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]
+    np.testing.assert_array_equal(*found)

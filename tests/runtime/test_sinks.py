@@ -5,6 +5,7 @@ import math
 import struct
 import sys
 import time
+from unittest import mock
 
 import pytest
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
@@ -28,33 +29,6 @@ RECORDS = [
 ]
 
 
-class Kept(Sink):
-    """Keeps its calls, and fails in those that are named."""
-
-    def __init__(self, *fails):
-        self.calls, self._fails = [], fails
-
-    def _take(self, name, *arguments):
-        self.calls.append((name, *arguments))
-        if name in self._fails:
-            raise ConnectionError("the network is down\nwith details")
-
-    def settings(self, values):
-        self._take("settings", dict(values))
-
-    def record(self, kind, step, values, member=None):
-        self._take("record", kind, step, dict(values), member)
-
-    def text(self, step, tag, text):
-        self._take("text", step, tag, text)
-
-    def flush(self):
-        self._take("flush")
-
-    def close(self):
-        self._take("close")
-
-
 def report_all(log):
     """Gives a log everything that a run reports."""
     log.settings(SETTINGS)
@@ -66,30 +40,31 @@ def report_all(log):
 
 def test_a_sink_gets_everything_in_order(tmp_path):
     """The other one has none of the methods."""
-    sink = Kept()
+    sink = mock.Mock(spec=Sink)
     with RunLog(tmp_path, sinks=[Sink(), sink]).open() as log:
         report_all(log)
-    assert sink.calls == [
-        ("settings", SETTINGS),
-        *(("record", kind, step, values, member) for kind, step, values, member in RECORDS),
-        ("text", 20, "sample", "a b\n*c*"),
-        ("flush",),
-        ("close",),
+    assert sink.mock_calls == [
+        mock.call.settings(SETTINGS),
+        *(mock.call.record(*record) for record in RECORDS),
+        mock.call.text(20, "sample", "a b\n*c*"),
+        mock.call.flush(),
+        mock.call.close(),
     ]
 
 
 @pytest.mark.parametrize("fails", ["settings", "record", "close"])
 def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys):
-    broken, sound = Kept(fails), Kept()
+    broken, sound = mock.Mock(spec=Sink), mock.Mock(spec=Sink)
+    getattr(broken, fails).side_effect = ConnectionError("the network is down\nwith details")
     with RunLog(tmp_path, sinks=[broken, sound]).open() as log:
         report_all(log)
         log.record("train", 30, {"loss": 1.0})
-    assert [call[0] for call in broken.calls].count(fails) == (2 if fails == "close" else 1)
-    assert broken.calls[-1] == ("close",)  # It may hold a connection.
-    assert [call[0] for call in sound.calls].count("record") == 4
+    assert getattr(broken, fails).call_count == (2 if fails == "close" else 1)
+    assert broken.mock_calls[-1] == mock.call.close()  # It may hold a connection.
+    assert sound.record.call_count == 4
     assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 20, 30]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    assert "Kept" in line and "ConnectionError: the network is down)" in line
+    assert "Mock" in line and "ConnectionError: the network is down)" in line
     if fails != "close":  # The log is open until then.
         assert line in (tmp_path / "log.txt").read_text().splitlines()
 
