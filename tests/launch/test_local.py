@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 
@@ -60,16 +61,8 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, e
 )
 def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected):
     """Killed by a signal, a mistake, and then what comes of losing another."""
-
-    class Dead:
-        def __init__(self, code):
-            self.returncode = code
-
-        def poll(self):
-            return self.returncode
-
     group = local_module.ProcessGroup([], [])
-    group._processes = [Dead(code) for code in codes]
+    group._processes = [mock.Mock(returncode=code, **{"poll.return_value": code}) for code in codes]
     assert group.wait() == expected
 
 
