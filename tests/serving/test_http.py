@@ -1,14 +1,13 @@
 """Tests the server over HTTP: texts, scores, streams, sessions, mistakes, clients that leave."""
 
 import http.client
-import json
 import threading
 
 import numpy as np
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, served, wait_idle
+from support.http_server import ask, events, left, served, wait_idle
 from support.serving import engine, ids, make_store
 from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
@@ -188,15 +187,11 @@ def test_names_of_this_machine_are_answered(port, host):
 def test_a_client_that_leaves_frees_its_rows(port, made):
     before = made.counters.ended["cancelled"]
     for stream in (True, False):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        body = json.dumps({"prompt": "abc", "n": 4, "max_tokens": 4000, "stream": stream})
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        if stream:
-            connection.getresponse().read(200)
-        else:
-            wait_until(lambda: made.num_busy == 4)
-        connection.sock.close()
-        connection.close()
+        with left(port, {"prompt": "abc", "n": 4, "max_tokens": 4000, "stream": stream}) as connection:
+            if stream:
+                connection.getresponse().read(200)
+            else:
+                wait_until(lambda: made.num_busy == 4)
     wait_idle(port)
     assert made.counters.ended["cancelled"] == before + 8
     metrics = ask(port, "/metrics")[1]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import threading
 import time
@@ -10,7 +9,7 @@ import time
 import pytest
 from starlette.requests import ClientDisconnect
 
-from support.http_server import ask, served
+from support.http_server import ask, left, served
 from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving import protocol
@@ -19,7 +18,6 @@ from txl_jax.serving.requests import Limits
 
 pytestmark = pytest.mark.full
 LIMITS = Limits(prompt_tokens=5000, new_tokens=4000)
-JSON = {"Content-Type": "application/json"}
 
 
 @contextlib.contextmanager
@@ -66,16 +64,7 @@ def session(port, made):
 
 
 def body(session, **changes):
-    return json.dumps({"session": session.name, "prompt": "a", "max_tokens": 4000, "stream": True, **changes})
-
-
-@contextlib.contextmanager
-def sent(port, session, **changes):
-    """A request whose client leaves at the end."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("POST", "/v1/completions", body(session, **changes), JSON)
-    yield
-    connection.close()
+    return {"session": session.name, "prompt": "a", "max_tokens": 4000, "stream": True, **changes}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -87,7 +76,7 @@ def test_while_it_waits_for_a_row(port, made, session, stream):
     with gate(made.step, "write") as (reached, through):
         other.start()
         assert reached.wait(SECONDS)
-        with sent(port, session, stream=stream):
+        with left(port, body(session, stream=stream)):
             wait_until(lambda: made.num_waiting)
         wait_until(lambda: made._waiting[0].cancelled)
         through.set()
@@ -99,7 +88,7 @@ def test_while_it_waits_for_a_row(port, made, session, stream):
 def test_while_the_prompt_is_read(port, made, session, stream):
     read = made.counters.read
     with gate(made.step, "read", call=3) as (reached, through):
-        with sent(port, session, prompt="abcdefgh" * 100, stream=stream):
+        with left(port, body(session, prompt="abcdefgh" * 100, stream=stream)):
             assert reached.wait(SECONDS)
         [job] = [row.job for row in made._rows if row is not None]
         wait_until(lambda: job.cancelled)
@@ -111,7 +100,7 @@ def test_while_the_prompt_is_read(port, made, session, stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_before_the_request_is_understood(port, made, session, stream):
     with gate(protocol, "parse_completion") as (reached, through):
-        with sent(port, session, stream=stream):
+        with left(port, body(session, stream=stream)):
             assert reached.wait(SECONDS)
         time.sleep(0.2)  # The server's loop takes note; nothing shows that it has.
         through.set()
@@ -120,7 +109,7 @@ def test_before_the_request_is_understood(port, made, session, stream):
 
 def test_before_the_response_begins(made, session):
     """With a server of a newer ASGI, whose first `send` to a client that has left raises."""
-    messages = [{"type": "http.request", "body": body(session).encode()}]
+    messages = [{"type": "http.request", "body": json.dumps(body(session)).encode()}]
 
     async def receive():
         return messages.pop() if messages else {"type": "http.disconnect"}

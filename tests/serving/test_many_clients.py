@@ -1,16 +1,14 @@
 """Tests many clients at once: every answer is the one that its request gets alone, nothing is left behind."""
 
 import concurrent.futures
-import http.client
-import json
 import random
 import time
 
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, in_its_own_process, metrics, resident_mib, served, wait_idle
-from support.serving import SECONDS, engine, make_store
+from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, served, wait_idle
+from support.serving import engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import Settings
 from txl_jax.serving.requests import Limits
@@ -51,16 +49,6 @@ def answer(port, body):
     return choices
 
 
-def leave(port, body):
-    """Begins a long stream and goes away."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    given = json.dumps(body | {"stream": True, "max_tokens": 4000, "stop": None})
-    connection.request("POST", "/v1/completions", given, {"Content-Type": "application/json"})
-    connection.getresponse().read(100)
-    connection.sock.close()
-    connection.close()
-
-
 class Client:
     """A client that asks until the time is over, every tenth in a session; it keeps what it asked and got."""
 
@@ -78,7 +66,8 @@ class Client:
                 body |= {"session": self.session, "n": 1, "prompt": prompt}
             self.asked.append((body, answer(self.port, body)))
             if self.leaves and len(self.asked) == 1:
-                leave(self.port, body)
+                with left(self.port, body | {"stream": True, "max_tokens": 4000, "stop": None}) as connection:
+                    connection.getresponse().read(100)
                 wait_until(lambda: not self.session or not ask(self.port, f"/v1/sessions/{self.session}")[1]["busy"])
             if time.monotonic() > until:
                 return

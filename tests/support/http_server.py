@@ -55,6 +55,16 @@ def ask(port: int, path: str, body: Any = None, *, method=None, key=None, header
     return response.status, json.loads(content) if is_json else content.decode()
 
 
+@contextlib.contextmanager
+def left(port: int, body: Any) -> Iterator[http.client.HTTPConnection]:
+    """The connection of a request for a text whose client leaves at the end."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    yield connection
+    connection.sock.close()
+    connection.close()
+
+
 def events(text: str) -> list[Any]:
     """The events of a stream that has ended."""
     assert text.endswith("data: [DONE]\n\n"), text[-300:]
