@@ -1,4 +1,4 @@
-"""Tests that the commands of docs/launch.md can be typed."""
+"""Tests that the commands of docs/launch.md can be typed, and that shellcheck finds nothing in the shell scripts."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from launch import sweep
-from support import ROOT
+from support import ROOT, shell
 
 TEXT = (ROOT / "docs" / "launch.md").read_text()
 
@@ -50,3 +50,12 @@ def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("experiments.ptb") == 12
     assert "/seed=1+dropout.rate=0.1" in out and "/no_memory+seed=3+dropout.rate=0.3" in out
+
+
+SCRIPTS = [*(ROOT / "launch").rglob("*.sh"), ROOT / ".ci" / "run", *(ROOT / "tests/launch/fake").iterdir()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shellcheck_finds_nothing(script):
+    assert not shell.findings(script.read_text())

@@ -1,4 +1,4 @@
-"""Tests of the model's parts in place: remat, dropout, types, products, compile size.
+"""Tests of the model's parts in place: tied positions, remat, types, products, norms.
 
 Values and gradients are compared with the original's in tests/test_golden.py.
 """
@@ -41,11 +41,6 @@ def loss_of(model: TransformerXL, *, deterministic: bool = True):
     return loss
 
 
-def dropout_rngs(seed: int) -> dict[str, jax.Array]:
-    """A generator that compiles faster than the default one."""
-    return {"dropout": jax.random.key(seed, impl="rbg")}
-
-
 def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
     """Against a model with matrices of their own, filled in by hand."""
     tied, own = (tiny.make(dtype=DType.FLOAT64, tie_positions=tie, untie_r=not tie) for tie in (True, False))
@@ -70,7 +65,7 @@ def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
 
 @pytest.mark.parametrize("remat", nightly_but([Remat.FULL], [Remat.DOTS, Remat.FULL]))
 def test_remat_changes_neither_values_nor_gradients(remat, x64):
-    traced, products, rngs = {}, {}, dropout_rngs(3)
+    traced, products, rngs = {}, {}, {"dropout": jax.random.key(3, impl="rbg")}  # Which compiles faster.
     variables = tiny.variables(tiny.make(dtype=DType.FLOAT64))
     for of in Remat:
         model = tiny.make(dtype=DType.FLOAT64, remat=of, dropout__rate=0.3, dropout__attention=0.2)
