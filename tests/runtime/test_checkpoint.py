@@ -351,10 +351,20 @@ def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
     with open_checkpoints() as checkpoints:
         with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
             checkpoints.save(1, make_state(), {})
-        for act in (checkpoints.sweep, checkpoints.latest_step, lambda: checkpoints.restore(make_state())):
-            with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
-                act()
+        with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
+            checkpoints.restore(make_state())
     assert (tmp_path / "latest").read_text() == "a file"
+
+
+def test_directory_that_may_not_be_read(two_steps, open_checkpoints, monkeypatch):
+    def denied(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("txl_jax.runtime.storage.names", denied)
+    with open_checkpoints() as checkpoints:
+        for act in (checkpoints.sweep, checkpoints.latest_step):
+            with pytest.raises(CheckpointError, match=rf"{two_steps}\b.*\bPermission denied\b"):
+                act()
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoints, lines, monkeypatch):
