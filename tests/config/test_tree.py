@@ -1,4 +1,4 @@
-"""Tests of the tree of settings: dotted names, JSON, presets, and what follows from other settings."""
+"""Tests of the tree of settings: dotted names, JSON, presets, what follows from other settings, what may change."""
 
 import enum
 import json

@@ -1,4 +1,4 @@
-"""Tests dropout: masks and who shares them, expectations, and rates given beside the config."""
+"""Tests dropout: its places, masks and who shares them, expectations, and rates given beside the config."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Tests what the memory means for the model: segmentation, causality, reach, gradients, unfilled slots."""
+"""Tests what the memory means for the model: segmentation, causality, unfilled slots."""
 
 import functools
 import itertools
