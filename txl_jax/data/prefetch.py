@@ -1,7 +1,6 @@
 """Prefetch: the next segments are prepared on a background thread, so that reading overlaps the devices' work.
 
-numpy releases the interpreter's lock while it sorts and gathers, so one thread is enough. A block of segments is a pure
-function of its step, so nothing has to be undone when the caller jumps to another step.
+numpy releases the interpreter's lock while it sorts and gathers, so one thread is enough.
 """
 
 import concurrent.futures
@@ -15,7 +14,7 @@ class Prefetcher:
     """A prefetcher of blocks of S segments by their first step; a context manager.
 
     `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the caller and only for a
-    step that was asked for. You can ask for any step at any time; prefetched blocks that do not follow it are dropped.
+    step that was asked for. Ask for steps in order, S apart.
     """
 
     def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int, depth: int = 2):
@@ -39,10 +38,7 @@ class Prefetcher:
     def __call__(self, step: int) -> Segments:
         """Returns the S segments from `step` on."""
         ahead = range(step + self._count, self._steps - self._count + 1, self._count)[: self._depth]
-        wanted = [step, *ahead]
-        for other in self._pending.keys() - wanted:
-            self._pending.pop(other).cancel()
-        for first in wanted:
+        for first in (step, *ahead):
             if first not in self._pending:
                 self._pending[first] = self._thread.submit(self._segments, first, self._count)
         return self._pending.pop(step).result()

@@ -96,20 +96,16 @@ class SegmentReader:
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
     def scored(self, first_step: int, count: int) -> np.ndarray:
-        """Returns the index of the token that each position of evaluation steps scores, int64 [S, own rows, L].
+        """Returns the index of the token that each position of evaluation steps scores, int64 [S, B, L].
 
         Positions of weight 0 have index 0, the one token that is never scored.
 
         >>> evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3).scored(1, 1).tolist()
         [[[4, 5, 6], [10, 11, 0]]]
         """
-        first_B, scored_B, end_B = self._own_rows()
-        pair_SxBxL = self._pairs(np.arange(first_step, first_step + count), first_B)
-        counts = (pair_SxBxL >= scored_B[:, None]) & (pair_SxBxL < end_B[:, None])
+        pair_SxBxL = self._pairs(np.arange(first_step, first_step + count), self.rows.first)
+        counts = (pair_SxBxL >= self.rows.scored[:, None]) & (pair_SxBxL < self.rows.end[:, None])
         return np.where(counts, pair_SxBxL + 1, 0)
-
-    def _own_rows(self) -> Rows:
-        return self.rows if self.own is None else Rows(*(of_all[np.asarray(self.own)] for of_all in self.rows))
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
         """Returns the index of the pair at each position, [S, B, L]; indices continue past a row's end."""
@@ -117,7 +113,8 @@ class SegmentReader:
         return first_SxB[..., None] + np.arange(self.segment_len)
 
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
-        first_B, scored_B, end_B = self._own_rows()
+        own = slice(None) if self.own is None else np.asarray(self.own)
+        first_B, scored_B, end_B = (of_all[own] for of_all in self.rows)
         live = self.repeats or epoch == 0
         pair_SxBxL = self._pairs(index_S, first_B)
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live

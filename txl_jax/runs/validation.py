@@ -67,9 +67,8 @@ class Validation:
         patience = self._config.train.patience
         if not patience:
             return False
-        return all(
-            len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience]) for losses in self.losses
-        )
+        [losses] = self.losses  # Ensembles have no patience.
+        return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
     def read_losses(self) -> None:
         """Reads the recorded losses, but not those at other evaluation settings."""
