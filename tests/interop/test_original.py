@@ -76,15 +76,6 @@ def test_leaves_can_be_of_another_type():
     assert half.dtype == half.read().dtype == half.part(slice(2)).dtype == np.float16
 
 
-def test_shared_tensors_get_their_second_names_back():
-    config = tiny.model_config(**LAZY | {"untie_r": False})
-    shared = original.aliases(config) | {"u": "w"}
-    tensors = leaves.from_tree({"crit.out_layers.1.weight": np.ones(2), "w": np.zeros(3)})
-    found = original.fill_shared(tensors, shared)
-    assert set(found) == {"crit.out_layers.1.weight", "word_emb.emb_layers.1.weight", "u", "w"}
-    assert found["word_emb.emb_layers.1.weight"] is found["crit.out_layers.1.weight"] and found["u"] is found["w"]
-
-
 TWICE = (2 / 10000 ** (np.arange(0, tiny.D, 2) / tiny.D)).astype(np.float32)
 U0, U1 = (f"transformer.layers.{layer}.dec_attn.r_w_bias" for layer in range(2))
 SHARED = "transformer.r_w_bias"

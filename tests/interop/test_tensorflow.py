@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import foreign, tiny
+from support import foreign, oracles, tiny
 from support.cases import full_but
 from txl_jax.config import DType, EvalConfig
 from txl_jax.errors import UserError
@@ -95,29 +95,23 @@ class Reader:
             raise DataLossError from error
 
     def get_variable_to_shape_map(self):
-        return {name.replace("|", "/"): list(value.shape) for name, value in self.arrays.items()}
+        return {name: list(value.shape) for name, value in self.arrays.items()}
 
     def get_variable_to_dtype_map(self):
-        types_of = {name.replace("|", "/"): value.dtype for name, value in self.arrays.items()}
-        return {name: types.SimpleNamespace(as_numpy_dtype=dtype) for name, dtype in types_of.items()}
+        return {name: types.SimpleNamespace(as_numpy_dtype=value.dtype) for name, value in self.arrays.items()}
 
     def get_tensor(self, name):
-        return self.arrays[name.replace("/", "|")]
+        return self.arrays[name]
 
 
 def write_with_stub(prefix, variables, monkeypatch):
     """Writes variables for a module of the test that takes TensorFlow's place."""
     with open(f"{prefix}.index", "wb") as file:
-        np.savez(file, **{name.replace("/", "|"): value for name, value in variables.items()})
+        np.savez(file, **variables)
     stub = types.ModuleType("tensorflow")
     stub.train = types.SimpleNamespace(load_checkpoint=Reader)  # type: ignore[attr-defined]
     stub.errors = types.SimpleNamespace(OpError=DataLossError)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorflow", stub)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 class Oracle:
@@ -129,42 +123,37 @@ class Oracle:
 
     def __init__(self, variables, *, cutoffs, vocab_size, n_layer, mem_len, clamp_len, same_length):
         self.variables = {name.removeprefix("transformer/"): np.float64(value) for name, value in variables.items()}
-        self.bounds = [0, *cutoffs, vocab_size]
-        self.n_layer, self.mem_len, self.clamp_len, self.same_length = n_layer, mem_len, clamp_len, same_length
+        self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, vocab_size]
+        self.n_layer, self.mem_len, self.clamp_len = n_layer, mem_len, clamp_len
+        self.window = mem_len + 1 if same_length else None
         self.width = self.variables["layer_0/ff/layer_1/kernel"].shape[0]
 
     def losses(self, tokens: np.ndarray, segment_len: int) -> np.ndarray:
-        memory = [np.zeros((self.mem_len, self.width)) for _ in range(self.n_layer)]
+        memory = [np.zeros((1, self.mem_len, self.width)) for _ in range(self.n_layer)]
+        embedding, softmax = self.clusters()
+        tail = [self.variables.get(f"adaptive_softmax/cutoff_0/cluster_{name}") for name in "Wb"]
         found = []
         for start in range(0, len(tokens) - 1, segment_len):
-            inputs = tokens[start : start + segment_len]
-            hidden = np.stack([self.embed(token) for token in inputs])
+            inputs, targets = (tokens[None, i : i + segment_len] for i in (start, start + 1))
+            hidden = oracles.embed(inputs, embedding, self.cutoffs, self.width) * self.width**0.5
             for layer in range(self.n_layer):
-                before, memory[layer] = memory[layer], np.concatenate([memory[layer], hidden])[-self.mem_len :]
+                before, memory[layer] = memory[layer], np.concatenate([memory[layer], hidden], 1)[:, -self.mem_len :]
                 hidden = self.layer(layer, hidden, before)
-            targets = tokens[start + 1 : start + segment_len + 1]
-            found += [self.loss(row, target) for row, target in zip(hidden, targets, strict=False)]
+            found += oracles.adaptive_nll(hidden, targets, softmax, *tail, self.cutoffs)[0].tolist()
         return np.array(found)
 
-    def cluster(self, token: int) -> tuple[int, int]:
-        """The cluster of a token, and its row there."""
+    def clusters(self) -> tuple[list[oracles.Cluster], list[oracles.Cluster]]:
+        """The clusters of the embedding and of the softmax, whose projection is its own or the embedding's."""
+        v, embedding, softmax = self.variables, [], []
         for c, (begin, end) in enumerate(itertools.pairwise(self.bounds)):
-            if token < end:
-                return c, token - begin
-        raise AssertionError(token)
-
-    def table(self, c: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The rows of a cluster, and the projection of the embedding."""
-        v = self.variables
-        if "adaptive_embed/lookup_table" in v:
-            rows = v["adaptive_embed/lookup_table"][self.bounds[c] : self.bounds[c + 1]]
-            return rows, v.get("adaptive_embed/proj_W")
-        return v[f"adaptive_embed/cutoff_{c}/lookup_table"], v.get(f"adaptive_embed/cutoff_{c}/proj_W")
-
-    def embed(self, token: int) -> np.ndarray:
-        c, row = self.cluster(token)
-        table, projection = self.table(c)
-        return (table[row] if projection is None else table[row] @ projection) * self.width**0.5
+            if "adaptive_embed/lookup_table" in v:
+                table, projection = v["adaptive_embed/lookup_table"][begin:end], v.get("adaptive_embed/proj_W")
+            else:
+                table, projection = (v.get(f"adaptive_embed/cutoff_{c}/{name}") for name in ("lookup_table", "proj_W"))
+            bias = v[f"adaptive_softmax/cutoff_{c}/b" if self.cutoffs else "adaptive_softmax/bias"]
+            embedding.append(oracles.Cluster(table, None, projection))
+            softmax.append(oracles.Cluster(table, bias, v.get(f"adaptive_softmax/cutoff_{c}/proj", projection)))
+        return embedding, softmax
 
     def layer(self, i: int, x: np.ndarray, memory: np.ndarray) -> np.ndarray:
         def get(name):
@@ -172,48 +161,17 @@ class Oracle:
 
         u, v = (self.variables[name] for name in ("r_w_bias", "r_r_bias"))
         u, v = (u[i], v[i]) if u.ndim == 3 else (u, v)
-        (heads, size), length, offset = u.shape, len(x), len(memory)
-        projected = np.concatenate([memory, x]) @ get("rel_attn/qkv/kernel")
-        q, k, values = (part.reshape(-1, heads, size) for part in np.split(projected, 3, axis=-1))
-        attended = np.zeros((length, heads, size))
-        for row, n in itertools.product(range(length), range(heads)):
-            first = row if self.same_length else 0
-            query, scores = q[offset + row, n], []
-            for key in range(first, offset + row + 1):
-                position = self.position(offset + row - key) @ get("rel_attn/r/kernel")
-                code = position.reshape(heads, size)[n]
-                scores.append(((query + u[n]) @ k[key, n] + (query + v[n]) @ code) / size**0.5)
-            weights = np.exp(log_softmax(np.array(scores)))
-            attended[row, n] = weights @ values[first : offset + row + 1, n]
-        x = norm(x + attended.reshape(length, -1) @ get("rel_attn/o/kernel"), get, "rel_attn")
+        (heads, size), length, offset = u.shape, x.shape[1], self.mem_len
+        projected = np.concatenate([memory, x], 1) @ get("rel_attn/qkv/kernel")
+        q, k, values = (part.reshape(1, -1, heads, size).swapaxes(1, 2) for part in np.split(projected, 3, axis=-1))
+        distances = np.minimum(range(offset + length - 1, -1, -1), self.clamp_len)
+        codes = np.stack([oracles.sinusoid(distance, self.width) for distance in distances])
+        position_key = (codes @ get("rel_attn/r/kernel")).reshape(-1, heads, size).swapaxes(0, 1)
+        mask = oracles.attention_mask([offset], segment_len=length, mem_len=offset, window=self.window)
+        attended = oracles.relative_attention(q[:, :, offset:], k, values, position_key, u, v, mask)
+        x = norm(x + attended.swapaxes(1, 2).reshape(1, length, -1) @ get("rel_attn/o/kernel"), get, "rel_attn")
         inner = np.maximum(x @ get("ff/layer_1/kernel") + get("ff/layer_1/bias"), 0)
         return norm(x + inner @ get("ff/layer_2/kernel") + get("ff/layer_2/bias"), get, "ff")
-
-    def position(self, distance: int) -> np.ndarray:
-        distance = min(distance, self.clamp_len)
-        angles = distance / 10000 ** (np.arange(0, self.width, 2) / self.width)
-        return np.concatenate([np.sin(angles), np.cos(angles)])
-
-    def loss(self, hidden: np.ndarray, target: int) -> float:
-        v, (c, row) = self.variables, self.cluster(target)
-        if len(self.bounds) == 2:
-            table, projection = self.table(0)
-            return -log_softmax(table @ project(hidden, projection) + v["adaptive_softmax/bias"])[target]
-        rows = np.concatenate([self.table(0)[0], v["adaptive_softmax/cutoff_0/cluster_W"]])
-        biases = [v["adaptive_softmax/cutoff_0/b"], v["adaptive_softmax/cutoff_0/cluster_b"]]
-        head = log_softmax(rows @ project(hidden, self.output(0)) + np.concatenate(biases))
-        if c == 0:
-            return -head[row]
-        tail = self.table(c)[0] @ project(hidden, self.output(c)) + v[f"adaptive_softmax/cutoff_{c}/b"]
-        return -head[self.bounds[1] + c - 1] - log_softmax(tail)[row]
-
-    def output(self, c: int) -> np.ndarray | None:
-        """The projection of a cluster's softmax: its own, or the embedding's."""
-        return self.variables.get(f"adaptive_softmax/cutoff_{c}/proj", self.table(c)[1])
-
-
-def project(hidden: np.ndarray, projection: np.ndarray | None) -> np.ndarray:
-    return hidden if projection is None else projection @ hidden
 
 
 def norm(x: np.ndarray, get, scope: str) -> np.ndarray:

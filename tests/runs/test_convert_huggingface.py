@@ -1,4 +1,4 @@
-"""Tests of conversions beside transformers 4.35.2: the same losses, logits, tensors and greedy tokens."""
+"""Tests of conversions beside transformers 4.35.2: the same logits, tensors and greedy tokens."""
 
 import numpy as np
 import pytest
@@ -38,18 +38,6 @@ def library():
     return torch, transformers
 
 
-def losses(torch, model, ids):
-    """The peer's loss of each token but the first, in segments of 8."""
-    found, memory = [], None
-    for start in range(0, len(ids) - 1, 8):
-        segment = torch.tensor(ids[None, start : start + 9].astype(np.int64))
-        with torch.no_grad():
-            out = model(segment[:, :-1], mems=memory)
-        memory = out.mems
-        found.append(-out.prediction_scores[0].gather(1, segment[0, 1:, None])[:, 0].numpy())
-    return np.concatenate(found)
-
-
 @pytest.mark.parametrize(("untie_r", "safe"), [(True, True), (False, False)], ids=["safetensors", "pytorch_model.bin"])
 def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe):
     torch, transformers = library
@@ -63,11 +51,8 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
     lines: list[str] = []
     convert(tmp_path / "theirs", tmp_path / "ours", log=lines.append)
     assert any(line.startswith("verified") for line in lines)
-    ids = np.random.default_rng(0).integers(V, size=49)
-    model = txl_jax.load(tmp_path / "ours")
-    [found] = model.score([ids.tolist()], per_token=True)
-    np.testing.assert_allclose(found, losses(torch, peer, ids), atol=1e-5, rtol=0)
-    check_greedy(torch, peer, model, ids[:5])
+    ids = np.random.default_rng(0).integers(V, size=20)
+    check_greedy(torch, peer, txl_jax.load(tmp_path / "ours"), ids[:5])
     convert(tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append)
     again = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "back").eval()
     expected, there = peer.state_dict(), again.state_dict()
@@ -75,7 +60,7 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
     for name, value in expected.items():
         assert torch.equal(value, there[name]), name
     with torch.no_grad():
-        segment = torch.tensor(ids[None, :20])
+        segment = torch.tensor(ids[None])
         logits = [each(segment).prediction_scores for each in (peer, again)]
     assert torch.equal(*logits)
 
