@@ -214,16 +214,6 @@ def test_penn_treebank_as_own_text(data_dir, read):
     assert len(corpus.sentences) == 42_068 + 1
 
 
-@pytest.mark.full
-def test_wikitext_2_as_own_text(data_dir, read, tmp_path):
-    for split in ("valid", "test"):  # Without the empty lines at their ends, which are refused.
-        text = (data_dir / "wikitext-2" / f"{split}.txt").read_text()
-        (tmp_path / f"{split}.txt").write_text(text.rstrip() + "\n")
-    valid, test = (str(tmp_path / f"{split}.txt") for split in ("valid", "test"))
-    corpus = read(own_text(kind=Tokenizer.WORD, train=(valid,), valid=(valid,), test=(test,)))
-    assert list(map(len, splits(corpus))) == [217_644, 217_644, 245_568]
-
-
 def words(text, **fields):
     return list(make_vocabulary(data_config(kind=Tokenizer.WORD, **fields), text).words)
 

@@ -130,13 +130,6 @@ def test_several_files_are_split_as_one(five_files):
 # Three lists
 
 
-def test_lists_are_joined_in_the_order_given(five_files):
-    a, b, c, d, e = five_files
-    text = read_own_text(own_text(train=(c, a), valid=(b,), test=(e, d)))
-    assert parts(text) == [b"c" * 10 + b"\n" + b"a" * 10 + b"\n", b"b" * 10 + b"\n", b"eeeeeeeeee\ndddddddddd\n"]
-    assert [file.name for file in text.splits["train"]] == [c, a]
-
-
 def test_patterns_expand_in_the_order_of_names(five_files, tmp_path):
     for name in ("part10.txt", "part2.txt", "part1.txt", "part[1].txt"):
         (tmp_path / name).write_text(name)

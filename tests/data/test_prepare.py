@@ -144,11 +144,20 @@ def write_links(path, links, kind=tarfile.SYMTYPE):
             archive.addfile(info)
 
 
-@pytest.mark.parametrize("file", ["x.zip", "x.tar"])
-@pytest.mark.parametrize("target", ["/etc/passwd", "../../a", "../box/../../a", "..\\..\\a", "c:\\a"])
-def test_links_that_lead_out_are_refused(file, target, tmp_path):
-    write_links(tmp_path / file, {"box/link": target})
-    with pytest.raises(UserError, match=rf"{file}\b.*'box/link'.*{re.escape(repr(target))}"):
+OUTSIDE = ("/etc/passwd", "../../a", "../box/../../a", "..\\..\\a", "c:\\a")
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "target"),
+    [
+        *itertools.product(["x.zip", "x.tar"], [tarfile.SYMTYPE], OUTSIDE),
+        *(("x.tar", tarfile.LNKTYPE, target) for target in ("../a.txt", "/etc/passwd")),  # These count from the root.
+        *(("x.tar", kind, "") for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)),
+    ],
+)
+def test_links_that_lead_out_and_devices_are_refused(file, kind, target, tmp_path):
+    write_links(tmp_path / file, {"box/link": target}, kind=kind)
+    with pytest.raises(UserError, match=rf"{file}\b.*'box/link'.*{re.escape(repr(target)) if target else ''}"):
         open_archive(tmp_path / file)
 
 
@@ -161,17 +170,6 @@ def test_links_that_stay_inside_are_no_harm(file, tmp_path):
 def test_hard_links_count_from_the_archives_root(tmp_path):
     write_links(tmp_path / "x.tar", {"box/deep/link": "box/a.txt"}, kind=tarfile.LNKTYPE)
     assert list(open_archive(tmp_path / "x.tar").places) == ["box/a.txt"]
-    for target in ("../a.txt", "/etc/passwd"):
-        write_links(tmp_path / "x.tar", {"box/deep/link": target}, kind=tarfile.LNKTYPE)
-        with pytest.raises(UserError, match=r"x\.tar\b.*'box/deep/link'"):
-            open_archive(tmp_path / "x.tar")
-
-
-def test_devices_are_refused(tmp_path):
-    for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE):
-        write_links(tmp_path / "x.tar", {"box/device": ""}, kind=kind)
-        with pytest.raises(UserError, match=r"x\.tar\b.*'box/device'"):
-            open_archive(tmp_path / "x.tar")
 
 
 def read_all(path):
@@ -303,9 +301,6 @@ def test_files_have_names_for_errors(tmp_path):
     ptb, lm1b = read(CorpusName.PTB, tmp_path), read(CorpusName.LM1B, tmp_path)
     assert [file.name for files in ptb.splits.values() for file in files] == ["ptb train", "ptb valid", "ptb test"]
     assert [file.name for file in lm1b.splits["train"]] == [f"lm1b train, news.en-0000{i}-of-00100" for i in (1, 2, 3)]
-    shards = miniature.shards(miniature.texts(CorpusName.LM1B)["train"])
-    assert [b"".join(file.blocks()) for file in lm1b.splits["train"]] == shards, "in order, unlike the archive"
-    assert [file.size for file in lm1b.splits["train"]] == list(map(len, shards))
 
 
 def test_streams_of_one_file_do_not_disturb_each_other(tmp_path, monkeypatch):

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from support import ROOT
-from txl_jax.config import CorpusName, DataConfig, Heldout, Order, Tokenizer, TokenizerConfig
+from txl_jax.config import CorpusName, DataConfig, Tokenizer
 from txl_jax.data.prepare import BUILDERS
-from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file, default_data, program_of
+from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file, program_of
 from txl_jax.errors import UserError
 
 
@@ -72,13 +72,6 @@ def test_the_official_facts():
         assert layout["train"][-1].endswith("/news.en-00099-of-00100")
         assert layout["test"][0].endswith("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050")
         assert layout["valid"][0].endswith("/news.en.heldout-00001-of-00050")
-
-
-def test_default_settings():
-    assert default_data(CorpusName.LM1B).order is Order.SENTENCES
-    assert default_data(CorpusName.LM1B).heldout is Heldout.SEPARATE
-    assert default_data(CorpusName.PTB).tokenizer == TokenizerConfig(kind=Tokenizer.WORD)
-    assert default_data(CorpusName.TEXT) == DataConfig(corpus=CorpusName.TEXT)
 
 
 def test_the_program_of_a_corpus_is_there():

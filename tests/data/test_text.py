@@ -16,14 +16,9 @@ SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
 
 
 @given(texts=st.lists(TEXTS, max_size=3), sizes=SIZES)
-def test_any_cutting_gives_the_same_text(texts, sizes):
+def test_any_cutting_gives_the_same_text_and_may_close_open_lines(texts, sizes):
     files = [in_blocks(text.encode(), sizes) for text in texts]
     assert "".join(text_blocks(files, close_lines=False)) == "".join(texts)
-
-
-@given(texts=st.lists(TEXTS, max_size=3), sizes=SIZES)
-def test_lines_that_are_open_at_a_files_end_are_closed(texts, sizes):
-    files = [in_blocks(text.encode(), sizes) for text in texts]
     closed = [text + "\n" if text and not text.endswith("\n") else text for text in texts]
     assert "".join(text_blocks(files, close_lines=True)) == "".join(closed)
 

@@ -74,20 +74,6 @@ def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
     assert tokens.splits["train"].tolist() == [size - 1, 3, 0]
 
 
-def test_tokens_without_line_marks_have_no_sentences(tmp_path):
-    unmarked = (
-        ByteVocabulary.all_bytes(),
-        CharacterVocabulary("\n\N{REPLACEMENT CHARACTER}"),
-        WordVocabulary(WORDS, LineMark.NONE),
-    )
-    text = text_of(valid=b"cat\nsat", test=b"cat sat")
-    for i, vocabulary in enumerate(unmarked):
-        tokens = open_store(text, {"i": i}, lambda own=vocabulary: own, folder=tmp_path)
-        assert tokens.sentences is None and tokens.vocabulary == dumps(vocabulary)
-        for split in SPLITS:
-            assert tokens.splits[split].tolist() == joined(vocabulary.blocks(text.splits[split]))
-
-
 # Lines of words known and unknown, some empty.
 LINES = st.lists(st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), min_size=1, max_size=6)
 

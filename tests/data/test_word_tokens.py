@@ -83,11 +83,6 @@ def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_ma
         WordVocabulary(words, line_mark)
 
 
-def test_a_word_and_a_mark_are_called_by_their_word():
-    for line_mark in LineMark:
-        assert words_of(line_mark).names() == [word.encode() for word in WORDS]
-
-
 # Characters
 
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
