@@ -66,12 +66,6 @@ def test_a_piece_of_the_batch_and_of_the_heads_has_its_piece_of_the_mask():
     np.testing.assert_array_equal(on_one > 0, whole[2:, 3:])
 
 
-def test_a_tile_has_its_piece_of_the_mask():
-    query, key = 300 + np.arange(8), 130 + np.arange(16)
-    tile = Dropout(RATE, jnp.uint32(7), H).keep(H + 2, query[:, None], key[None, :])
-    np.testing.assert_array_equal(tile, kept()[1, 2, 300:308, 130:146])
-
-
 def test_a_traced_rate_and_seed_draw_what_numbers_do():
     def masked(rate, seed):
         return Dropout(rate, seed, 3).apply(jnp.ones((2, 3, 5, 7)))

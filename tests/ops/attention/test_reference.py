@@ -151,3 +151,11 @@ def test_bfloat16_scores_are_summed_in_float32(name):
     error = np.abs(np.asarray(found, np.float32) - exact).max()
     assert 0 < error < 1.01 * 2 * 2.0**-9 * np.abs(arrays["value"].astype(jnp.float32)).max()
     assert f"f32[{B},{H},{L},{M + L}] = dot_general" in str(attend.trace(arrays).jaxpr)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_slots_and_tokens_than_there_are_mean_all(causal):
+    def seen(valid, lengths):
+        return Visibility(jnp.asarray(valid), 3, 2, causal=causal, lengths=jnp.asarray(lengths)).mask()
+
+    np.testing.assert_array_equal(seen([9, -1], [9, -1]), seen([2, 0], [3, 0]))
