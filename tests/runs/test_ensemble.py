@@ -16,7 +16,6 @@ from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import ensemble, score, validation
 from txl_jax.runs.build import Compilation, build
-from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import load_state
@@ -132,28 +131,6 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     for name in NAMES:
         found, expected = (state_of(Run.read(folder, member=name), base)[1] for folder in (tmp_path, whole[0]))
         tiny_run.assert_equal(found, expected)
-
-
-@pytest.mark.full
-def test_a_kill_between_the_saves_of_members_is_made_good(base, whole, tmp_path, monkeypatch):
-    """The best parameters of some members are written, those of the others and the checkpoint are not."""
-
-    class Killed(BaseException):
-        pass
-
-    calls, save_best = iter(range(1, 100)), RunCheckpoints.save_best
-
-    def save_some(self, *arguments):
-        if next(calls) == 4:
-            raise Killed
-        save_best(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunCheckpoints, "save_best", save_some)
-        with pytest.raises(Killed):
-            run(base, tmp_path)
-    assert run(base, tmp_path).results["members"] == whole[1].results["members"]
-    assert_same_ensembles(tmp_path, whole[0])
 
 
 def test_members_in_another_order_and_no_members_are_refused(base, whole):

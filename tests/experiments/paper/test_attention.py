@@ -91,10 +91,6 @@ def test_spans_and_the_widest_heads():
     assert attention.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
 
 
-def test_labels_keep_their_distance():
-    assert attention.spaced([9, 8, 2, 5, 4, 0], 3) == [9, 2, 5]
-
-
 A = 9  # Of tiny_run's evaluation, whose segments have 5 tokens; the validation text has 55 bytes.
 
 
