@@ -8,12 +8,9 @@ import pytest
 
 import txl_jax
 from support import drawn_run, hf_tokenizers
-from txl_jax.config import InitVocabulary, Tokenizer
-from txl_jax.config import settings as config_tree
+from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs import warm_start
 from txl_jax.runs.convert import convert
-from txl_jax.runs.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +53,3 @@ def test_a_text_is_read_in_the_runs_tokens_though_the_file_is_gone(workdir, tmp_
     splits = [corpus.train, corpus.valid, corpus.test]
     assert b"".join(map(corpus.vocabulary.decode, splits)) == drawn_run.TEXT
     assert {split.dtype for split in splits} == {np.dtype(np.uint16)}
-
-
-def test_a_warm_start_keeps_the_tokens(workdir, tmp_path):
-    kept = {"init_from": str(workdir.path), "init_vocabulary": InitVocabulary.KEPT}
-    new, vocabulary = Run(tmp_path / "new"), workdir.text.vocabulary
-    basis = warm_start.basis(kept["init_from"], new)
-    config = warm_start.with_trained_settings(workdir.config, basis, InitVocabulary.KEPT)
-    assert config.data.tokenizer.kind is Tokenizer.SUBWORD
-    corpus = warm_start.read_corpus(config_tree.replace(config, kept), new, "nowhere", str(tmp_path))
-    assert corpus.vocabulary == vocabulary
