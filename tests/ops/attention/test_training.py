@@ -90,7 +90,7 @@ QUICK = (
     *("stored: window, part-filled, dropout", "stored: all terms", "stored: scores only", "stored: no positions"),
     *("stored: both sides, lengths", "stored: documents"),
     *("tpu: uneven tiles", "tpu: two strips, dropout", "tpu: window and memory", "tpu: no positions"),
-    *("tpu: Shaw's terms", "tpu: both sides, padding"),
+    *("tpu: Shaw's terms", "tpu: both sides, padding", "tpu: wide heads"),
 )
 OF_EACH = {"tiled": "tiled: part-filled, whole rows", "stored": "stored: all terms", "tpu": "tpu: one key"}
 
