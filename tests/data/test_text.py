@@ -1,4 +1,4 @@
-"""Tests bytes to text: any cutting into blocks gives the same text, words stay whole, errors name file and offset."""
+"""Tests bytes to text: blocks come early, errors name file and offset; test_word_tokens has any cutting into blocks."""
 
 import pytest
 from hypothesis import given
@@ -13,20 +13,6 @@ TEXTS = st.text(
     st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀") | st.characters(codec="utf-8", exclude_characters="\0")
 )
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
-
-
-@given(texts=st.lists(TEXTS, max_size=3), sizes=SIZES)
-def test_any_cutting_gives_the_same_text_and_may_close_open_lines(texts, sizes):
-    files = [in_blocks(text.encode(), sizes) for text in texts]
-    assert "".join(text_blocks(files, close_lines=False)) == "".join(texts)
-    closed = [text + "\n" if text and not text.endswith("\n") else text for text in texts]
-    assert "".join(text_blocks(files, close_lines=True)) == "".join(closed)
-
-
-@given(text=TEXTS, sizes=SIZES)
-def test_no_block_ends_inside_a_word(text, sizes):
-    blocks = text_blocks([in_blocks(text.encode(), sizes)], close_lines=False)
-    assert [word for block in blocks for word in block.split()] == text.split()
 
 
 @pytest.mark.parametrize("white", ["\n", " ", "\t", "\r"])
