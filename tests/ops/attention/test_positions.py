@@ -51,3 +51,8 @@ def test_relative_shift_matches_its_definition(n_query, n_key):
 def test_too_few_columns_are_named(function):
     with pytest.raises(ValueError, match="5 columns"):
         function(np.zeros((3, 5)))
+
+
+def test_one_query_reads_the_first_columns():
+    table = np.arange(9.0)[None]
+    np.testing.assert_array_equal(positions.skew(table, 5), table[:, :5])
