@@ -47,7 +47,7 @@ QUICK = {
 }
 QUICK_CACHED = {
     "reference": ("s03_mem_shorter-empty", "s06_same_length-empty", "s12_adaptive_div4_lm1b-empty", "s17_shaw-empty"),
-    "tiled": ("s03_mem_shorter-empty", "s08_clamp-empty"),
+    "tiled": ("s03_mem_shorter-empty", "s08_clamp-empty", "s17_shaw-empty"),
     "tpu": ("s08_clamp-empty",),
 }
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}

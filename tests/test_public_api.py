@@ -11,6 +11,7 @@ import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, runs, tiny_model
+from txl_jax.config import settings as config_tree
 from txl_jax.runs.score import score
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
@@ -18,19 +19,23 @@ from txl_jax.runtime.log import read_metrics
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
 
 
-def small_preset():
-    """The preset `small` with a smaller model and batch."""
-    config = txl_jax.preset("small")
-    sizes = {"n_layer": 1, "d_model": 64, "n_head": 2, "d_inner": 128}
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, **sizes),
-        train=dataclasses.replace(config.train, batch_size=4, segment_len=32, mem_len=32),
-    )
-
-
 def python_blocks(page="README.md"):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def execute(blocks, **names):
+    """Runs the blocks of a page one after the other; returns the names that they leave."""
+    names["__name__"] = "page"
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """The text in the working directory that the pages train on."""
+    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 4000)
+    monkeypatch.chdir(tmp_path)
 
 
 def test_every_public_name_is_there_and_typed():
@@ -123,38 +128,35 @@ def test_weights_and_cache_are_quantized_on_request(run):
 
 
 @pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])
-def test_a_page_trains_with_a_loop_of_its_own(updates, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("book")
+def test_a_page_trains_with_a_loop_of_its_own(updates, capsys):
     [loop] = [block for block in python_blocks("docs/usage.md") if "scan_segments" in block]
     assert "range(0, 200, 10)" in loop
-    loop = loop.replace("200", str(updates))
-    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 4000)
-    monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
-        exec(compile(loop, "usage.md", "exec"), {})
+        execute([loop.replace("200", str(updates))])
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(bits) == updates // 10 and bits[0] > 4
     assert bits[-1] < (1 if updates == 200 else 3)
 
 
 @pytest.mark.full
-def test_readme_trains_with_a_hook(tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("book")
+def test_readme_trains_with_a_hook(monkeypatch, capsys):
     [example] = [block for block in python_blocks() if "txl_jax.Hook(" in block]
-    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
-    monkeypatch.chdir(tmp_path)
-    small = small_preset()
-    monkeypatch.setattr(txl_jax, "preset", lambda name: small)  # As quick as a test must be.
-    exec(compile(example, "README.md", "exec"), {})
+    quick = {"model.n_layer": 1, "model.d_model": 64, "model.n_head": 2, "model.d_inner": 128}
+    quick |= {"train.batch_size": 4, "train.segment_len": 32, "train.mem_len": 32}
+    small = config_tree.replace(txl_jax.preset("small"), quick)
+    monkeypatch.setattr(txl_jax, "preset", lambda name: small)
+    execute([example])
     out = capsys.readouterr().out
     assert all(f"\n{step} updates done\n" in out for step in (50, 100, 150, 200))
     assert float(out.splitlines()[-1]) < 2
 
 
 @pytest.mark.full
-def test_the_page_on_observing_trains_with_a_sink(tmp_path, monkeypatch, capsys):
-    [example] = python_blocks("docs/watching.md")
-    (tmp_path / "book.txt").write_bytes(b"the cat sat on the mat. " * 1000)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "docs/watching.md", "exec"), {})
+@pytest.mark.usefixtures("book")
+def test_the_page_on_observing_trains_with_a_sink(capsys):
+    execute(python_blocks("docs/watching.md"))
     records = read_metrics("runs/observed")
     assert [record["step"] for record in records if record["kind"] == "halfway"] == [10, 20]
     lowest = min(record["loss"] for record in records if record["kind"] == "valid")
@@ -164,22 +166,19 @@ def test_the_page_on_observing_trains_with_a_sink(tmp_path, monkeypatch, capsys)
 @pytest.mark.full
 def test_the_page_on_attention_runs_in_one_piece():
     """Its blocks assert what they show; each goes on with the names of those before."""
-    blocks, names = python_blocks("docs/attention.md"), {"__name__": "page"}
+    blocks = python_blocks("docs/attention.md")
     assert len(blocks) == 5
     with jax.numpy_rank_promotion("allow"):
-        for block in blocks:
-            exec(compile(block, "docs/attention.md", "exec"), names)
+        names = execute(blocks)
     slopes = names["gradients"]["params"]["attention"]["position"]
     assert all(np.abs(each).max() > 1e-6 for each in jax.tree.leaves(slopes))
 
 
 @pytest.mark.full
 def test_the_page_on_usage_runs_in_one_piece(capsys):
-    names = {"model": tiny_model.make(), "__name__": "page"}
     *blocks, loop = python_blocks("docs/usage.md")
     assert "scan_segments" in loop  # It has a test of its own.
-    for block in blocks:
-        exec(compile(block, "docs/usage.md", "exec"), names)
+    names = execute(blocks, model=tiny_model.make())
     assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
 
 

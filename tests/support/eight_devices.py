@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from txl_jax import sharding
 from txl_jax.config import (
@@ -230,48 +229,6 @@ def moved() -> list[float]:
     return losses
 
 
-def differences() -> dict[str, float]:
-    """Relative errors of losses, vectors and gradients on meshes against one device, with tails in small chunks."""
-    rng = np.random.default_rng(1)
-    sizes, widths, cutoffs = (5, 6, 9), (8, 4, 2), (5, 11)
-    targets = jnp.asarray(rng.integers(20, size=(8, 5)))
-    targets = targets.at[2:].set(jnp.where(rng.random((6, 5)) < 0.8, 0, targets[2:]))  # Few in most rows' tails.
-    weights = {
-        "hidden": rng.normal(size=(8, 5, 8)),
-        "tables": [rng.normal(size=(n, w)) for n, w in zip(sizes, widths, strict=True)],
-        "biases": [rng.normal(size=n) for n in sizes],
-        "projections": [rng.normal(size=(w, 8)) for w in widths],
-        "tails": adaptive_softmax.TailEntries(rng.normal(size=(2, 8)), rng.normal(size=2)),
-    }
-
-    def loss(weights: Any, joined: bool, chunk_size: int) -> tuple[jax.Array, jax.Array]:
-        parts = zip(weights["tables"], weights["biases"], weights["projections"], strict=True)
-        clusters, tails = [adaptive_softmax.Cluster(*part) for part in parts], weights["tails"]
-        vectors = adaptive_softmax.embed(targets, clusters, cutoffs, dtype=jnp.dtype(float))
-        if joined:  # As evaluation has them.
-            clusters, tails = [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]], None
-        nll = adaptive_softmax.negative_log_likelihood(
-            weights["hidden"] + vectors, targets, clusters, tails, cutoffs, chunk_size=chunk_size
-        )
-        return jnp.vdot(jnp.arange(1.0, 41), nll.ravel()), nll
-
-    found = {}
-    for name in ("data", "mixed", "fsdp", "tensor"):
-        meshes = None, sharding.make_mesh(MESHES[name])
-        for joined, chunk_size in ((False, 1), (True, 3)):
-            # jax 0.7 has no name for what it chooses itself for a gradient [2, 4] on eight devices.
-            whole = [None if one is None else NamedSharding(one, PartitionSpec()) for one in meshes]
-            calls = (
-                jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2), out_shardings=placed)
-                for placed in whole
-            )
-            bound = (sharding.bind_mesh(one, call) for one, call in zip(meshes, calls, strict=True))
-            expected, got = (jax.tree.leaves(jax.device_get(one(weights, joined, chunk_size))) for one in bound)
-            worst = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(expected, got, strict=True))
-            found[f"{name}, {'joined' if joined else 'apart'}"] = worst
-    return found
-
-
 def tail_work() -> dict:
     """Positions of a tail's logits on a device, which should be its own 16, and the number of all-gathers."""
     rows, mesh = 15_000, sharding.make_mesh(MESHES["data"])
@@ -325,11 +282,6 @@ def optimizers() -> dict[str, Any]:
             "error": max(error / size for error, size in zip(errors, moved, strict=True)),
             "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
             "bytes_per_device": on_one_device(mixed[2]),
-            "query_per_device": {
-                [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]: shard_of(leaf)
-                for path, leaf in jax.tree.leaves_with_path(mixed[2])
-                if path[-1] == jax.tree_util.DictKey("query")
-            },
         }
     return found
 
@@ -372,15 +324,6 @@ def on_a_thread() -> dict[str, Any]:
         return pool.submit(work).result()
 
 
-def refusal(mesh: MeshConfig, **changes: Any) -> str:
-    """Returns the error message of settings that do not fit."""
-    try:
-        build(config(mesh, **changes), vocab_size=42).check_batch_size()
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
 def runs(*names: str, scored: bool = True) -> dict[str, Any]:
     """What `run` finds of these, such as "plain, mixed"; of all if there are none."""
     found = {}
@@ -398,15 +341,6 @@ def few() -> dict[str, Any]:
         "uneven": uneven_vocabulary(),
         "tail": tail_work(),
         "thread": on_a_thread(),
-        "refusals": {
-            "batch": refusal(MESHES["mixed"], train__batch_size=6),
-            "microbatches": refusal(MESHES["mixed"], train__grad_accum_steps=8),
-            "remainder": refusal(MeshConfig(fsdp=3)),
-            "too many": refusal(MeshConfig(data=3, fsdp=2, tensor=2)),
-            "heads": refusal(MeshConfig(tensor=4), model__n_head=2),
-            "inner": refusal(MeshConfig(tensor=8), model__d_inner=12),
-            "width": refusal(MeshConfig(fsdp=4), model__d_model=18),
-        },
     }
 
 
@@ -418,7 +352,6 @@ def rest() -> dict[str, Any]:
         "runs": runs("adaptive, one", "adaptive, mixed"),
         "microbatches": [run(build(each, vocab_size=42), scores=False) for each in (whole, in_chunks)],
         "moved": moved(),
-        "differences": differences(),
         "optimizers": optimizers(),
     }
 

@@ -21,63 +21,39 @@ def config_of(steps: int = STEPS, others: dict | None = None, **own) -> Experime
     return ExperimentConfig(optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {}))
 
 
-def rates(*, warmup=WARMUP, offset=ScheduleOffset.AFTER_WARMUP, multiple=1.0, average=None, **own) -> list[float]:
+def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # noqa: B008  # It is frozen.
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
-    own |= {"learning_rate": PEAK, "warmup_steps": warmup, "schedule_offset": offset, "min_lr_ratio": MIN_RATIO}
-    config = config_of(others={"average": average or AverageConfig()}, **own)
-    schedule = learning_rate(config, multiple=multiple)
+    own = {"learning_rate": PEAK, "warmup_steps": WARMUP, "min_lr_ratio": MIN_RATIO} | own
+    schedule = learning_rate(config_of(others={"average": average}, **own), multiple=multiple)
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
 
 
-def cosine(progress: float) -> float:
-    """A cosine from PEAK at 0 to MIN_RATIO * PEAK at 1."""
-    return PEAK * (MIN_RATIO + (1 - MIN_RATIO) * (1 + math.cos(math.pi * progress)) / 2)
+def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last: int = STEPS, peak: float = PEAK):
+    """A line from 0 to the peak, then a cosine whose peak is at `first` and whose minimum is at `last` and after it."""
+    if count < warmup:
+        return peak * count / warmup
+    progress, lowest = min((count - first) / (last - first), 1), MIN_RATIO * PEAK
+    return lowest + (peak - lowest) * (1 + math.cos(math.pi * progress)) / 2
 
 
-@pytest.mark.parametrize("offset", ScheduleOffset)
-def test_the_warm_up_is_linear_from_zero(offset):
-    assert rates(offset=offset)[:WARMUP] == pytest.approx([PEAK * i / WARMUP for i in range(WARMUP)])
-
-
-def test_the_cosine_follows_the_warm_up_without_a_jump():
-    found = rates()
-    assert found[WARMUP] == pytest.approx(PEAK)
-    assert found[WARMUP:-1] == pytest.approx([cosine(i / (STEPS - WARMUP)) for i in range(STEPS - WARMUP + 1)])
-    assert found[STEPS] == pytest.approx(MIN_RATIO * PEAK)
-    assert found[STEPS + 1] == pytest.approx(MIN_RATIO * PEAK)  # And not up again.
-
-
-def test_the_original_cosine_counts_from_update_zero_and_jumps_down():
-    found = rates(offset=ScheduleOffset.ORIGINAL)
-    assert found[WARMUP:-1] == pytest.approx([cosine(i / STEPS) for i in range(WARMUP, STEPS + 1)])
-    assert found[WARMUP] < found[WARMUP - 1]  # The warm-up was still rising.
-
-
-@pytest.mark.parametrize("offset", ScheduleOffset)
-def test_without_warm_up_the_first_rate_is_the_peak(offset):
-    assert rates(warmup=0, offset=offset)[:-1] == pytest.approx([cosine(i / STEPS) for i in range(STEPS + 1)])
-
-
-def test_the_rate_stays_at_the_minimum_after_the_last_step_of_the_decay():
-    found, whole = rates(decay_steps=14), rates()
-    assert found[WARMUP:15] == pytest.approx([cosine(i / 6) for i in range(7)])
-    assert found[14:] == pytest.approx([MIN_RATIO * PEAK] * 8)
-    assert found[:WARMUP] == whole[:WARMUP] and found[13] < whole[13]
+@pytest.mark.parametrize(
+    ("changes", "by_hand"),
+    [
+        ({}, {}),
+        ({"schedule_offset": ScheduleOffset.ORIGINAL}, {"first": 0}),
+        ({"warmup_steps": 0}, {"warmup": 0, "first": 0}),
+        ({"warmup_steps": 0, "schedule_offset": ScheduleOffset.ORIGINAL}, {"warmup": 0, "first": 0}),
+        ({"decay_steps": 14}, {"last": 14}),
+        ({"multiple": 3.0}, {"peak": 3 * PEAK}),  # The minimum is the same.
+    ],
+)
+def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
+    assert rates(**changes) == pytest.approx([rate_by_hand(count, **by_hand) for count in range(STEPS + 2)])
 
 
 def test_the_rate_is_multiplied_while_weights_are_averaged():
-    average = AverageConfig(start_step=16, lr_scale=0.5)
-    found, without = rates(average=average), rates()
-    assert found[:16] == pytest.approx(without[:16])
-    assert found[16:] == pytest.approx([rate / 2 for rate in without[16:]])
-
-
-def test_a_higher_peak_decays_to_the_same_minimum():
-    found, without = rates(multiple=3.0), rates()
-    assert found[: WARMUP + 1] == pytest.approx([3 * rate for rate in without[: WARMUP + 1]])
-    assert found[STEPS] == pytest.approx(without[STEPS])
-    middle = (WARMUP + STEPS) // 2
-    assert found[middle] == pytest.approx((3 * PEAK + MIN_RATIO * PEAK) / 2)
+    found, without = rates(average=AverageConfig(start_step=16, lr_scale=0.5)), rates()
+    assert found == pytest.approx(without[:16] + [rate / 2 for rate in without[16:]])
 
 
 @pytest.mark.parametrize("l2", [0.0, 0.3])
