@@ -1,6 +1,5 @@
 """Tests of the public names, of trained models from Python, and of README's code."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, runs, tiny_model
+from support import ROOT, drawn_run, tiny_model
 from txl_jax.config import settings as config_tree
 from txl_jax.runs.score import score
 from txl_jax.runs.weights import load_parameters
@@ -103,17 +102,6 @@ def test_a_trained_model_scores_each_text_from_an_empty_memory(run):
         nats -= float(np.take_along_axis(np.asarray(log_p)[0, : len(targets)], targets[:, None].astype(int), 1).sum())
     np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
     assert nats == pytest.approx(found[0].nats, rel=1e-5)
-
-
-def test_it_generates_what_the_program_does(run):
-    workdir, components, _corpus = run
-    model = txl_jax.load(workdir.path)
-    settings = txl_jax.GenerateConfig(prompt="abc", length=12, seed=5)
-    config = dataclasses.replace(components.config, generate=settings)
-    [expected] = runs.generate_text(config, workdir, log=print, write=lambda text: None)
-    found = model.generate(["abc", "h", ""], settings)
-    assert found[0] == expected.decode(errors="replace")
-    assert len(found) == 3 and all(found)
 
 
 @pytest.mark.full
