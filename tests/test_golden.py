@@ -20,8 +20,6 @@ import pytest
 
 from support.tiny import enable_x64
 from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
-from txl_jax.inference import forward
-from txl_jax.inference.prepare import prepare_params
 from txl_jax.interop import original
 from txl_jax.interop.original import Format
 from txl_jax.memory import Memory
@@ -39,30 +37,23 @@ TOLERANCE = {np.float64: 1e-9, np.float32: 2e-5}  # Of the largest entry of each
 EXACT = {"reference": Implementation("reference"), "tiled": Implementation("tiled", tile=Tile(3, 5))}
 EXACT["stored"] = Implementation("stored")
 KERNELS = {"tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True)}
-# Cases by name and path that the default tests compute besides all of the reference, without and with a KV cache.
+# Cases by path that the default tests compute besides all of the reference.
 QUICK = {
     "tiled": ("s06_same_length-empty", "s08_clamp-empty", "s20_odd_heads-empty"),
     "stored": ("s06_same_length-empty", "s17_shaw-empty"),
     "tpu": ("s06_same_length-empty", "s20_odd_heads-empty"),
 }
-QUICK_CACHED = {
-    "reference": ("s03_mem_shorter-empty", "s06_same_length-empty", "s12_adaptive_div4_lm1b-empty", "s17_shaw-empty"),
-    "tiled": ("s03_mem_shorter-empty", "s08_clamp-empty", "s17_shaw-empty"),
-    "tpu": ("s08_clamp-empty",),
-}
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
 
 
-def runs_of(quick):
+def runs_with_paths():
     """Every run with each path, of kernels those with relative encodings. All but the quick ones are nightly."""
     for file in FILES:
         golden = json.loads(str(np.load(file)["config_json"]))
         by_kernels = ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]
         for start, path in itertools.product(golden["initial_memory"], EXACT | KERNELS if by_kernels else EXACT):
-            if path == "stored" and quick is QUICK_CACHED:
-                continue  # Over a KV cache it is the reference.
             name = f"{file.stem}-{start}"
-            marks = () if path not in quick or name in quick[path] else pytest.mark.nightly(part="cases")
+            marks = () if path not in QUICK or name in QUICK[path] else pytest.mark.nightly(part="cases")
             yield pytest.param(file, start, path, id=f"{name}-{path}", marks=marks)
 
 
@@ -70,16 +61,10 @@ def test_the_folder_holds_reference_values():
     assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
 
 
-@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(QUICK)))
+@pytest.mark.parametrize(("file", "start", "path"), list(runs_with_paths()))
 def test_golden(file, start, path):
     with enable_x64(path in EXACT):
         check_run(*load(file, start, path))
-
-
-@pytest.mark.parametrize(("file", "start", "path"), list(runs_of(QUICK_CACHED)))
-def test_golden_with_kept_keys_and_values(file, start, path):
-    with enable_x64(path in EXACT):
-        check_run_with_kv_cache(*load(file, start, path))
 
 
 def load(file, start, path):
@@ -108,32 +93,6 @@ def check_run(arrays, golden, model, params, prefix):
             assert expected.keys() == set(under(arrays, "param/")) - set(original.aliases(config, format))
             for name, value in expected.items():
                 assert_close(gradients[name], value, f"gradient of {name}")
-
-
-def check_run_with_kv_cache(arrays, golden, model, params, prefix):
-    """The same losses and hidden states where the memory holds keys and values (`txl_jax.inference`)."""
-    lengths = set(golden["seg_lens"])
-    if golden["attn_type"] in (2, 3) and golden["pre_lnorm"]:
-        pytest.skip("queries before the norm: an oddity of the original, which `test_golden` adapts to")
-    if len(lengths) > 1:
-        pytest.skip(f"segments of {sorted(lengths)} tokens: a ring takes segments of one length")
-    sizes = {"segment_len": lengths.pop(), "mem_len": golden["mem_len"]}
-    window = model.compat.window(golden["mem_len"], same_length=golden["same_length"])
-    weights = prepare_params(params, model, window=window, clamp_len=clamp_len(golden), **sizes)
-    memory = forward.init_cache(weights, batch_size=golden["bsz"], **sizes)
-    # Absolute positions: from the second segment on, the original adds more to what it has stored.
-    n_segment = len(golden["seg_lens"]) if encoding_of(model.config).generates_by_token else 1
-
-    @jax.jit
-    def score(weights, memory, tokens, targets):
-        hidden, memory = forward.forward(weights, tokens, memory)
-        return hidden, memory, forward.nll(weights, hidden, targets)
-
-    for k in range(n_segment):
-        tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
-        hidden, memory, nll = score(weights, memory, tokens, targets)
-        assert_close(nll.T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
-        assert_close(hidden.swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
 
 
 def configs(golden: dict, start: str, dtype: DType) -> tuple[ModelConfig, CompatConfig]:

@@ -15,6 +15,7 @@ from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.decode import Limits, Rows, decode_block, row_key
 from txl_jax.inference.prepare import prepare_params
+from txl_jax.ops.attention.problem import REFERENCE, Implementation, Implementations, Tile
 
 SEGMENTS = 10
 # L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
@@ -99,6 +100,19 @@ def test_both_memories_agree_over_ten_segments(model, lengths, x64):
         for a, b in zip(found[:2], expected[:2], strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
         np.testing.assert_array_equal(found[2].valid, expected[2].valid)
+
+
+IMPLEMENTATIONS = {
+    "tiled": Implementation("tiled", tile=Tile(8, 16)),
+    "tpu": Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True),
+}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_other_implementations_of_attention_read_the_same_memory(name):
+    model = tiny.make(untie_r=True).clone(attention=Implementations(REFERENCE, IMPLEMENTATIONS[name]))
+    for found, expected in both(model, LENGTHS["clamp"], resets=(4,)):
+        np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("preset", ["tf", "hf", "pytorch"])
