@@ -95,21 +95,3 @@ def test_rows_of_a_vmap_have_as_many_chunks_as_each_needs(x64):
         for f in (selectively(2), everywhere)
     )
     assert_close(found, expected)
-
-
-def test_inside_scan_and_checkpoint(x64):
-    weights, states, labels, _ = inputs(0)
-    selections = jnp.stack([inputs(n, seed=n)[3] for n in (5, 0, T)])
-
-    def scanned(f):
-        def run(weights, states):
-            def body(states, selected):
-                values = f(weights, states, labels, selected)
-                return states + values[:, None], values
-
-            return jax.lax.scan(jax.checkpoint(body), states, selections)[1]
-
-        return run
-
-    found, expected = (jax.jit(with_gradients(scanned(f)))(weights, states) for f in (selectively(2), everywhere))
-    assert_close(found, expected)

@@ -2,20 +2,16 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from support import ROOT, drawn_run, runs, tiny_run
+from support import drawn_run, runs, tiny_run
 from support.cases import full_but
-from support.xla_flags import xla_flags
 from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import read_corpus
@@ -27,7 +23,6 @@ from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
 from txl_jax.training.hooks import Hook
 
-PROGRAM = ROOT / "tests" / "support" / "warm_start_on_eight_devices.py"
 OLD = "the cat sat on the mat and the dog sat on the cat " * 40
 NEW = "the dog ran and the owl sat under the mat with the cat " * 40
 STEPS = 4
@@ -233,11 +228,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
 
 
 @pytest.mark.full
-def test_a_mesh_has_the_same_weights():
+def test_a_mesh_has_the_same_weights(on_eight_devices):
     """Tables of odd sizes, of which each of eight devices reads its part."""
-    environment = os.environ | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    result = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    one, mixed = json.loads(result.stdout.splitlines()[-1])
+    one, mixed = on_eight_devices("-m", "support.warm_start_on_eight_devices")
     assert one == mixed and one["tokens"]["new"] and one["tokens"]["moved"]
