@@ -111,16 +111,6 @@ def test_padding_never_changes_the_totals():
         assert padded.nats == pytest.approx(whole.nats, rel=1e-12)
 
 
-@pytest.mark.full
-def test_with_memory_more_rows_mean_more_cold_starts():
-    one, three = totals(segment_len=4), totals(rows=3, segment_len=4)
-    assert one.tokens == three.tokens
-    assert abs(one.nats - three.nats) > 1e-3 * one.nats
-    # Rows of 8 targets are what three texts of 9 tokens would give.
-    apart = [totals(TEXT[start : start + 9], segment_len=4) for start in (0, 8, 16)]
-    assert three.nats == pytest.approx(sum(part.nats for part in apart), rel=1e-12)
-
-
 def test_a_used_memory_is_emptied_first():
     assert totals(valid=M).nats == totals().nats
 

@@ -18,15 +18,10 @@ def killed(place, undisturbed):
     return place.workdir("killed")
 
 
-@pytest.fixture
-def copy(killed, place):
-    """Makes another run of it, by its name."""
-
-    def copy(name):
-        shutil.copytree(killed.parent, place.folder / name)
-        return place.workdir(name)
-
-    return copy
+def copy(killed, place, name):
+    """Makes another run of a killed one; returns its workdir."""
+    shutil.copytree(killed.parent, place.folder / name)
+    return place.workdir(name)
 
 
 def flip(path):
@@ -40,12 +35,12 @@ def assert_resumed_from_12(out, workdir):
     assert str(workdir / "checkpoints/latest/18") in out and re.search(r"resum\w+\D*\b12\b", out)
 
 
-def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
+def test_a_flipped_bit_in_any_file(killed, place, undisturbed):
     newest = killed / "checkpoints" / "latest" / "18"
     files = sorted(path.relative_to(killed) for path in newest.rglob("*") if path.is_file())
     assert len(files) > 8
     for n, file in enumerate(files):
-        workdir = copy(f"flipped-{n}")
+        workdir = copy(killed, place, f"flipped-{n}")
         flip(workdir / file)
         out = finished(place.train(f"flipped-{n}")).out
         assert_resumed_from_12(out, workdir)
@@ -53,8 +48,8 @@ def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
         assert_equal_runs(workdir, undisturbed)
 
 
-def test_an_empty_folder(copy, place, undisturbed):
-    workdir = copy("empty")
+def test_an_empty_folder(killed, place, undisturbed):
+    workdir = copy(killed, place, "empty")
     newest = workdir / "checkpoints" / "latest" / "18"
     shutil.rmtree(newest)
     newest.mkdir()

@@ -190,13 +190,17 @@ def test_sums_over_devices_are_those_that_must_be(pairs):
             assert {each["shape"] for each in sums if "/stack/" in each["source"]} == {"f64[16,7,16]"}
 
 
-def test_what_costs_little_on_eight_devices(computed):
-    """Each device computes the tails of its own rows; a vocabulary that does not divide stays whole."""
-    found = computed("few")
-    assert found["tail"] == {"positions": 16, "all_gathers": 0}
-    uneven = found["uneven"]
-    assert uneven["table_per_device"] == [13, 8] and uneven["table_spec"] == [None, "fsdp"]
-    assert uneven["query_spec"][2] == "tensor"
+def test_tails_of_the_softmax_on_eight_devices(computed):
+    """Each device computes the tails of its own rows."""
+    assert computed("few")["tail"] == {"positions": 16, "all_gathers": 0}
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    config = eight_devices.config(MeshConfig(data=2, fsdp=2, tensor=2))
+    params = build(config, vocab_size=13, mesh=sharding.abstract_mesh(config.mesh, 8)).abstract_state.params
+    table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
+    assert list(table.sharding.spec) == [None, "fsdp"] and table.sharding.shard_shape(table.shape) == (13, 8)
+    assert query.sharding.spec[2] == "tensor"
 
 
 @pytest.mark.full

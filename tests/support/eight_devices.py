@@ -255,17 +255,6 @@ def tail_work() -> dict:
     return {"positions": positions, "all_gathers": text.count(" all-gather(")}
 
 
-def uneven_vocabulary() -> dict:
-    """Shardings of parameters with a vocabulary of 13 and a mesh axis of 2."""
-    params = build(config(MESHES["mixed"]), vocab_size=13).abstract_state.params
-    table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
-    return {
-        "table_per_device": table.sharding.shard_shape(table.shape),
-        "table_spec": list(table.sharding.spec),
-        "query_spec": list(query.sharding.spec),
-    }
-
-
 def optimizers() -> dict[str, Any]:
     """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
@@ -338,7 +327,6 @@ def few() -> dict[str, Any]:
     """The meshes that every change is tested on, and what costs little."""
     return {
         "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
-        "uneven": uneven_vocabulary(),
         "tail": tail_work(),
         "thread": on_a_thread(),
     }

@@ -16,11 +16,6 @@ def double(x64):
     """Sums of parts round otherwise, which Adam's first updates blow up in float32."""
 
 
-def run(**changes):
-    """(state, metrics) of ten updates."""
-    return tiny_run.train(tiny_run.STEPS, **changes)
-
-
 def assert_close(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-11)
@@ -36,7 +31,8 @@ CHANGES = [
 @pytest.mark.parametrize("changes", full_but(CHANGES[1:2], CHANGES), ids=str)
 def test_all_parts_together_are_the_whole_batch(changes):
     """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's end."""
-    assert_close(run(**EXACT, **changes, train__grad_accum_steps=tiny_run.B), run(**EXACT, **changes))
+    whole = tiny_run.train(tiny_run.STEPS, **EXACT, **changes)
+    assert_close(tiny_run.train(tiny_run.STEPS, **EXACT, **changes, train__grad_accum_steps=tiny_run.B), whole)
 
 
 @pytest.mark.full
