@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import oracles
 from txl_jax import memory as memory_lib
 from txl_jax.config import MemoryStart
 from txl_jax.errors import UserError
@@ -45,15 +44,13 @@ def test_a_memory_of_other_rows_widths_or_layers_is_refused(shape, dtype, n_laye
 @pytest.mark.parametrize("mem_len", [0, 1, 4, 6, 11])
 @pytest.mark.parametrize("segment_lens", [(4, 4, 4, 4), (1, 6, 2, 9), (12, 1)])
 def test_update_keeps_the_last_rows_in_order(mem_len, segment_lens):
-    memory, rows = start(mem_len), [[] for _ in range(B)]
+    memory, text = start(mem_len), np.zeros((N, B, 0, D), np.float32)
     for k, segment_len in enumerate(segment_lens):
         new = layer_inputs(segment_len, seed=k)
-        memory, rows = memory_lib.update(memory, jnp.asarray(new)), oracles.memory_update(rows, new, mem_len)
-        assert memory.hidden.shape == (N, B, mem_len, D)
-        assert memory.valid.tolist() == [len(row) for row in rows]
-        for b, row in enumerate(rows):
-            if row:
-                np.testing.assert_array_equal(memory.hidden[:, b, mem_len - len(row) :], np.stack(row, axis=1))
+        memory, text = memory_lib.update(memory, jnp.asarray(new)), np.concatenate([text, new], axis=2)
+        filled = min(text.shape[2], mem_len)
+        assert memory.hidden.shape == (N, B, mem_len, D) and memory.valid.tolist() == [filled] * B
+        np.testing.assert_array_equal(memory.hidden[:, :, mem_len - filled :], text[:, :, text.shape[2] - filled :])
 
 
 @pytest.mark.parametrize("segment_len", [2, 4, 7])

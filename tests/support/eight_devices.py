@@ -4,7 +4,6 @@ B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clust
 tokens, of which the second and third divide among neither 8 devices nor (the second) 2.
 """
 
-import concurrent.futures
 import dataclasses
 import json
 import math
@@ -37,8 +36,6 @@ from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runs.build import Built, build
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.sharding import axes
-from txl_jax.sharding.activations import constrain
 from txl_jax.training.step import TrainState, TrainStep
 
 MESHES = {
@@ -295,24 +292,6 @@ def updated(parts: Built) -> tuple[Any, Any, Any]:
     return jax.device_get(before), jax.device_get(params), opt_state
 
 
-def on_a_thread() -> dict[str, Any]:
-    """What a function that constrains its result gives on a thread, as it is and bound to the mixed mesh."""
-    traced = jax.jit(lambda x: constrain(x + sharding.num_batch_shards(), axes.BATCH, axes.INNER))
-    bound, x = sharding.bind_mesh(sharding.make_mesh(MESHES["mixed"]), traced), jnp.zeros((8, 4))
-
-    def work() -> dict[str, Any]:
-        bare, y = traced(x), bound(x)
-        return {
-            "bare": (len(bare.sharding.device_set), float(bare[0, 0])),
-            "bound": (shard_of(y), float(y[0, 0])),
-            "lowered": len(bound.lower(x).compile()(x).sharding.device_set),
-            "shape": bound.eval_shape(x).shape,
-        }
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
 def runs(*names: str, scored: bool = True) -> dict[str, Any]:
     """What `run` finds of these, such as "plain, mixed"; of all if there are none."""
     found = {}
@@ -328,7 +307,6 @@ def few() -> dict[str, Any]:
     return {
         "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
         "tail": tail_work(),
-        "thread": on_a_thread(),
     }
 
 

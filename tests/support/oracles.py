@@ -42,18 +42,6 @@ def attention_mask(
     return mask
 
 
-def relative_shift(scores: np.ndarray) -> np.ndarray:
-    """[L, K] with columns for distances K - 1, .., 0 -> [L, K] with columns for keys; nan for future keys."""
-    n_query, n_key = scores.shape
-    shifted = np.full_like(scores, np.nan)
-    for i in range(n_query):
-        for j in range(n_key):
-            distance = (n_key - n_query) + i - j
-            if distance >= 0:
-                shifted[i, j] = scores[i, n_key - 1 - distance]
-    return shifted
-
-
 def relative_attention(
     query: np.ndarray,
     key: np.ndarray,
@@ -171,12 +159,3 @@ def _logits(hidden: np.ndarray, cluster: Cluster) -> np.ndarray:
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum())
-
-
-def memory_update(rows: list[list[np.ndarray]], new: np.ndarray, mem_len: int) -> list[list[np.ndarray]]:
-    """Filled memory of each batch row as a list of [N, D], oldest first; `new` is [N, B, L, D]."""
-    updated = []
-    for b, row in enumerate(rows):
-        row = row + [new[:, b, t] for t in range(new.shape[2])]
-        updated.append(row[len(row) - min(mem_len, len(row)) :])
-    return updated
