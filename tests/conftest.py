@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from support import BUCKET, ROOT, compiled_programs, tiny_run
+from support.remote import Remote
 from support.tiny import enable_x64
 from txl_jax.runtime.storage import locked
 
@@ -95,16 +96,12 @@ def storage():
 @pytest.fixture(scope="module")
 def module_bucket(storage, request):
     """A folder in the bucket for the tests of a file; another one each time, as workers come back to a file."""
-    from support.remote import Remote
-
     return Remote(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}-{secrets.token_hex(4)}")
 
 
 @pytest.fixture
 def bucket(storage, request):
     """A folder in the bucket for one test; faults end with it."""
-    from support.remote import Remote
-
     yield Remote(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
     storage.calm()
     storage.is_up = True

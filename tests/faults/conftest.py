@@ -6,7 +6,8 @@ import time
 import pytest
 
 from support import miniature
-from support.faults import ROOT, Place, cache_in, finished
+from support.compiled_programs import cache_in
+from support.faults import ROOT, Place, finished
 from txl_jax.config import CorpusName
 
 

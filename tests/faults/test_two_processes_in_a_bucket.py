@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from support import BUCKET, processes, programs
-from support.faults import NIGHTLY, PATIENCE, assert_equal_runs, cache_in
+from support.compiled_programs import cache_in
+from support.faults import NIGHTLY, assert_equal_runs
 from support.remote import Remote
 from txl_jax.runtime import checkpoint
 
@@ -37,24 +38,19 @@ def start(tmp_path_factory, storage):
 @pytest.fixture(scope="module")
 def undisturbed(start, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("undisturbed")
-    assert [code for code, _, _ in ended(start(workdir))] == [0, 0]
+    assert [code for code, _, _ in processes.finish(start(workdir))] == [0, 0]
     return workdir
-
-
-def ended(started):
-    """Exit code, output and errors of each; a hang fails."""
-    return processes.finish(started, seconds=PATIENCE)
 
 
 def killed_at(storage, started, victim, number):
     """Kills one of the processes at the write of this number that either makes; returns how the processes ended."""
     storage.kill_at_write(started[victim].pid, number)
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + processes.SECONDS
     while not storage.killed and time.monotonic() < until and started[victim].poll() is None:
         time.sleep(0.05)
-    assert storage.killed, ended(started)
+    assert storage.killed, processes.finish(started)
     storage.calm()  # What the other one writes is done.
-    return ended(started)
+    return processes.finish(started)
 
 
 @NIGHTLY
@@ -68,6 +64,6 @@ def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed)
         assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, -signal.SIGKILL)
         steps = [each.step for each in checkpoint.find_steps(workdir / "checkpoints" / "latest")]
         print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}; steps {steps}")
-    assert [code for code, _, _ in ended(start(workdir))] == [0, 0]
+    assert [code for code, _, _ in processes.finish(start(workdir))] == [0, 0]
     assert_equal_runs(workdir, undisturbed)
     assert not (workdir / ".lock").exists()

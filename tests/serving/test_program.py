@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from support import ROOT, drawn_run, programs
-from support.faults import cache_in
+from support.compiled_programs import cache_in
 from support.http_server import ask
 from support.waiting import wait_until
 

@@ -18,14 +18,21 @@ def key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
+def cache_in(folder: pathlib.Path) -> dict[str, str]:
+    """Environment variables of programs that are compiled once; killed ones may leave half a file behind."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def keep_in(folder: pathlib.Path) -> None:
     """Keeps every compiled program of this process in a folder that other workers read and write too.
 
     Processes that tests start have a folder inside it: they write in place, and warn of an entry that they read half.
     """
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "processes")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    os.environ.update(cache_in(folder / "processes"))
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -48,15 +48,6 @@ class Ended:
     seconds: float  # From the time when everything was imported.
 
 
-def cache_in(folder):
-    """Environment variables of programs that are compiled once; killed ones may leave half a file behind."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
 def few_or_all(few, every):
     """A test's two forms: with a few of its faults, and nightly with all of them."""
     return [pytest.param(few, id="few", marks=pytest.mark.full), pytest.param(every, id="all", marks=NIGHTLY)]
