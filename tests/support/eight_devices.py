@@ -90,8 +90,6 @@ def run(parts: Built, *, scores: bool) -> dict:
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
         "bytes_per_device": on_one_device(state.params),
         "moment_bytes_per_device": on_one_device(state.opt_state),
-        "memory_bytes": state.memory.hidden.nbytes,
-        "memory_bytes_per_device": on_one_device(state.memory.hidden),
         "query_per_device": shard_of(state.params["stack"]["layers"]["attention"]["query"]),
         "tables_per_device": [
             shard_of(table) for name, table in sorted(state.params["embedding"].items()) if name.startswith("table")
