@@ -13,6 +13,7 @@ from support import oracles
 from support.cases import nightly_but
 from support.tiny import enable_x64
 from txl_jax.ops import adaptive_softmax
+from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 
 B, L, D, V = 2, 5, 6, 13
 # (cutoffs, width of each cluster, which of them have a projection)
@@ -27,25 +28,21 @@ CASES = {
 }
 
 
-def make_clusters(case) -> tuple[list[oracles.Cluster], tuple[np.ndarray, np.ndarray] | None]:
+def make_clusters(case) -> tuple[list[Cluster], TailEntries | None]:
+    """Weights as numpy arrays."""
     cutoffs, widths, projected = case
     rng, bounds = np.random.default_rng(3), [0, *cutoffs, V]
     clusters = []
     for c, width in enumerate(widths):
         rows = bounds[c + 1] - bounds[c]
         projection = rng.normal(size=(width, D)) if projected[c] else None
-        clusters.append(oracles.Cluster(rng.normal(size=(rows, width)), rng.normal(size=rows), projection))
-    tails = (rng.normal(size=(len(cutoffs), widths[0])), rng.normal(size=len(cutoffs))) if cutoffs else None
-    return clusters, tails
+        clusters.append(Cluster(rng.normal(size=(rows, width)), rng.normal(size=rows), projection))
+    n_tail = len(cutoffs)
+    return clusters, TailEntries(rng.normal(size=(n_tail, widths[0])), rng.normal(size=n_tail)) if cutoffs else None
 
 
 def as_arrays(case):
-    clusters, tails = make_clusters(case)
-    weights = (
-        [adaptive_softmax.Cluster(*cluster) for cluster in clusters],
-        tails and adaptive_softmax.TailEntries(*tails),
-    )
-    return jax.tree.map(jnp.asarray, weights)
+    return jax.tree.map(jnp.asarray, make_clusters(case))
 
 
 def make_hidden() -> np.ndarray:
@@ -80,7 +77,7 @@ def test_gradients_of_a_frequent_token_add_up_in_float32():
     tokens = jnp.ones((1, 1000), jnp.int32)
 
     def total(table):
-        vectors = adaptive_softmax.embed(tokens, [adaptive_softmax.Cluster(table, None, None)], (), dtype=jnp.bfloat16)
+        vectors = adaptive_softmax.embed(tokens, [Cluster(table, None, None)], (), dtype=jnp.bfloat16)
         assert vectors.dtype == jnp.bfloat16
         return jnp.sum(vectors.astype(jnp.float32))
 

@@ -1,4 +1,4 @@
-"""Tests of a function computed at selected positions: against the function at all of them, and how often it runs."""
+"""Tests of a function computed at selected positions against the function at all of them."""
 
 import jax
 import jax.numpy as jnp

@@ -5,9 +5,10 @@ are M + i - j apart.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
+
+from txl_jax.ops.adaptive_softmax import Cluster
 
 
 def sinusoid(distance: float, d_model: int) -> np.ndarray:
@@ -98,14 +99,6 @@ def dropout_factor(shape: tuple[int, int, int, int], *, rate: float, seed: int) 
         if random_bits(seed, b * shape[1] + h, i, j) >= int(np.float32(rate) * 2**32):
             factor[b, h, i, j] = 1 / (1 - rate)
     return factor
-
-
-class Cluster(NamedTuple):
-    """Rows of one cluster: table [rows, width], bias [rows], projection [width, D] or None."""
-
-    table: np.ndarray
-    bias: np.ndarray | None
-    projection: np.ndarray | None
 
 
 def cluster_of(token: int, cutoffs: Sequence[int]) -> tuple[int, int]:
