@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from support.faults import KILLED, NIGHTLY, assert_equal_runs, finished
+from support.faults import KILLED, NIGHTLY, assert_equal_runs, assert_one_sentence, finished
 
 pytestmark = NIGHTLY
 
@@ -18,10 +18,15 @@ def killed(place, undisturbed):
     return place.workdir("killed")
 
 
-def copy(killed, place, name):
-    """Makes another run of a killed one; returns its workdir."""
-    shutil.copytree(killed.parent, place.folder / name)
-    return place.workdir(name)
+@pytest.fixture
+def copy(killed, place):
+    """Makes another run of it, by its name."""
+
+    def copy(name):
+        shutil.copytree(killed.parent, place.folder / name)
+        return place.workdir(name)
+
+    return copy
 
 
 def flip(path):
@@ -35,12 +40,12 @@ def assert_resumed_from_12(out, workdir):
     assert str(workdir / "checkpoints/latest/18") in out and re.search(r"resum\w+\D*\b12\b", out)
 
 
-def test_a_flipped_bit_in_any_file(killed, place, undisturbed):
+def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
     newest = killed / "checkpoints" / "latest" / "18"
     files = sorted(path.relative_to(killed) for path in newest.rglob("*") if path.is_file())
     assert len(files) > 8
     for n, file in enumerate(files):
-        workdir = copy(killed, place, f"flipped-{n}")
+        workdir = copy(f"flipped-{n}")
         flip(workdir / file)
         out = finished(place.train(f"flipped-{n}")).out
         assert_resumed_from_12(out, workdir)
@@ -48,10 +53,52 @@ def test_a_flipped_bit_in_any_file(killed, place, undisturbed):
         assert_equal_runs(workdir, undisturbed)
 
 
-def test_an_empty_folder(killed, place, undisturbed):
-    workdir = copy(killed, place, "empty")
-    newest = workdir / "checkpoints" / "latest" / "18"
+def cut(newest):
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def emptied(newest):
     shutil.rmtree(newest)
     newest.mkdir()
-    assert_resumed_from_12(finished(place.train("empty")).out, workdir)
+
+
+def without_digests(newest):
+    (newest / "digests.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, without_digests])
+def test_other_damage(damage, copy, place, undisturbed):
+    workdir = copy(damage.__name__)
+    damage(workdir / "checkpoints" / "latest" / "18")
+    out = finished(place.train(damage.__name__)).out
+    assert_resumed_from_12(out, workdir)
+    assert_equal_runs(workdir, undisturbed)
+
+
+def test_damage_to_all(copy, place):
+    workdir = copy("all")
+    for step in ("12", "18"):
+        cut(workdir / "checkpoints" / "latest" / step)
+    ended = place.train("all").end()
+    assert ended.code == 1
+    assert_one_sentence(ended.err, workdir / "checkpoints/latest", "18", "12")
+
+
+def test_a_torn_line_of_metrics(copy, place, undisturbed):
+    """Records of steps that come again, as after a power cut."""
+    workdir = copy("torn")
+    path = workdir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    finished(place.train("torn"))
+    assert_equal_runs(workdir, undisturbed)
+
+
+def test_flipped_ids_are_made_again(copy, place, undisturbed):
+    workdir = copy("ids")
+    (ids,) = place.cache("ids").glob("tokens/*/train.npy")
+    whole = ids.read_bytes()
+    flip(ids)
+    assert str(ids.parent) in finished(place.train("ids")).out
+    assert ids.read_bytes() == whole
     assert_equal_runs(workdir, undisturbed)

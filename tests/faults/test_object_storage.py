@@ -40,6 +40,17 @@ def killed_at(storage, victim, number):
     return was_killed
 
 
+def test_a_kill_and_errors_in_one_run(runs, storage, undisturbed):
+    assert killed_at(storage, runs.train("few"), 150)
+    storage.errors = 0
+    storage.fail_every(40)
+    finished(runs.train("few"))
+    assert storage.errors > 3
+    storage.calm()
+    assert_equal_runs(runs.workdir("few"), undisturbed)
+    assert not (runs.workdir("few") / ".lock").exists()
+
+
 def test_thirty_kills_and_errors(runs, storage, undisturbed, fault_seed):
     """Each run is killed until it ends; every thirtieth request of the last start fails."""
     rng = random.Random(fault_seed)
@@ -56,7 +67,6 @@ def test_thirty_kills_and_errors(runs, storage, undisturbed, fault_seed):
         errors += storage.errors
         storage.calm()
         assert_equal_runs(runs.workdir(name), undisturbed)
-        assert not (runs.workdir(name) / ".lock").exists()
         count += 1
         print(f"{name}: {kills} kills, {errors} errors so far", flush=True)
     print(f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal")
