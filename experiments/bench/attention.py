@@ -5,29 +5,28 @@
 
 Training is forward and backward, evaluation forward over a full KV cache. Arrays are random. Each path is first
 compared with the reference, on one row with the same dropout mask, in float32 or, if the path has no float32, in the
-type that is timed: the table has the largest difference of the output and all gradients. Then timings are interleaved:
-one of each path in turn. Of a path the table has the median, its speedup over the reference, its time as a multiple of
-what the matrix products of all pairs take alone, the operations per second on visible pairs and, in bfloat16, their
-share of the device's peak. Scratch is the compiler's account.
+type that is timed: the table shows the largest difference of the output and all gradients. Then timings are
+interleaved: one of each path in turn. The table shows a path's median, its speedup over the reference, its time as a
+multiple of only the matmuls of all pairs, and the operations per second on visible pairs. Scratch is the compiler's
+account.
 """
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.bench import timing
-from experiments.bench.timing import Task, Timing
-from txl_jax import cli, flops, sharding
+from experiments.bench.timing import Task
+from txl_jax import cli, sharding
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
 from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import check_fields, require, setting
@@ -47,28 +46,18 @@ Arrays = dict[str, jax.Array]
 # differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
-# Axes of the inputs by the letters of `Case.lengths`.
+# The inputs and their axes, by the letters of `Case.lengths`.
 _INPUTS = {
-    "training": {
-        "query": "bhle",
-        **dict.fromkeys(("key", "value"), "bhke"),
-        "position_key": "hpe",
-        **dict.fromkeys(("content_bias", "position_bias"), "he"),
-        "cotangent": "bhle",
-    },
-    "evaluation": {
-        **dict.fromkeys(("query", "key", "value"), "bhle"),
-        "stored_key": "bher",
-        "stored_value": "bhre",
-        "position_query": "bhle",
-        "position_key": "hep",
-    },
+    "training": ("query:bhle key:bhke value:bhke position_key:hpe content_bias:he position_bias:he cotangent:bhle"),
+    "evaluation": (
+        "query:bhle key:bhle value:bhle stored_key:bher stored_value:bhre position_query:bhle position_key:hep"
+    ),
 }
 _DIFFERENTIATED = ("query", "key", "value", "position_key", "content_bias", "position_bias")
 _SEED = 7
-_HEAD = (
-    "| configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
-    "speedup | times the products | operations/s | share of peak | scratch |"
+_COLUMNS = (
+    "configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
+    "speedup | times the products | operations/s | scratch"
 )
 
 
@@ -107,11 +96,9 @@ def run(plan: Plan, job: cli.Job) -> None:
         make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype)
         for name, task in itertools.product(plan.configs, plan.tasks)
     ]
-    print(f"{timing.machine()}\n\n{_HEAD}\n|{'---|' * _HEAD.count(' | ')}---|")
-    refused = collections.defaultdict(list)
-    for case in cases:
-        for refusal in measure(case, plan).items():
-            refused[refusal].append(f"{case.config} {case.task}")
+    print(f"{timing.machine()}\n")
+    refused: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    timing.print_table(_COLUMNS, (row for case in cases for row in measure(case, plan, refused)))
     for (path, reason), names in refused.items():
         print(f"\nno {path}: {reason} ({', '.join(names)})")
 
@@ -129,11 +116,6 @@ class Case(Problem):
         """Which of `TASKS` it is."""
         return "evaluation" if self.cached else "training"
 
-    @property
-    def passes(self) -> int:
-        """Times that each product of the forward pass is done: backward it has two of them."""
-        return 1 if self.cached else 3
-
     def lengths(self, axes: str) -> tuple[Any, ...]:
         """Returns the lengths of axes by letters: as in `Problem`, and M for the segment's own keys over a cache."""
         sizes = {"b": self.batch, "h": self.n_head, "l": self.segment_len, "m": self.segment_len, "k": self.n_keys}
@@ -143,24 +125,22 @@ class Case(Problem):
     def flops(self, *, positions: bool = True) -> float:
         """Returns the operations on visible pairs: scores by content, by distance, and weighted values."""
         seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
-        visible = sum(seen) if self.window is None else sum(min(keys, self.window) for keys in seen)
-        pairs = self.batch * self.n_head * visible
-        return 2 * self.d_head * pairs * (3 if positions else 2) * self.passes
+        return self._flops(sum(min(keys, self.window or keys) for keys in seen) * (3 if positions else 2))
 
     @property
     def flops_of_products(self) -> float:
         """The operations on all pairs, those by distance once for each position key."""
-        columns = 2 * self.n_keys + self.n_positions
-        return 2 * self.d_head * self.batch * self.n_head * self.segment_len * columns * self.passes
+        return self._flops(self.segment_len * (2 * self.n_keys + self.n_positions))
+
+    def _flops(self, dot_products: int) -> float:
+        """Returns the operations of so many dot products of each row and head. Backward does each product twice."""
+        return 2 * self.d_head * self.batch * self.n_head * dot_products * (1 if self.cached else 3)
 
 
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | None, dtype: str) -> Case:
     """Returns the sizes of a configuration's attention on the first device.
 
-    `batch` is the rows of training, or None for the whole batch. Evaluation has `eval.batch_size`.
-
-    Raises:
-      UserError: If the model is without this attention.
+    `batch` is the batch size of training, or None for the published one. Raises `UserError` for another attention.
     """
     model = config.model
     require(
@@ -183,11 +163,7 @@ class NotHereError(Exception):
 
 
 def find_implementation(case: Case, path: str) -> Implementation:
-    """Returns what a path is: "plain" is fused without position keys, or else tiled, on a GPU stored.
-
-    Raises:
-      NotHereError: If it cannot serve the case.
-    """
+    """Returns what a path is, as --paths describes it; raises `NotHereError` if it cannot serve the case."""
     given = dataclasses.replace(case, n_positions=0) if path == PLAIN else case
     for name in ("fused", "stored" if case.platform == "gpu" else "tiled") if path == PLAIN else (path,):
         refusal = choose.refusal(name, given)
@@ -196,9 +172,9 @@ def find_implementation(case: Case, path: str) -> Implementation:
     raise NotHereError(refusal)
 
 
-def measure(case: Case, plan: Plan) -> dict[str, str]:
-    """Checks, compiles and times the paths of a case; prints their rows and returns why others are not there."""
-    tasks, names, differences, refusals = [], {}, {}, {}
+def measure(case: Case, plan: Plan, refused: dict[tuple[str, str], list[str]]) -> Iterator[list[str]]:
+    """Checks, compiles and times the paths of a case, and yields their rows; adds why others are `refused`."""
+    tasks, names, differences = [], {PRODUCTS: PRODUCTS}, {}
     for path in plan.paths:
         try:
             implementation = find_implementation(case, path)
@@ -207,34 +183,26 @@ def measure(case: Case, plan: Plan) -> dict[str, str]:
             tasks.append(_task(path, function, make_inputs(case)))
             names[path] = path if str(implementation) == path else f"{path} ({implementation})"
         except NotHereError as error:
-            refusals[path] = str(error)
+            refused[path, str(error)].append(f"{case.config} {case.task}")
     tasks.append(_task(PRODUCTS, *products(case)))
     found = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
     for path, measured in found.items():
-        print(
-            f"| {case.config} | {case.task} | {case.batch} x {case.n_head} x {case.segment_len} x {case.n_keys}, "
-            f"{case.d_head} | {names.get(path, path)} | {_number(differences.get(path), '.0e')} | "
-            f"{' | '.join(_figures(case, measured, found))} |",
-            flush=True,
-        )
-    return refusals
-
-
-def _figures(case: Case, measured: Timing, found: Mapping[str, Timing]) -> list[str]:
-    """Returns the table's cells of a path, from its time on. Ratios are medians over timings of the same round."""
-    path = measured.task.name
-    seconds = [each / measured.task.tokens for each in measured.seconds]
-    operations = case.flops_of_products if path == PRODUCTS else case.flops(positions=path != PLAIN)
-    rate, reference = operations / statistics.median(seconds), found.get("reference")
-    peak = flops.device_peak(jax.devices()[0].device_kind) if case.dtype == "bfloat16" else None
-    return [
-        *(f"{1e3 * each:.3g} ms" for each in (statistics.median(seconds), max(seconds), min(seconds))),
-        _number(statistics.median(measured.speedups(reference)) if reference else None, ".2f"),
-        f"{statistics.median(found[PRODUCTS].speedups(measured)):.2f}",
-        f"{rate / 1e9:,.0f} G",
-        _number(rate / peak if peak else None, ".1%"),
-        megabytes(measured.task.memory_bytes or 0),
-    ]
+        seconds = [each / measured.task.tokens for each in measured.seconds]
+        operations = case.flops_of_products if path == PRODUCTS else case.flops(positions=path != PLAIN)
+        # Ratios are medians over timings of the same round.
+        speedup = statistics.median(measured.speedups(found["reference"])) if "reference" in found else None
+        yield [
+            case.config,
+            case.task,
+            f"{case.batch} x {case.n_head} x {case.segment_len} x {case.n_keys}, {case.d_head}",
+            names[path],
+            _number(differences.get(path), ".0e"),
+            *(f"{1e3 * each:.3g} ms" for each in (statistics.median(seconds), max(seconds), min(seconds))),
+            _number(speedup, ".2f"),
+            f"{statistics.median(found[PRODUCTS].speedups(measured)):.2f}",
+            f"{operations / statistics.median(seconds) / 1e9:,.0f} G",
+            megabytes(measured.task.memory_bytes or 0),
+        ]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -244,9 +212,8 @@ def _number(value: float | None, form: str) -> str:
 def largest_difference(case: Case, path: str) -> float | None:
     """Returns the largest relative difference from the reference, of one row: output and all gradients.
 
-    The path computes in float32 where it can, else in the type of the case; the reference in float32, of the same
-    numbers. The difference of an array is the largest of its elements' differences, divided by the reference's largest
-    element.
+    The path computes in float32 if it can, else in the dtype of the case; the reference computes in float32, from the
+    same numbers. An array's difference is its elements' largest, divided by the reference's largest element.
 
     Raises:
       UserError: If the difference is too large to be rounding.
@@ -302,11 +269,10 @@ def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
 
 def make_inputs(case: Case) -> Arrays:
     """Returns random arrays: keys and values of unit variance, as behind a layer norm, and biases a fifth of that."""
-    axes_of = _INPUTS[case.task]
+    axes_of = dict(each.split(":") for each in _INPUTS[case.task].split())
     keys = jax.random.split(jax.random.key(0), len(axes_of))
-    scale = {"content_bias": 0.2, "position_bias": 0.2}
     arrays = {
-        name: scale.get(name, 1.0) * jax.random.normal(key, case.lengths(axes))
+        name: (0.2 if name.endswith("bias") else 1.0) * jax.random.normal(key, case.lengths(axes))
         for key, (name, axes) in zip(keys, axes_of.items(), strict=True)
     }
     if case.cached:
@@ -320,58 +286,44 @@ def make_function(
     case: Case, implementation: Implementation | str, *, positions: bool = True
 ) -> Callable[[Arrays], dict[str, jax.Array]]:
     """Returns the function of a case, with or without position keys: inputs -> output, in training with gradients."""
-    return functools.partial(_evaluation if case.cached else _training, case, implementation, positions)
-
-
-def _training(
-    case: Case, implementation: Implementation | str, positions: bool, inputs: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    visibility = Visibility(inputs["valid"], case.segment_len, case.mem_len, case.window)
-    dropout = Dropout(case.dropout_rate, jnp.uint32(_SEED), case.n_head) if case.dropout_rate else None
     names = _DIFFERENTIATED if positions else _DIFFERENTIATED[:3]
 
-    def forward(*arrays: jax.Array) -> jax.Array:
-        given: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return attention(**given, visibility=visibility, dropout=dropout, implementation=implementation)
+    def training(inputs: Arrays) -> dict[str, jax.Array]:
+        visibility = Visibility(inputs["valid"], case.segment_len, case.mem_len, case.window)
+        dropout = Dropout(case.dropout_rate, jnp.uint32(_SEED), case.n_head) if case.dropout_rate else None
 
-    output, pull_back = jax.vjp(forward, *(inputs[name] for name in names))
-    gradients = pull_back(inputs["cotangent"])
-    return {"output": output} | {f"gradient of {name}": each for name, each in zip(names, gradients, strict=True)}
+        def forward(*arrays: jax.Array) -> jax.Array:
+            given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+            return attention(**given, visibility=visibility, dropout=dropout, implementation=implementation)
 
+        output, pull_back = jax.vjp(forward, *(inputs[name] for name in names))
+        gradients = pull_back(inputs["cotangent"])
+        return {"output": output} | {f"gradient of {name}": each for name, each in zip(names, gradients, strict=True)}
 
-def _evaluation(
-    case: Case, implementation: Implementation | str, positions: bool, inputs: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    assert case.capacity
-    # The seam of the ring is in the middle, at a segment's border, as after some segments.
-    write_index = jnp.int32(case.capacity // 2 // case.segment_len * case.segment_len)
-    visibility = CachedVisibility(inputs["valid"], write_index, case.segment_len, case.capacity, case.window)
-    position = (inputs["position_query"], inputs["position_key"], None) if positions else None
-    own = (inputs["query"], inputs["key"], inputs["value"])
-    ring = (inputs["stored_key"], inputs["stored_value"])
-    return {"output": cached_attention(*own, ring, position, visibility, implementation=implementation)}
+    def evaluation(inputs: Arrays) -> dict[str, jax.Array]:
+        assert case.capacity
+        # The seam of the ring is in the middle, at a segment's border, as after some segments.
+        write_index = jnp.int32(case.capacity // 2 // case.segment_len * case.segment_len)
+        visibility = CachedVisibility(inputs["valid"], write_index, case.segment_len, case.capacity, case.window)
+        position = (inputs["position_query"], inputs["position_key"], None) if positions else None
+        own = (inputs["query"], inputs["key"], inputs["value"])
+        ring = (inputs["stored_key"], inputs["stored_value"])
+        return {"output": cached_attention(*own, ring, position, visibility, implementation=implementation)}
+
+    return evaluation if case.cached else training
 
 
 # Operands with their axes: L queries, K and P keys, own keys M and R slots of the KV cache in evaluation, E. Scores or
 # probabilities ("by_") are the same for all heads, and in the order that the product reads.
 _PRODUCTS = {
     "training": (
-        "query:le key:ke",
-        "query:le position_key:pe",
-        "by_key:lk value:ke",
-        "by_query:kl cotangent:le",
-        "cotangent:le value:ke",
-        "by_key:lk key:ke",
-        "by_query:kl query:le",
-        "by_distance:lp position_key:pe",
-        "by_query_of_distance:pl query:le",
+        "query:le key:ke, query:le position_key:pe, by_key:lk value:ke, by_query:kl cotangent:le, "
+        "cotangent:le value:ke, by_key:lk key:ke, by_query:kl query:le, by_distance:lp position_key:pe, "
+        "by_query_of_distance:pl query:le"
     ),
     "evaluation": (
-        "query:le stored_key:er",
-        "query:le key:me",
-        "query:le position_key:ep",
-        "by_stored_key:lr stored_value:re",
-        "by_key:lm value:me",
+        "query:le stored_key:er, query:le key:me, query:le position_key:ep, by_stored_key:lr stored_value:re, "
+        "by_key:lm value:me"
     ),
 }
 
@@ -382,7 +334,7 @@ def products(case: Case) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, 
     On a CPU they are done head by head into arrays that stay in the cache (written to memory for all heads at once,
     512 x 1024 scores of 16 heads took 2.5 times as long), on other devices for all rows and heads in one product.
     """
-    pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task]]
+    pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task].split(", ")]
     heads = case.batch * case.n_head
     group = 1 if case.platform == "cpu" else heads
     per_group: Arrays = {}

@@ -12,9 +12,8 @@ what jax may use: it takes three quarters of the memory unless XLA_PYTHON_CLIENT
 That a program compiles shows that it shards and fits, not that it is fast. The least time of an update is its FLOPs, by
 txl_jax.flops, at the peak of the data sheet.
 
-With --configs each of these flagfiles is estimated on a mesh that the program chooses: all devices, as many as can be
-on fsdp, and remat=full where it fits only so. A generation or a GPU alone means the smallest slice of it, or the fewest
-GPUs of a host, that the tasks fit on. Other flags change all of the flagfiles.
+With --configs each of these flagfiles is estimated on a mesh that the program chooses: all devices, as many as possible
+on fsdp, and remat=full if it fits only then. Other flags change all of the flagfiles.
 """
 
 import dataclasses
@@ -26,12 +25,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench import timing
 from experiments.bench.speed import BLOCK, GROUPS, generation_arguments
@@ -58,7 +56,6 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-_LIBTPU, _PLUGINS = ("libtpu",), ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _PER_HOST = 8  # GPUs that share NVLink.
 _HOST = ("1", "2", "4", "8")
 
@@ -69,23 +66,15 @@ class Chip(NamedTuple):
     kind: str  # Its name in jax; `flops.device_peak` knows its peak.
     memory_bytes: int  # Size of a device's memory; of a GPU as CUDA reports it.
     sizes: tuple[str, ...]  # Slices that Google Cloud offers, or numbers of GPUs of a host, from small to large.
-    gpu: Mapping[str, Any] = {}  # Empty for TPUs.
+    gpu: Mapping[str, Any] = {}  # Name, compute capability and figures as XLA must know them. Empty for TPUs.
 
 
-def _gpu(name: str, capability: tuple[int, int], *, shared: int, **info: float) -> dict[str, Any]:
-    """Returns what XLA must know of a GPU by `GpuDeviceInfoProto`, as CUDA and XLA's own files of known GPUs have it.
-
-    `shared` is the shared memory of a core in bytes; a block can have 1 KiB less.
-    """
-    per_core = {"shared_memory_per_core": shared, "shared_memory_per_block_optin": shared - 1024}
-    return {"name": name, "capability": capability, "info": info | per_core}
-
-
-_HOPPER: dict[str, Any] = {"core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "shared": 228 << 10}
-_AMPERE: dict[str, Any] = {"core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "shared": 164 << 10}
-_H200 = _gpu("NVIDIA H200", (9, 0), memory_bandwidth=4_800_000_000_000, l2_cache_size=60 << 20, **_HOPPER)
-_H100 = _gpu("NVIDIA H100 80GB HBM3", (9, 0), memory_bandwidth=3_352_320_000_000, l2_cache_size=50 << 20, **_HOPPER)
-_A100 = _gpu("NVIDIA A100-SXM4-80GB", (8, 0), memory_bandwidth=2_039_040_000_000, l2_cache_size=40 << 20, **_AMPERE)
+# Figures of `GpuDeviceInfoProto`, from CUDA and XLA's own files of known GPUs.
+_HOPPER = {"core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "shared_memory_per_core": 228 << 10}
+_AMPERE = {"core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "shared_memory_per_core": 164 << 10}
+_H200 = _HOPPER | {"memory_bandwidth": 4_800_000_000_000, "l2_cache_size": 60 << 20}
+_H100 = _HOPPER | {"memory_bandwidth": 3_352_320_000_000, "l2_cache_size": 50 << 20}
+_A100 = _AMPERE | {"memory_bandwidth": 2_039_040_000_000, "l2_cache_size": 40 << 20}
 # GPUs are the modules with NVLink (SXM), not the cards.
 CHIPS = {
     "v3": Chip("TPU v3", 16 << 30, ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16")),
@@ -93,9 +82,9 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", 16 << 30, ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
     "v5p": Chip("TPU v5", 95 << 30, ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")),
     "v6e": Chip("TPU v6 lite", 32 << 30, ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-    "h200": Chip("H200", 150_754_820_096, _HOST, _H200),
-    "h100": Chip("H100", 84_942_979_072, _HOST, _H100),
-    "a100": Chip("A100", 85_100_068_864, _HOST, _A100),
+    "h200": Chip("H200", 150_754_820_096, _HOST, {"name": "NVIDIA H200", "capability": (9, 0), "info": _H200}),
+    "h100": Chip("H100", 84_942_979_072, _HOST, {"name": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "info": _H100}),
+    "a100": Chip("A100", 85_100_068_864, _HOST, {"name": "NVIDIA A100-SXM4-80GB", "capability": (8, 0), "info": _A100}),
 }
 
 
@@ -105,9 +94,8 @@ class Plan(cli.Plan):
 
     topology: tuple[str, ...] = setting(
         (),
-        "TPU slices, such as v5e:4x8 or v4:2x2x4, several alike, such as 2*v5e:4x8, or GPUs, such as h200 or h100x8, "
-        "with commas. With --configs a generation or a GPU alone (v5e, h200) is the smallest slice, or number, that "
-        "the tasks fit on.",
+        "TPU slices (v5e:4x8, v4:2x2x4), multiple slices (2*v5e:4x8), or GPUs (h200, h100x8), with commas. With "
+        "--configs, a name without a size (v5e, h200) means the smallest slice, or number, that the tasks fit on.",
     )
     tasks: tuple[str, ...] = setting(TASKS, "Tasks to compile, with commas.")
     configs: tuple[str, ...] = setting(
@@ -125,10 +113,8 @@ class Plan(cli.Plan):
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Estimates the settings of the flags, or each of --configs, on each topology."""
-    versions = {"jax": jax.__version__}
-    for topology in plan.topology:
-        versions |= compiler_versions(topology)
-    versions["date"] = datetime.date.today().isoformat()
+    compilers = [each for topology in plan.topology for each in compiler_versions(topology).items()]
+    versions = {"jax": jax.__version__, **dict(compilers), "date": datetime.date.today().isoformat()}
     print(", ".join(f"{name} {value}" for name, value in versions.items()), flush=True)
     if not plan.configs:
         for topology in plan.topology:
@@ -149,13 +135,12 @@ def estimate_smallest(name: str, config: ExperimentConfig, topology: str, plan: 
 
     If none fits, the last try is the largest topology.
     """
-    tried = False
+    changes = None
     for candidate in slices(topology):
         for changes in candidate_meshes(config, parse(candidate).num_devices):
             if all(estimate(name, config_tree.replace(config, changes), candidate, plan)):
                 return
-            tried = True
-    if not tried:
+    if changes is None:
         rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
         print(f"\n{name}: no mesh of {candidate} divides its {rows} rows and {heads} heads")
 
@@ -187,10 +172,8 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
       UserError: If the settings do not fit the topology, or each other.
     """
     found, devices_or_none = parse(topology), devices(topology)
-    mesh: Any
-    if devices_or_none is None:
-        mesh = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
-    else:
+    mesh: Any = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
+    if devices_or_none is not None:
         mesh = sharding.make_mesh(config.mesh, devices_or_none)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
     components.check_batch_size()
@@ -204,18 +187,14 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
     if devices_or_none is not None and components.attention:  # Which path it is depends on the devices.
         lines |= {f"attention, {task}": path for task, path in components.attention.record().items()}
     lines |= {kind: f"{megabytes(size)} per device" for kind, size in components.device_bytes().items()}
-    update_flops, peak = flops_of_update(components), flops.device_peak(found.chip.kind)
-    assert peak
-    lines["an update"] = f"{update_flops / 1e12:.4g} TFLOP per device, at least {1e3 * update_flops / peak:.1f} ms"
+    operations, peak = flops_of_update(components), flops.device_peak(found.chip.kind) or math.nan
+    lines["an update"] = f"{operations / 1e12:.4g} TFLOP per device, at least {1e3 * operations / peak:.1f} ms"
     print("\n".join(f"{label:<24}{line}" for label, line in lines.items()), flush=True)
     if devices_or_none is None:
         print(f"{missing_compiler(topology)}: nothing is compiled, activations are not known")
         return
     for task in plan.tasks:
-        does_not_fit = estimate_task(components, task, found.chip.memory_bytes)
-        if does_not_fit:
-            print(f"{task}: does not fit, it {does_not_fit}", flush=True)
-        yield not does_not_fit
+        yield estimate_task(components, task, found.chip.memory_bytes)
 
 
 def flops_of_update(components: Built) -> float:
@@ -228,8 +207,8 @@ def flops_of_update(components: Built) -> float:
     return per_token * train.batch_size * train.segment_len / components.mesh.size
 
 
-def estimate_task(components: Built, task: str, memory_bytes: int) -> str:
-    """Compiles a task and prints what it needs on a device; returns both sizes if it needs more memory than this."""
+def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
+    """Compiles a task, prints what it needs on a device, and returns whether it fits, or is not possible at all."""
     start = time.monotonic()
     try:
         if task == "generation":
@@ -237,23 +216,25 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> str:
         compiled = compile_task(components, task)
     except UserError as error:
         print(f"{task}: not possible, {error}", flush=True)
-        return ""
+        return True
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _needed_and_available(str(error))
+        print(f"{task}: does not fit, it {_needed_and_available(str(error))}", flush=True)
+        return False
     seconds, sizes = time.monotonic() - start, compiled.memory_analysis()
     # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
     needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
     if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
-        return f"needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB"
+        print(f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB", flush=True)
+        return False
     print(
         f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: arguments "
         f"{megabytes(arguments)}, activations, gradients and other scratch {megabytes(needed - arguments)}; output "
         f"{megabytes(sizes.output_size_in_bytes)}; compiled in {seconds:.0f} s",
         flush=True,
     )
-    return ""
+    return True
 
 
 def _needed_and_available(error: str) -> str:
@@ -271,24 +252,19 @@ def compile_task(components: Built, task: str) -> Any:
     """Compiles the train step, the eval step (streaming or in sliding windows), or the step of 16 tokens."""
     if task == "training":
         return components.compile_step().program
-    params = components.abstract_state.params
-    if task == "generation":
-        return _compile_generation(components, params)
     evaluation: Any = components  # Its functions are jitted, which their types do not show.
+    params = components.abstract_state.params
     eval_config = components.config.eval
-    if eval_config.stride:
+    if task == "evaluation" and eval_config.stride:
         replicated = sharding.named_sharding(components.mesh)
         shapes = [(eval_config.batch_size, length) for length in (eval_config.segment_len, eval_config.stride)]
         tokens, targets = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
         return evaluation.window_step.lower(params, tokens, targets).compile()
     weights = _abstract_result(evaluation.prepare_params, params)
-    memory = _abstract_result(evaluation.init_memory, weights)
-    return evaluation.eval_step.lower(weights, memory, components.abstract_segments(eval_config)).compile()
-
-
-def _compile_generation(components: Built, params: Any) -> Any:
-    """Compiles the step of 16 tokens of each sample."""
-    generate, mem_len = components.config.generate, components.config.eval.mem_len
+    if task == "evaluation":
+        memory = _abstract_result(evaluation.init_memory, weights)
+        return evaluation.eval_step.lower(weights, memory, components.abstract_segments(eval_config)).compile()
+    generate, mem_len = components.config.generate, eval_config.mem_len
 
     def for_tokens(weights: Any) -> Any:
         return weights.for_generation(mem_len=mem_len).for_single_tokens(mem_len=mem_len)
@@ -298,7 +274,6 @@ def _compile_generation(components: Built, params: Any) -> Any:
         row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
-    weights = _abstract_result(components.prepare_params, params)
     tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
     decode = components.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
@@ -379,7 +354,8 @@ def slices(name: str) -> list[str]:
 def compiler_versions(name: str) -> dict[str, str]:
     """Returns name and version of the compiler of a topology."""
     is_gpu = bool(parse(slices(name)[0]).chip.gpu)
-    found = [package for package in (_PLUGINS if is_gpu else _LIBTPU) if importlib.util.find_spec(package)]
+    packages = ("jax_cuda13_plugin", "jax_cuda12_plugin") if is_gpu else ("libtpu",)
+    found = [package for package in packages if importlib.util.find_spec(package)]
     version = importlib.metadata.version(found[0]) if found else "not installed"
     return {"CUDA plugin" if is_gpu else "libtpu": version}
 
@@ -387,11 +363,11 @@ def compiler_versions(name: str) -> dict[str, str]:
 def missing_compiler(name: str) -> str | None:
     """Says which compiler a topology lacks and how to install it, or returns None if it is installed."""
     [(compiler, version)] = compiler_versions(name).items()
-    remedies = {
-        "libtpu": "libtpu, the TPU's compiler, is not installed (pip install 'jax[tpu]')",
-        "CUDA plugin": "jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt)",
-    }
-    return remedies[compiler] if version == "not installed" else None
+    if version != "not installed":
+        return None
+    if compiler == "libtpu":
+        return "libtpu, the TPU's compiler, is not installed (pip install 'jax[tpu]')"
+    return "jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt)"
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
@@ -403,12 +379,10 @@ def devices(name: str) -> Sequence[jax.Device] | None:
     generation, shape, num_slices, count = parse(name)
     if missing_compiler(name):
         return None
-    gpu = CHIPS[generation].gpu
-    options: dict[str, Any]
-    if gpu:
+    if CHIPS[generation].gpu:
         hosts = math.ceil(count / _PER_HOST)  # In the shape: slices, hosts, GPUs of a host.
-        options = {"platform": "cuda", "topology_name": generation, "topology": f"1x{hosts}x{count // hosts}"}
-        options["target_config"] = target_config(CHIPS[generation])
+        options: dict[str, Any] = {"platform": "cuda", "topology_name": generation}
+        options |= {"topology": f"1x{hosts}x{count // hosts}", "target_config": target_config(CHIPS[generation])}
     else:
         options = {"platform": "tpu", "topology_name": f"{generation}:{shape}"}
         if generation in ("v4", "v5p"):  # Both cores of a chip are one device.
@@ -424,19 +398,6 @@ def devices(name: str) -> Sequence[jax.Device] | None:
         raise UserError(f"{compiler} knows no topology {name} ({reason}); give another --topology") from None
 
 
-def lower_for(device: jax.Device, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Lowers a function for one device of a topology; `.compile()` of the result compiles it.
-
-    Pallas asks the ambient mesh what device it lowers for, and from jax 0.11 on fails without one. Arguments are trees
-    of arrays, or of their shapes and types; options are those of `jax.jit`.
-    """
-    mesh = Mesh([device], ("device",))
-    placed = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), arguments)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function, **options).lower(*shapes)
-
-
 def target_config(chip: Chip) -> str:
     """Returns the description of a GPU as XLA reads it (`GpuTargetConfigProto` as text)."""
     info = {
@@ -449,6 +410,7 @@ def target_config(chip: Chip) -> str:
         "registers_per_core_limit": 2**16,
         "registers_per_block_limit": 2**16,
         "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_block_optin": chip.gpu["info"]["shared_memory_per_core"] - 1024,
         "device_memory_size": chip.memory_bytes,
         **chip.gpu["info"],
     }

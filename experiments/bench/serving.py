@@ -37,18 +37,18 @@ def run(plan: Plan, job: cli.Job) -> None:
     check_can_generate(config)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     params = components.init_params()
-    if config.model.cutoffs:
-        params = timing.with_every_tail(params)
+    params = timing.with_every_tail(params) if config.model.cutoffs else params
     timing.print_head(components)
     steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
     processor: list[list[float]] = [[] for _ in steps]  # Seconds of each call.
     tasks = [_task(components, step, weights, own) for step, own in zip(steps, processor, strict=True)]
     many, one = found = timing.interleaved(tasks, warmup=1, calls=plan.calls)
-    print("| rows | tokens/s | slowest | fastest | processor time per token |\n|---|---|---|---|---|")
-    for step, measured, (_, *seconds) in zip(steps, found, processor, strict=True):
-        per_token = statistics.median(seconds) / measured.task.tokens
-        print(f"| {step.batch_size} | {' | '.join(measured.cells)} | {per_token * 1e3:.3g} ms |")
+    rows = (
+        [str(step.batch_size), *measured.cells, f"{statistics.median(seconds) / measured.task.tokens * 1e3:.3g} ms"]
+        for step, measured, (_, *seconds) in zip(steps, found, processor, strict=True)
+    )
+    timing.print_table("rows | tokens/s | slowest | fastest | processor time per token", rows)
     speedup = statistics.median(many.speedups(one))
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
 

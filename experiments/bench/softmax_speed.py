@@ -3,15 +3,13 @@
     python -m experiments.bench.softmax_speed
     python -m experiments.bench.softmax_speed --model.dtype=bfloat16 --calls=20
 
-Without flags the sizes are those of WikiText-103 and the paper's large model: hidden states of width 1024, tails of
-widths 256, 64 and 16, 60 x 150 tokens. Of the other settings only --model.d_embed, --model.cutoffs, --model.div_val,
---model.dtype, --train.batch_size and --train.segment_len matter here. Weights are untrained, and targets drawn from a
-law that is printed with the share of each cluster.
+Without flags the sizes are from WikiText-103 and the paper's large model: hidden states of width 1024, tails of widths
+256, 64 and 16, 60 x 150 tokens. Of the other settings only --model.d_embed, --model.cutoffs, --model.div_val,
+--model.dtype, --train.batch_size and --train.segment_len matter here. Weights are untrained. Targets are drawn from a
+law that is printed with the fraction of each cluster.
 
-It prints a markdown table. A softmax that needs more memory than there is gets a fraction of the tokens, and the table
-prints how many.
-
-T is the number of tokens, D the width of their hidden states, V the vocabulary's size.
+It prints a Markdown table. A softmax that does not fit in memory gets fewer tokens, and the table prints how many.
+T is the number of tokens, D the width of their hidden states, V the vocabulary size.
 """
 
 import concurrent.futures
@@ -38,7 +36,6 @@ from txl_jax.config.settings import require
 from txl_jax.modules.softmax import Softmax
 from txl_jax.runtime.environment import megabytes
 
-# WikiText-103 and the paper's large model.
 DEFAULTS = ExperimentConfig(
     model=ModelConfig(d_model=1024, cutoffs=(20_000, 40_000, 200_000), div_val=4),
     train=TrainConfig(batch_size=60, segment_len=150),
@@ -74,25 +71,25 @@ def run(plan: Plan, job: cli.Job) -> None:
 
     law = timing.probabilities(plan.vocab_size)
     shares = (law[a:b].sum() for a, b in itertools.pairwise((0, *adaptive.cutoffs, plan.vocab_size)))
-    print(timing.machine())
-    print(f"vocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs {[*adaptive.cutoffs]}")
-    print(f"targets: p(rank) ~ 1 / (rank + {timing.SHIFT})^{timing.EXPONENT}; ", end="")
-    print(f"shares of head and tails: {', '.join(f'{share:.1%}' for share in shares)}\n", flush=True)
+    print(
+        f"{timing.machine()}\nvocabulary {plan.vocab_size:,}, width {adaptive.d_model}, {adaptive.dtype}, cutoffs "
+        f"{[*adaptive.cutoffs]}\ntargets: p(rank) ~ 1 / (rank + {timing.SHIFT})^{timing.EXPONENT}; shares of head and "
+        f"tails: {', '.join(f'{share:.1%}' for share in shares)}\n",
+        flush=True,
+    )
     models = {"adaptive": adaptive, "full": dataclasses.replace(adaptive, cutoffs=(), div_val=1)}
     whole = {name: Program(model, plan.vocab_size, tokens) for name, model in models.items()}
     programs = {name: largest_that_fits(program, limit) for name, program in whole.items()}
     peaks = [peak_of_a_process(program) for program in programs.values()]  # Before this process fills its memory.
-    print("| softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process |")
-    print("|---|---|---|---|---|---|---|---|")
     tasks = [Task(name, program.tokens, program.call) for name, program in programs.items()]
-    for measured, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
-        name, seconds = measured.task.name, measured.seconds
-        median = statistics.median(seconds)
-        print(
-            f"| {name} | {measured.task.tokens:,} | {median:.3g} | {max(seconds):.3g} | {min(seconds):.3g} | "
-            f"{median / measured.task.tokens * 1e6:,.0f} µs | {megabytes(programs[name].memory_bytes)} | "
-            f"{'' if peak is None else megabytes(peak)} |"
-        )
+    rows = []
+    for timed, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
+        task, seconds, median = timed.task, timed.seconds, statistics.median(timed.seconds)
+        cells = [task.name, f"{task.tokens:,}", f"{median:.3g}", f"{max(seconds):.3g}", f"{min(seconds):.3g}"]
+        cells += [f"{median / task.tokens * 1e6:,.0f} µs", megabytes(programs[task.name].memory_bytes)]
+        rows.append([*cells, "" if peak is None else megabytes(peak)])
+    columns = "softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process"
+    timing.print_table(columns, rows)
     for name, program in programs.items():
         if program.tokens < tokens:
             needed, most = megabytes(whole[name].memory_bytes), megabytes(limit)
@@ -131,15 +128,15 @@ class Program:
         return timing.program_bytes(self.compiled) or 0
 
     @functools.cached_property
-    def inputs(self) -> tuple[Any, jax.Array, jax.Array]:
-        """Parameters, hidden states [T, D] and targets [T]."""
+    def _inputs(self) -> tuple[Any, jax.Array, jax.Array]:
         return self._draw()
 
     def call(self) -> None:
         """Runs both passes once."""
-        jax.block_until_ready(self.compiled(*self.inputs))
+        jax.block_until_ready(self.compiled(*self._inputs))
 
     def _draw(self) -> tuple[Any, jax.Array, jax.Array]:
+        """Returns parameters, hidden states [T, D] and targets [T]."""
         keys = jax.random.split(jax.random.key(0))
         targets = jnp.asarray(timing.draw_tokens(self.vocab_size, self.tokens))
         hidden = jax.random.normal(keys[0], (self.tokens, self.config.d_model), self.config.dtype)
@@ -180,12 +177,12 @@ def peak_of_a_process(program: Program) -> int | None:
     if jax.default_backend() != "cpu":
         return None
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_call_once, program.config, program.vocab_size, program.tokens).result()
+        return pool.submit(_call_once, dataclasses.replace(program)).result()  # The copy, as nothing is compiled.
 
 
-def _call_once(*program: Any) -> int | None:
+def _call_once(program: Program) -> int | None:
     """Calls a program; returns this process's peak memory. `resource.getrusage` would start with the parent's."""
-    Program(*program).call()
+    program.call()
     status = Path("/proc/self/status")
     peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
     return int(peak[1]) * 1024 if peak else None

@@ -46,9 +46,8 @@ TASKS = ("data_loading", "training", "evaluation", "generation")
 BLOCK = 16  # Tokens that generation writes per call.
 _TEXT_TOKENS = 20_000_000
 _SENTENCE_TOKENS = 25
-_HEAD = "| task | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs |"
-_HEAD_WITH_PEER = "| task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest |"
-_RULE = "|---|---|---|---|---|---|---|---|"
+_COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs"
+_COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
 
 
 class Peer(enum.StrEnum):
@@ -97,30 +96,31 @@ def run(plan: Plan, job: cli.Job) -> None:
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     timing.print_head(components)
     peer = huggingface.checked_peer(components) if plan.peer else None
-    print(f"{_HEAD_WITH_PEER if peer else _HEAD}\n{_RULE}")
-    found = []
-    for name in plan.chosen_tasks:
-        for task in tasks(name, components):
-            sides = [task, huggingface.peer_task(name, task, components, peer)] if peer else [task]
-            ours, *theirs = timing.interleaved(sides, warmup=plan.warmup, calls=plan.calls)
-            cells = (task.name, task.shape, str(task.mem_len), *_figures(ours, *theirs))
-            print(f"| {' | '.join(cells)} |", flush=True)
-            found.append(ours)
+    found: list[Timing] = []
+    timing.print_table(_COLUMNS_WITH_PEER if peer else _COLUMNS, _rows(plan, components, peer, found))
     if jax.default_backend() != "cpu":
         print()
         for measured in found:
             _print_flops(measured, components.mesh.size)
 
 
-def _figures(ours: Timing, theirs: Timing | None = None) -> list[str]:
-    """Returns the table's cells of a task: its rates and needs, or its rate beside the peer's."""
-    if theirs:
-        speedups = ours.speedups(theirs)
-        ratios = (statistics.median(speedups), min(speedups), max(speedups))
-        return [ours.cells[0], theirs.cells[0], *(f"{ratio:.2f}" for ratio in ratios)]
-    needed = ours.task.memory_bytes
-    needs = "" if needed is None else environment.megabytes(needed)
-    return [*ours.cells, f"{ours.task.compile_seconds:.1f} s", needs]
+def _rows(
+    plan: Plan, components: Built, peer: huggingface.HuggingFaceModel | None, found: list[Timing]
+) -> Iterator[list[str]]:
+    """Times the tasks and yields their rows; appends our timings to `found`."""
+    for name in plan.chosen_tasks:
+        for task in tasks(name, components):
+            sides = [task, huggingface.peer_task(name, task, components, peer)] if peer else [task]
+            ours, *theirs = timing.interleaved(sides, warmup=plan.warmup, calls=plan.calls)
+            found.append(ours)
+            if theirs:
+                speedups = ours.speedups(theirs[0])
+                ratios = (statistics.median(speedups), min(speedups), max(speedups))
+                figures = [ours.cells[0], theirs[0].cells[0], *(f"{ratio:.2f}" for ratio in ratios)]
+            else:
+                needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
+                figures = [*ours.cells, f"{task.compile_seconds:.1f} s", needs]
+            yield [task.name, task.shape, str(task.mem_len), *figures]
 
 
 def _print_flops(measured: Timing, num_devices: int) -> None:
@@ -137,10 +137,7 @@ def _print_flops(measured: Timing, num_devices: int) -> None:
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:
-    """Yields the tasks of a name.
-
-    Generation skips tails that cannot matter, so a model with tails has both extremes.
-    """
+    """Yields the tasks of a name. Generation skips tails that cannot matter: a model with tails has both extremes."""
     match name:
         case "data_loading":
             yield data_loading(components)
@@ -192,8 +189,7 @@ def training(components: Built) -> Task:
     config, train = components.config, components.config.train
     cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=components.mesh.size)
     compilation = components.compile_step()
-    state = components.init_state()
-    segments = timing.random_segments(components, train)
+    state, segments = components.init_state(), timing.random_segments(components, train)
     scratch = compilation.temporary_bytes
 
     def call() -> None:

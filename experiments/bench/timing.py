@@ -7,7 +7,7 @@ p(rank) ~ 1 / (rank + SHIFT)^EXPONENT. An adaptive softmax takes as long for a t
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
+from txl_jax.runs.records import table
 from txl_jax.runtime import environment
 
 SHIFT, EXPONENT = 2.7, 1.1
@@ -95,11 +96,12 @@ def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
 
 def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    is_training = isinstance(lengths, TrainConfig)
-    per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+    make_reader: Any = evaluation_segments
+    per_call = SEGMENTS_PER_CALL
+    if isinstance(lengths, TrainConfig):
+        make_reader, per_call = training_segments, lengths.segments_per_call
     n_tokens = lengths.batch_size * lengths.segment_len * per_call
     tokens = draw_tokens(components.model.vocab_size, n_tokens + 1)
-    make_reader: Any = training_segments if is_training else evaluation_segments
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))
 
@@ -135,6 +137,12 @@ def print_head(components: Built) -> None:
     model = components.model
     print(f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, {model.config.dtype}")
     print(f"{machine()}\n")
+
+
+def print_table(columns: str, rows: Iterable[Sequence[str]]) -> None:
+    """Prints a Markdown table, each row as soon as it is measured. `columns` are separated by " | "."""
+    for line in table(columns.split(" | "), rows):
+        print(line, flush=True)
 
 
 def check_names(setting: str, given: Collection[str], known: Sequence[str]) -> None:

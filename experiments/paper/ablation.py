@@ -12,12 +12,13 @@ command resumes. It writes ablation.md, the table beside the paper's numbers, ab
 ablation.json.
 """
 
+import bisect
 import dataclasses
 import enum
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.paper import context_length
@@ -30,7 +31,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 from txl_jax.runs.build import build
-from txl_jax.runs.records import csv_file
+from txl_jax.runs.records import csv_file, table
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted
 from txl_jax.runs.train import train_run
@@ -235,7 +236,7 @@ def train_and_score(
     """
     plan.validate()
     plan.check(config)
-    rows, folder, table = plan.chosen_rows, plan.out or "", ""
+    rows, folder, page = plan.chosen_rows, plan.out or "", ""
     if plan.equal_memory:
         rows = with_equal_memory(config, rows, corpus.vocabulary.size)
     found: dict[str, list[Score]] = {}
@@ -249,8 +250,8 @@ def train_and_score(
                 raise Interrupted(f"{row.name}, seed {seed}")
             scores = _score_lengths(own, corpus, Run.read(path), plan, outcome.step, stop_requested)
             found.setdefault(row.name, []).append(_summarize(own, scores, corpus.vocabulary.measure))
-            table = distributed.broadcast_from_primary(lambda: _write_tables(found, rows, corpus, plan))
-    print(f"\n{table}")
+            page = distributed.broadcast_from_primary(lambda: _write_tables(found, rows, corpus, plan))
+    print(f"\n{page}")
     print(f"results   {os.path.join(folder, 'ablation.md')}")
     return found
 
@@ -304,12 +305,12 @@ def with_equal_memory(base: ExperimentConfig, rows: Sequence[Row], vocab_size: i
     first = TABLES[Table.EQUAL_MEMORY][0]
     limit = training_bytes(row_config(base, first, 0), vocab_size)
     print(f"an update of {first.name} needs {environment.megabytes(limit)}")
-    found = []
-    for row in rows:
+    found = list(rows)
+    for i, row in enumerate(rows):
         if row.segment_len is not None:
-            row = dataclasses.replace(row, segment_len=longest_segment(base, row, limit=limit, vocab_size=vocab_size))
-            print(f"the same memory: {row.name}")
-        found.append(row)
+            length = longest_segment(base, row, limit=limit, vocab_size=vocab_size)
+            found[i] = dataclasses.replace(row, segment_len=length)
+            print(f"the same memory: {found[i].name}")
     return found
 
 
@@ -322,21 +323,17 @@ def longest_segment(base: ExperimentConfig, row: Row, *, limit: int, vocab_size:
       UserError: If not even the shortest fits.
     """
 
-    def fits(count: int) -> bool:
+    def needed(count: int) -> int:
         changed = dataclasses.replace(row, segment_len=count * step)
-        return training_bytes(row_config(base, changed, 0), vocab_size) <= limit
+        return training_bytes(row_config(base, changed, 0), vocab_size)
 
-    low, high = 1, 2
-    if not fits(low):
-        raise UserError(
-            f"a segment of {step} tokens needs more than {limit:,} bytes in the row {row.name}; choose other rows"
-        )
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step
+    high = 1
+    while needed(high) <= limit:
+        high *= 2
+    require(
+        high > 1, f"a segment of {step} tokens needs more than {limit:,} bytes in the row {row.name}; choose other rows"
+    )
+    return step * (bisect.bisect(range(high), limit, high // 2 + 1, high, key=needed) - 1)
 
 
 def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
@@ -347,11 +344,10 @@ def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
     """
     parts = build(config, vocab_size=vocab_size)
     compilation = parts.compile_step()
-    if compilation.temporary_bytes is None:
-        raise UserError(
-            "this backend does not report the memory of an update; leave equal_memory out, or use another backend"
-        )
-    return compilation.temporary_bytes + environment.bytes_on_device(parts.abstract_state)
+    scratch = compilation.temporary_bytes
+    if scratch is None:
+        raise UserError("this backend does not report the memory of an update; leave equal_memory out, or use another")
+    return scratch + environment.bytes_on_device(parts.abstract_state)
 
 
 # The files
@@ -370,61 +366,48 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
     write_json(f"{path}.json", {**facts, "scores": records})
     columns = ("row", "seed", "init", "best", "length")
     write(f"{path}.csv", csv_file(columns, [{name: record[name] for name in columns} for record in records]))
-    lines = [_caption(facts), "", *_by_row(found, rows, measure), "", *_by_length(found, rows, measure), ""]
+    test_text = ", and of the test text" if plan.table == Table.LM1B else ""
+    caption = (
+        f"Table {plan.table} in miniature or in full: {corpus.description}, validation {measure.value}; mean of the "
+        'seeds (standard deviation, number of seeds); "beside" is the difference of the best to that of the first row, '
+        f"seed by seed; windows of models without recurrence score {plan.stride} tokens each, or their length; "
+        f"{facts['device']}, {facts['date']}. The paper's numbers are of the full size{test_text}."
+    )
+    lines = [caption, "", *_by_row(found, rows, measure), ""]
+    lines += [f"Validation {measure.value} by attention length:", "", *_by_length(found, rows, measure), ""]
     page = "\n".join(lines)
     write(f"{path}.md", page.encode())
     return page
 
 
-def _caption(facts: Mapping[str, Any]) -> str:
-    test_text = ", and of the test text" if facts["table"] == Table.LM1B else ""
-    return (
-        f"Table {facts['table']} in miniature or in full: {facts['text']}, validation {facts['measure']}; mean of the "
-        'seeds (standard deviation, number of seeds); "beside" is the difference of the best to that of the first row, '
-        f"seed by seed; windows of models without recurrence score {facts['stride']} tokens each, or their length; "
-        f"{facts['device']}, {facts['date']}. The paper's numbers are of the full size{test_text}."
-    )
-
-
-def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> list[str]:
-    """Returns the table beside the paper's."""
+def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
+    """Yields the table with the paper's numbers."""
     columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "beside"]
     columns += ["attention length", "paper: init", "best", "length"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines, firsts = [], found.get(rows[0].name, [])
     for row in rows:
-        if row.name not in found:
-            continue
-        scores = found[row.name]
-        first = [] if row is rows[0] else found.get(rows[0].name, [])
-        beside = [score.best - other.best for score, other in zip(scores, first, strict=False)]
-        cells = [
-            "yes" if row.recurrence else "no",
-            row.encoding,
-            row.loss,
-            _mean([score.init for score in scores], measure),
-            _mean([score.best for score in scores], measure),
-            _mean(beside, measure, sign="+"),
-            ", ".join(f"{length:,}" for length in sorted({score.length for score in scores})),
-            *("" if value is None else f"{value:g}" for value in row.published),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        if scores := found.get(row.name):
+            beside = [score.best - first.best for score, first in zip(scores, firsts, strict=False)]
+            lines.append(
+                [
+                    *("yes" if row.recurrence else "no", row.encoding, row.loss),
+                    *(_mean([getattr(score, name) for score in scores], measure) for name in ("init", "best")),
+                    "" if row is rows[0] else _mean(beside, measure, sign="+"),
+                    ", ".join(f"{length:,}" for length in sorted({score.length for score in scores})),
+                    *("" if value is None else f"{value:g}" for value in row.published),
+                ]
+            )
+    return table(columns, lines)
 
 
-def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> list[str]:
-    """Returns the table of the seeds' mean at each attention length."""
-    shown = sorted({length for scores in found.values() for length in scores[0].at})
-    lines = [
-        f"Validation {measure.value} by attention length:",
-        "",
-        f"| row | {' | '.join(f'{length:,}' for length in shown)} |",
-        "|---" * (len(shown) + 1) + "|",
-    ]
+def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
+    """Yields the table of the seeds' mean at each attention length."""
+    shown, lines = sorted({length for scores in found.values() for length in scores[0].at}), []
     for row in rows:
         if scores := found.get(row.name):
             values = [[score.at[length] for score in scores] if length in scores[0].at else [] for length in shown]
-            lines.append(f"| {row.name} | {' | '.join(_mean(each, measure) for each in values)} |")
-    return lines
+            lines.append([row.name, *(_mean(each, measure) for each in values)])
+    return table(["row", *(f"{length:,}" for length in shown)], lines)
 
 
 def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:

@@ -34,6 +34,7 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import ScoreTerms, Visibility, score_terms
 from txl_jax.runs.build import Built
+from txl_jax.runs.records import table
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, progress_bar, with_duration
 from txl_jax.runs.weights import load_to_score
@@ -99,12 +100,9 @@ class Plan(cli.TrainedRun):
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Reads the run and its text, and draws its attention."""
-    trained = Run.read(plan.workdir, member=plan.ensemble_member)
-    config = job.config_of(trained)
-    plan.check(config)  # Before a text is read.
-    corpus = job.corpus(config, trained)
+    trained = job.trained(plan.check)
     with job.stop:
-        draw(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+        draw(*trained, plan, stop_requested=lambda: job.stop)
 
 
 def draw(
@@ -205,8 +203,7 @@ def attention_weights(
     return AttentionWeights(by_distance(probabilities, 0.0), terms_by_distance), after
 
 
-@dataclasses.dataclass(frozen=True)
-class Query:
+class Query(NamedTuple):
     """The attention of one query, by distance 0 .. A - 1."""
 
     position: int  # Of the query's own token in the text.
@@ -215,12 +212,7 @@ class Query:
 
 
 def _read(
-    parts: Built,
-    params: Any,
-    tokens: np.ndarray,
-    first: int,
-    positions: Sequence[int],
-    show: Callable[..., Any],
+    parts: Built, params: Any, tokens: np.ndarray, first: int, positions: Sequence[int], show: Callable[..., Any]
 ) -> tuple[np.ndarray, list[Query]]:
     """Reads whole segments; returns mean probabilities from token `first` on, and the queries at `positions`."""
     eval_config, model = parts.config.eval, cast(TransformerXL, parts.model)
@@ -244,21 +236,16 @@ def _read(
         here = [position for position in positions if start <= position < start + length]
         if here:
             weights, _ = all_weights(params, segment, memory)
-            found |= {position: _query(weights, position, position - start) for position in here}
+            for position in here:
+                own = {name: getattr(weights.terms, name)[:, 0, :, position - start] for name in _TERMS}
+                terms = {name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in own.items()}
+                probabilities = np.asarray(weights.probabilities[:, 0, :, position - start])
+                found[position] = Query(position, probabilities, terms)
         summed, memory = summed_weights(params, segment, memory)
         if start >= first:
             total = total + np.asarray(summed, np.float64)
         show(start // length + 1, Totals())
     return total / (len(tokens) - first), [found[position] for position in positions]
-
-
-def _query(weights: AttentionWeights, position: int, row: int) -> Query:
-    terms = {name: np.asarray(getattr(weights.terms, name)[:, 0, :, row]) for name in _TERMS}
-    return Query(
-        position=position,
-        probabilities=np.asarray(weights.probabilities[:, 0, :, row]),
-        terms={name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in terms.items()},
-    )
 
 
 def mean_distances(average: np.ndarray) -> np.ndarray:
@@ -326,14 +313,15 @@ def _markdown(
     labels = _labels(query, tokens, corpus)
     start = max(query.position - 60, 0)
     before = corpus.vocabulary.decode(tokens[start : query.position + 1]).decode(errors="replace")
-    lines = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
-    lines += ["| head | mean distance over the text | largest weights (distance: probability) |", "|---|---|---|"]
+    rows = []
     for head in heads:
         row = query.probabilities[head]
         top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
         listed = ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)
-        lines.append(f"| {_name(head)} | {distances[head]:.1f} | {listed} |")
-    return [*lines, ""]
+        rows.append([_name(head), f"{distances[head]:.1f}", listed])
+    columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
+    opening = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
+    return [*opening, *table(columns, rows), ""]
 
 
 def _name(head: tuple[int, int]) -> str:

@@ -15,7 +15,7 @@ long as A: on a short text give --eval.batch_size=1. A model without recurrence
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from txl_jax import cli, plots
@@ -24,7 +24,7 @@ from txl_jax.config import settings as config_tree
 from txl_jax.config.settings import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.metrics import Measure, Totals
+from txl_jax.metrics import Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import build_for
 from txl_jax.runs.records import csv_file
@@ -55,12 +55,9 @@ class Plan(cli.TrainedRun):
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Reads the run and its text, and scores it at each length."""
-    trained = Run.read(plan.workdir, member=plan.ensemble_member)
-    config = job.config_of(trained)
-    plan.check(config)  # Before a text is read.
-    corpus = job.corpus(config, trained)
+    trained = job.trained(plan.check)
     with job.stop:
-        score_lengths(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+        score_lengths(*trained, plan, stop_requested=lambda: job.stop)
 
 
 def score_lengths(
@@ -99,8 +96,10 @@ def score_lengths(
         return found
     picture = f"{trained.outputs}/context_length.png"
     how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"
-    title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
-    distributed.broadcast_from_primary(lambda: _draw(found, picture, title=title, measure=measure))
+    labels = {"title": f"{corpus.name} ({plan.split}), step {step:,}, {how}", "ylabel": plots.UNITS[measure]}
+    labels["xlabel"] = "attention length (tokens)"
+    values = {plan.split: {length: totals.value(measure) for length, totals in found.items()}}
+    distributed.broadcast_from_primary(lambda: plots.curves(values, picture, **labels))
     print(f"picture   {picture}")
     return found
 
@@ -152,35 +151,6 @@ def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> Exp
     else:
         changes = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
     return config_tree.replace(config, {f"eval.{name}": value for name, value in changes.items()})
-
-
-def _draw(found: Mapping[int, Totals], path: str, *, title: str, measure: Measure) -> None:
-    """Draws a measure against attention lengths, on a logarithmic axis."""
-    from matplotlib.patheffects import withStroke
-    from matplotlib.ticker import NullLocator
-
-    figure = plots.figure()
-    plot = figure.add_subplot()
-    values = {length: totals.value(measure) for length, totals in found.items()}
-    plot.plot(*zip(*values.items(), strict=True), color="#c0392b", marker="o", markersize=5, linewidth=1.4)
-    for length, value in values.items():
-        plot.annotate(
-            f"{value:.2f}" if measure is Measure.PPL else f"{value:.4f}",
-            (length, value),
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color="#2c3e50",
-            path_effects=[withStroke(linewidth=3, foreground="white")],  # Where the line is steep it goes behind.
-        )
-    plot.set_xscale("log", base=2)
-    plot.set_xticks(list(values), [f"{length:,}" for length in values])
-    plot.xaxis.set_minor_locator(NullLocator())
-    plot.set(title=title, xlabel="attention length (tokens)", ylabel=plots.UNITS[measure])
-    plot.margins(x=0.06, y=0.14)
-    plot.grid(alpha=0.25)
-    plots.save(figure, path)
 
 
 if __name__ == "__main__":

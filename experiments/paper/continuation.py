@@ -45,12 +45,9 @@ class Plan(cli.TrainedRun):
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Reads the run and its text, and continues it."""
-    trained = Run.read(plan.workdir, member=plan.ensemble_member)
-    config = job.config_of(trained)
-    check_can_generate(config)  # Before a text is read.
-    corpus = job.corpus(config, trained)
+    trained = job.trained(check_can_generate)
     with job.stop:
-        write(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+        write(*trained, plan, stop_requested=lambda: job.stop)
 
 
 def write(

@@ -24,10 +24,9 @@ import numpy as np
 from txl_jax import cli, plots
 from txl_jax.config.settings import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.errors import UserError
 from txl_jax.evaluation.context_losses import context_losses, positions
 from txl_jax.metrics import Totals
-from txl_jax.runs.records import csv_file
+from txl_jax.runs.records import csv_file, table
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar, with_duration
 from txl_jax.runs.weights import load_to_score
@@ -173,14 +172,9 @@ def _losses_of(
         began = time.monotonic()
         progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
+            arguments = parts.window_step, params, getattr(corpus, plan.split), scored
             found[length] = context_losses(
-                parts.window_step,
-                params,
-                getattr(corpus, plan.split),
-                scored,
-                context=length,
-                batch_size=plan.batch_size,
-                after_call=lambda done: show(done, Totals()),
+                *arguments, context=length, batch_size=plan.batch_size, after_call=lambda done: show(done, Totals())
             )
         totals = Totals.of(found[length])
         check_finite(totals, what)
@@ -196,15 +190,13 @@ def _check_identity(path: str, identity: dict[str, Any]) -> None:
     if not exists(path):
         make_folder(os.path.dirname(path))
         write_json(path, identity)
-        return
     before = json.loads(read(path))
     differing = [
         f"{name} was {before.get(name)} and is {value}" for name, value in identity.items() if before.get(name) != value
     ]
-    if differing:
-        raise UserError(
-            f"{os.path.dirname(path)} contains other losses ({'; '.join(differing)}); give another directory"
-        )
+    require(
+        not differing, f"{os.path.dirname(path)} contains other losses ({'; '.join(differing)}); give another directory"
+    )
 
 
 # From losses to lengths. l_i(c, t) is the loss of model i at token t when it has read the c tokens before it and
@@ -294,33 +286,26 @@ def _write_results(
     results = {"plan": own, "recl": lengths, measure.value: means, "gains": steps}
     write_json(os.path.join(folder, "recl.json"), {**facts, **results})
     write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
-    table = _markdown(lengths, plan)
+    page = _markdown(lengths, plan)
     caption = (
-        f"RECL on {facts['text']} ({facts['split']}), {facts['tokens']:,} tokens, one in {plan.stride}, contexts from "
+        f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, contexts from "
         f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
         f"{plan.threshold:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
     )
-    write(os.path.join(folder, "recl.md"), f"{caption}\n\n{table}".encode())
-    print(f"\n{table}")
+    write(os.path.join(folder, "recl.md"), f"{caption}\n\n{page}".encode())
+    print(f"\n{page}")
     if plots.can_draw():
         ratio, title = min(plan.ratios), f"{corpus.name} ({plan.split})"
+        by_model = zip(lengths, all_gains[ratio], strict=True)
         plots.curves(
-            {
-                name: {step.longer: step.perplexity for step in of_model}
-                for name, of_model in zip(lengths, all_gains[ratio], strict=True)
-            },
+            {name: {step.longer: step.perplexity for step in of_model} for name, of_model in by_model},
             os.path.join(folder, "gains.png"),
             title=f"{title}: gain of {plan.lengths[2]} more tokens of context, r = {ratio:g}",
             xlabel="context length c' (tokens)",
             ylabel="gain in perplexity over c",
         )
-        plots.curves(
-            means,
-            os.path.join(folder, "context.png"),
-            title=title,
-            xlabel="context length (tokens)",
-            ylabel=plots.UNITS[measure],
-        )
+        path, ylabel = os.path.join(folder, "context.png"), plots.UNITS[measure]
+        plots.curves(means, path, title=title, xlabel="context length (tokens)", ylabel=ylabel)
     else:
         print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
     print(f"results   {os.path.join(folder, 'recl.md')}")
@@ -328,16 +313,13 @@ def _write_results(
 
 def _markdown(lengths: Mapping[str, list[int | None]], plan: Plan) -> str:
     """Returns table 8, with the paper's rows below."""
-    lines = [
-        f"| model | {' | '.join(f'r = {ratio:g}' for ratio in plan.ratios)} |",
-        "|---" * (len(plan.ratios) + 1) + "|",
+    rows = [
+        [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
+        for name, found in lengths.items()
     ]
-    for name, found in lengths.items():
-        cells = (f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
     if plan.ratios == Plan().ratios:
-        lines += [f"| *paper: {name}* | {' | '.join(map(str, found))} |" for name, found in PAPER.items()]
-    return "\n".join(lines) + "\n"
+        rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
+    return "\n".join([*table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ scored. On a CPU a call of the sliding window takes seconds: --calls and --lengt
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from experiments.bench import speed
-from experiments.bench.timing import Task, draw_tokens, interleaved
+from experiments.bench.timing import Task, draw_tokens, interleaved, machine, print_table
 from txl_jax import cli, sharding
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config import settings as config_tree
@@ -61,36 +61,36 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Times both sides at each length; prints a markdown table row by row and writes `plan.out`."""
+    """Times both sides at each length; prints a Markdown table row by row."""
     config = job.config()
     for side in (sliding_window_config(config), *(our_config(config, length) for length in plan.lengths)):
         side.validate()
         side.model.validate_vocabulary(VOCABULARY)
-    facts = environment.describe()
     model, eval_config = config.model, config.eval
     clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
-    print(f"{facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}")
     print(
-        f"{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner width "
-        f"{model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {SEGMENTS_PER_CALL} "
+        f"{machine()}\n{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x {model.d_head}, inner "
+        f"width {model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {SEGMENTS_PER_CALL} "
         f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
     )
-    print(
-        "| attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio "
-        "| paper's ratio |"
+    print_table(
+        "attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
+        "paper's ratio",
+        _rows(config, plan),
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+
+
+def _rows(config: ExperimentConfig, plan: Plan) -> Iterator[list[str]]:
+    """Measures each length, writes all so far to `plan.out`, and yields the table's row."""
     rows = []
     for length in plan.lengths:
         row = measure(config, vocab_size=VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
         rows.append({"attention_len": length, **row, "paper_ratio": PAPER.get(length)})
-        cells = [f"{length:,}"]
-        for seconds in (row["sliding_window"], row["ours"]):
-            cells += [f"{value:.3g}" for value in (statistics.median(seconds), max(seconds), min(seconds))]
-        cells += [f"{row['ratio']:,.0f}", f"{PAPER[length]:,}" if length in PAPER else ""]
-        print(f"| {' | '.join(cells)} |")
         if plan.out:
-            write_json(plan.out, _record(config, plan, facts, rows))
+            write_json(plan.out, _record(config, plan, rows))
+        times = [each(row[side]) for side in ("sliding_window", "ours") for each in (statistics.median, max, min)]
+        published = f"{PAPER[length]:,}" if length in PAPER else ""
+        yield [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{row['ratio']:,.0f}", published]
 
 
 def measure(
@@ -147,14 +147,12 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     return Task("sliding window", 1, lambda: jax.block_until_ready(step(params, inputs, targets)))
 
 
-def _record(
-    config: ExperimentConfig, plan: Plan, facts: dict[str, Any], rows: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _record(config: ExperimentConfig, plan: Plan, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns all timings with the sizes and the environment they were measured with."""
     model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
     del model["encoding"]  # Each side has its own.
     return {
-        **facts,
+        **environment.describe(),
         "model": model,
         "compat": config_tree.to_dict(config.compat),
         "vocab_size": VOCABULARY,

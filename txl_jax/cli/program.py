@@ -184,6 +184,17 @@ class Job:
 
         return distributed.run_on_all(over_trained)
 
+    def trained(self, check: Callable[[ExperimentConfig], Any]) -> tuple[ExperimentConfig, Corpus, Run]:
+        """Reads the run of a `TrainedRun` plan: its settings with the flags over them, its text, and the run itself.
+
+        Args:
+          check: Called with the settings before the text is read. Raises `UserError` if the program cannot use them.
+        """
+        run = Run.read(self._plan.workdir, member=self._plan.ensemble_member)
+        config = self.config_of(run)
+        check(config)
+        return config, self.corpus(config, run), run
+
     def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
         """Reads the text of a config.
 

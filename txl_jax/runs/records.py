@@ -12,7 +12,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,14 @@ def csv_file(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
     return text.getvalue().encode()
 
 
+def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yields the lines of a Markdown table. Each row is asked for when its line is."""
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
 def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     """Yields the lines of a Markdown table of rows, and of a second one with the means over seeds, if any."""
     speed = ["tokens_per_second"] * any("tokens_per_second" in row for row in rows)
@@ -220,10 +228,8 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     headings = {"best_valid": "best valid", "tokens_per_second": "tokens/s", "seconds": "time"}
-    yield f"| {' | '.join(headings.get(column, column) for column in columns)} |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        yield f"| {' | '.join(_cell(row, column) for column in columns)} |"
+    cells = ([_cell(row, column) for column in columns] for row in rows)
+    return table([headings.get(column, column) for column in columns], cells)
 
 
 def _cell(row: Row, column: str) -> str:
