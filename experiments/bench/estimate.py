@@ -56,6 +56,9 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+_TOO_LARGE = re.compile(  # The sizes in an error of the TPU's compiler, which is pages long.
+    r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)"
+)
 _PER_HOST = 8  # GPUs that share NVLink.
 _HOST = ("1", "2", "4", "8")
 
@@ -220,7 +223,10 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"{task}: does not fit, it {_needed_and_available(str(error))}", flush=True)
+        why = str(error).partition("\n")[0][:200]
+        if found := _TOO_LARGE.search(str(error)):
+            why = "needs {}iB of {}iB".format(*filter(None, found.groups()))
+        print(f"{task}: does not fit, it {why}", flush=True)
         return False
     seconds, sizes = time.monotonic() - start, compiled.memory_analysis()
     # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
@@ -235,17 +241,6 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
         flush=True,
     )
     return True
-
-
-def _needed_and_available(error: str) -> str:
-    """Extracts the two sizes from a message of the TPU's compiler that is pages long."""
-    found = re.search(
-        r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", error
-    )
-    if not found:
-        return error.partition("\n")[0][:200]
-    needed, available = filter(None, found.groups())
-    return f"needs {needed}iB of {available}iB"
 
 
 def compile_task(components: Built, task: str) -> Any:

@@ -46,13 +46,14 @@ class HuggingFaceModel:
         Raises:
           UserError: If a package is missing, or Hugging Face's class does not support the model.
         """
-        dtype = config.model.dtype
         require(
-            dtype is DType.FLOAT32,
-            f"model.dtype is {dtype} and Hugging Face's model computes in {DType.FLOAT32}; "
-            f"set --model.dtype={DType.FLOAT32}",
+            config.model.dtype is DType.FLOAT32,
+            f"model.dtype is {config.model.dtype} and Hugging Face's model computes in float32; "
+            "set --model.dtype=float32",
         )
-        self._torch, self._transformers = _import_packages()
+        torch, transformers = self._torch, self._transformers = _import_packages()
+        self.versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        self.versions += f", threads {torch.get_num_threads()}"
         self._config, self._vocab_size = config, vocab_size
         arrays = original.from_flax(jax.tree.map(np.asarray, params), config.model, format=Format.HUGGINGFACE)
         tensors = {name: self._torch.from_numpy(array) for name, array in arrays.items()}
@@ -104,11 +105,6 @@ class HuggingFaceModel:
             shape = (mem_len, rows, model.d_model)
             self._memory[use] = [self._torch.randn(shape, generator=generator) for _ in range(model.n_layer)]
 
-    def versions(self) -> str:
-        """Returns the versions and threads that a measurement depends on."""
-        torch, transformers = self._torch, self._transformers
-        return f"torch {torch.__version__}, transformers {transformers.__version__}, threads {torch.get_num_threads()}"
-
     def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
         """Returns nats [B, L] in the order of the targets; moves the memory of that use on (the model detaches it).
 
@@ -134,8 +130,8 @@ class HuggingFaceModel:
         dropout, optimizer, train = self._config.model.dropout, self._config.optimizer, self._config.train
         shared = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length")
         lengths = EvalConfig(**{name: getattr(train, name) for name in shared})
-        rates = {"dropout": dropout.rate, "dropatt": dropout.attention}
-        model = self._make_model(lengths, self._model.state_dict(), **rates)
+        tensors = self._model.state_dict()
+        model = self._make_model(lengths, tensors, dropout=dropout.rate, dropatt=dropout.attention)
         adam = self._torch.optim.Adam(
             model.parameters(),
             lr=optimizer.learning_rate,
@@ -218,7 +214,7 @@ def print_difference(components: Built, params: Any, peer: HuggingFaceModel) -> 
         f"the peer's losses differ by up to {worst:.2g} nats, more than {TOLERANCE:g}, so the two do not compute "
         "the same function; nothing was timed",
     )
-    print(f"peer: {peer.versions()}; --compat=hf on both sides")
+    print(f"peer: {peer.versions}; --compat=hf on both sides")
     print(f"largest difference of a token's loss: {worst:.1e} nats\n")
     return worst
 

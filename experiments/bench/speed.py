@@ -98,10 +98,18 @@ def run(plan: Plan, job: cli.Job) -> None:
     peer = huggingface.checked_peer(components) if plan.peer else None
     found: list[Timing] = []
     timing.print_table(_COLUMNS_WITH_PEER if peer else _COLUMNS, _rows(plan, components, peer, found))
-    if jax.default_backend() != "cpu":
-        print()
-        for measured in found:
-            _print_flops(measured, components.mesh.size)
+    if jax.default_backend() == "cpu":
+        return
+    print()
+    peak = flops.device_peak(environment.device_kind())
+    for measured in found:
+        if operations := measured.task.flops_per_token:
+            achieved = operations * measured.rate / components.mesh.size
+            share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
+            print(
+                f"{measured.task.name}: {operations / 1e6:,.1f} million operations per token, "
+                f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
+            )
 
 
 def _rows(
@@ -121,19 +129,6 @@ def _rows(
                 needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
                 figures = [*ours.cells, f"{task.compile_seconds:.1f} s", needs]
             yield [task.name, task.shape, str(task.mem_len), *figures]
-
-
-def _print_flops(measured: Timing, num_devices: int) -> None:
-    """Prints the FLOP/s of a task, and the MFU if the device's peak is known."""
-    task = measured.task
-    if task.flops_per_token is None:
-        return
-    achieved, peak = task.flops_per_token * measured.rate / num_devices, flops.device_peak(environment.device_kind())
-    share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
-    print(
-        f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
-        f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
-    )
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:

@@ -96,10 +96,10 @@ def score_lengths(
         return found
     picture = f"{trained.outputs}/context_length.png"
     how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"
-    labels = {"title": f"{corpus.name} ({plan.split}), step {step:,}, {how}", "ylabel": plots.UNITS[measure]}
-    labels["xlabel"] = "attention length (tokens)"
-    values = {plan.split: {length: totals.value(measure) for length, totals in found.items()}}
-    distributed.broadcast_from_primary(lambda: plots.curves(values, picture, **labels))
+    title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
+    values = {str(plan.split): {length: totals.value(measure) for length, totals in found.items()}}
+    xlabel, ylabel = "attention length (tokens)", plots.UNITS[measure]
+    distributed.broadcast_from_primary(lambda: plots.curves(values, picture, title=title, xlabel=xlabel, ylabel=ylabel))
     print(f"picture   {picture}")
     return found
 

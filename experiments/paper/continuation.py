@@ -118,18 +118,15 @@ def quoted(corpus: Corpus, ids: np.ndarray) -> str:
 def escaped(text: str) -> str:
     """Escapes the characters that markdown interprets, and those that would begin a list or a heading."""
     text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
-    text = re.sub(
-        r"^( *)([-+=]|\d+[.)])",
-        lambda match: f"{match[1]}\\{match[2]}" if match[2] in "-+=" else f"{match[1]}{match[2][:-1]}\\{match[2][-1]}",
-        text,
-        flags=re.MULTILINE,
-    )
+    text = re.sub(r"^( *(?=[-+=])| *\d+(?=[.)]))", r"\1\\", text, flags=re.MULTILINE)
     text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
     return text.replace("\n", "  \n")
 
 
 # In this order. WikiText writes hyphens, commas and points inside words and numbers as @-@, @,@ and @.@.
 _RULES = [
+    # A heading, ` = = Reception = = `, has equally many signs on both sides.
+    (re.compile(r"^ *(=(?: =)*) (?!= )(.+?)(?<! =) \1 *$", re.MULTILINE), r"\2"),
     (re.compile(r" ?@([-,.])@ ?"), r"\1"),
     (re.compile(r" ([.,:;?!%)\]}])(?=\s|$)"), r"\1"),
     (re.compile(r"([(\[{$£€#]) (?=\S)"), r"\1"),
@@ -139,7 +136,6 @@ _RULES = [
     (re.compile(r" ?([\u2013\u2014/]) ?"), r"\1"),  # En dash, em dash, slash.
     (re.compile(r'" ([^"\n]*?) "'), r'"\1"'),
 ]
-_HEADING = re.compile(r"^ *((?:= )+)(.+?)((?: =)+) *$", re.MULTILINE)
 
 
 def detokenize(text: str) -> str:
@@ -148,16 +144,9 @@ def detokenize(text: str) -> str:
     >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \'t it ? "')
     'He said: "It is 3.5 miles, isn\'t it?"'
     """
-    text = _HEADING.sub(_as_heading, text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _as_heading(match: re.Match[str]) -> str:
-    """Returns the title of ` = = Reception = = `: a heading has equally many signs on both sides."""
-    before, title, after = match.group(1).count("="), match.group(2), match.group(3).count("=")
-    return title if before == after else match.group(0)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,13 @@ def _losses_of(
         "first": int(scored[0]),
         "stride": plan.stride,
     }
-    _check_identity(os.path.join(folder, "scored.json"), identity)
+    record = os.path.join(folder, "scored.json")
+    if not exists(record):
+        make_folder(folder)
+        write_json(record, identity)
+    before = json.loads(read(record))
+    changes = [f"{key} was {before.get(key)} and is {new}" for key, new in identity.items() if before.get(key) != new]
+    require(not changes, f"{folder} contains other losses ({'; '.join(changes)}); give another directory")
     found = {}
     for length in plan.contexts:
         path, what = os.path.join(folder, f"{length}.npy"), f"{name} from {length:,} tokens"
@@ -183,20 +189,6 @@ def _losses_of(
         write(path, data.getvalue())
         print(with_duration(f"{what} {format_scores(totals, measure)}", time.monotonic() - began))
     return found
-
-
-def _check_identity(path: str, identity: dict[str, Any]) -> None:
-    """Writes a description of the losses to `path`; raises `UserError` if another description is there."""
-    if not exists(path):
-        make_folder(os.path.dirname(path))
-        write_json(path, identity)
-    before = json.loads(read(path))
-    differing = [
-        f"{name} was {before.get(name)} and is {value}" for name, value in identity.items() if before.get(name) != value
-    ]
-    require(
-        not differing, f"{os.path.dirname(path)} contains other losses ({'; '.join(differing)}); give another directory"
-    )
 
 
 # From losses to lengths. l_i(c, t) is the loss of model i at token t when it has read the c tokens before it and

@@ -18,7 +18,7 @@ scored. On a CPU a call of the sliding window takes seconds: --calls and --lengt
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -82,12 +82,23 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def _rows(config: ExperimentConfig, plan: Plan) -> Iterator[list[str]]:
     """Measures each length, writes all so far to `plan.out`, and yields the table's row."""
-    rows = []
+    model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
+    del model["encoding"]  # Each side has its own.
+    rows: list[dict[str, Any]] = []
+    record = {
+        **environment.describe(),
+        "model": model,
+        "compat": config_tree.to_dict(config.compat),
+        "vocab_size": VOCABULARY,
+        "eval": {name: evaluation[name] for name in ("segment_len", "clamp_len", "cache_dtype")},
+        "warmup": plan.warmup,
+        "rows": rows,
+    }
     for length in plan.lengths:
         row = measure(config, vocab_size=VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
         rows.append({"attention_len": length, **row, "paper_ratio": PAPER.get(length)})
         if plan.out:
-            write_json(plan.out, _record(config, plan, rows))
+            write_json(plan.out, record)
         times = [each(row[side]) for side in ("sliding_window", "ours") for each in (statistics.median, max, min)]
         published = f"{PAPER[length]:,}" if length in PAPER else ""
         yield [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{row['ratio']:,.0f}", published]
@@ -145,21 +156,6 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
     inputs, targets = jax.device_put((window.inputs, window.targets))
     return Task("sliding window", 1, lambda: jax.block_until_ready(step(params, inputs, targets)))
-
-
-def _record(config: ExperimentConfig, plan: Plan, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns all timings with the sizes and the environment they were measured with."""
-    model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
-    del model["encoding"]  # Each side has its own.
-    return {
-        **environment.describe(),
-        "model": model,
-        "compat": config_tree.to_dict(config.compat),
-        "vocab_size": VOCABULARY,
-        "eval": {name: evaluation[name] for name in ("segment_len", "clamp_len", "cache_dtype")},
-        "warmup": plan.warmup,
-        "rows": rows,
-    }
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@
         count: int = setting(3, "Passages.", at_least=1)
 
     def run(plan: Plan, job: cli.Job) -> None:
-        trained = Run.read(plan.workdir, member=plan.ensemble_member)
-        config = job.config_of(trained)
-        corpus = job.corpus(config, trained)
+        config, corpus, trained = job.trained()
         with job.stop:
             ...
 
@@ -184,11 +182,12 @@ class Job:
 
         return distributed.run_on_all(over_trained)
 
-    def trained(self, check: Callable[[ExperimentConfig], Any]) -> tuple[ExperimentConfig, Corpus, Run]:
+    def trained(
+        self, check: Callable[[ExperimentConfig], Any] = lambda config: None
+    ) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan: its settings with the flags over them, its text, and the run itself.
 
-        Args:
-          check: Called with the settings before the text is read. Raises `UserError` if the program cannot use them.
+        `check` is called with the settings before the text is read, and raises `UserError` if they do not fit.
         """
         run = Run.read(self._plan.workdir, member=self._plan.ensemble_member)
         config = self.config_of(run)
