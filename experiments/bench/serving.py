@@ -9,7 +9,6 @@ table, medians over calls, and the speedup: the median of the ratios of successi
 
 import dataclasses
 import statistics
-import time
 
 import numpy as np
 
@@ -41,29 +40,23 @@ def run(plan: Plan, job: cli.Job) -> None:
     timing.print_head(components)
     steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
-    processor: list[list[float]] = [[] for _ in steps]  # Seconds of each call.
-    tasks = [_task(components, step, weights, own) for step, own in zip(steps, processor, strict=True)]
+    tasks = [_task(components, step, weights) for step in steps]
     many, one = found = timing.interleaved(tasks, warmup=1, calls=plan.calls)
-    rows = (
-        [str(step.batch_size), *measured.cells, f"{statistics.median(seconds) / measured.task.tokens * 1e3:.3g} ms"]
-        for step, measured, (_, *seconds) in zip(steps, found, processor, strict=True)
-    )
-    timing.print_table("rows | tokens/s | slowest | fastest | processor time per token", rows)
+    rows = ([str(step.batch_size), *measured.cells] for step, measured in zip(steps, found, strict=True))
+    timing.print_table("rows | tokens/s | slowest | fastest", rows)
     speedup = statistics.median(many.speedups(one))
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
 
 
-def _task(components: Built, step: Step, weights: Weights, processor: list[float]) -> Task:
-    """Returns the task of drawing K tokens of every row; appends the processor seconds of each call."""
+def _task(components: Built, step: Step, weights: Weights) -> Task:
+    """Returns the task of sampling K tokens of every row."""
     rows, cache = Rows.idle(step.batch_size), step.init_cache(weights)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
 
     def call() -> None:
         nonlocal cache
-        start = time.process_time()
         cache, _, _ = step.write(weights, cache, rows)
-        processor.append(time.process_time() - start)
 
     return Task("serving", step.batch_size * step.block, call)
 

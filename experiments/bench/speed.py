@@ -20,7 +20,6 @@ import enum
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ TASKS = ("data_loading", "training", "evaluation", "generation")
 BLOCK = 16  # Tokens that generation writes per call.
 _TEXT_TOKENS = 20_000_000
 _SENTENCE_TOKENS = 25
-_COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest | compiled in | needs"
+_COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest | needs"
 _COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
 
 
@@ -127,7 +126,7 @@ def _rows(
                 figures = [ours.cells[0], theirs[0].cells[0], *(f"{ratio:.2f}" for ratio in ratios)]
             else:
                 needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
-                figures = [*ours.cells, f"{task.compile_seconds:.1f} s", needs]
+                figures = [*ours.cells, needs]
             yield [task.name, task.shape, str(task.mem_len), *figures]
 
 
@@ -172,11 +171,8 @@ def data_loading(components: Built) -> Task:
     def call() -> None:
         jax.block_until_ready(components.place(reader.segments(next(steps), train.segments_per_call)))
 
-    start = time.monotonic()
     call()  # The first call prepares an epoch's order.
-    seconds = time.monotonic() - start
-    shape = f"{train.batch_size} x {train.segment_len}"
-    return Task("data loading", tokens_per_call, call, shape, train.mem_len, compile_seconds=seconds)
+    return Task("data loading", tokens_per_call, call, f"{train.batch_size} x {train.segment_len}", train.mem_len)
 
 
 def training(components: Built) -> Task:
@@ -198,7 +194,6 @@ def training(components: Built) -> Task:
         call=call,
         shape=f"{train.batch_size} x {train.segment_len}",
         mem_len=train.mem_len,
-        compile_seconds=compilation.seconds,
         memory_bytes=None if scratch is None else scratch + environment.bytes_on_device(state),
         flops_per_token=cost.flops and cost.flops / cost.tokens,
     )
@@ -221,9 +216,7 @@ def evaluation(components: Built, params: Any) -> Task:
     segments = timing.random_segments(components, eval_config)
     segments = segments._replace(reset=segments.reset & False)
     eval_step: Any = components.eval_step  # It is jitted, which its type does not show.
-    start = time.monotonic()
     step = eval_step.lower(weights, memory, segments).compile()
-    seconds = time.monotonic() - start
 
     def call() -> None:
         nonlocal memory
@@ -236,7 +229,6 @@ def evaluation(components: Built, params: Any) -> Task:
         call=call,
         shape=f"{eval_config.batch_size} x {eval_config.segment_len}",
         mem_len=eval_config.mem_len,
-        compile_seconds=seconds,
         memory_bytes=timing.program_bytes(step),
         flops_per_token=_inference_flops(components, segment_len=eval_config.segment_len),
     )
@@ -253,9 +245,7 @@ def generation(components: Built, params: Any, *, every_tail: bool = False) -> T
     generator = components.generator(components.prepare_params(params))
     cache = generator.read(timing.draw_tokens(components.model.vocab_size, mem_len + 1), how).cache
     rows, limits = generation_arguments(how)
-    start = time.monotonic()
     decode = generator.decode.lower(generator.for_tokens, cache, rows, limits, count=BLOCK).compile()
-    seconds = time.monotonic() - start
 
     def call() -> None:
         nonlocal cache
@@ -268,7 +258,6 @@ def generation(components: Built, params: Any, *, every_tail: bool = False) -> T
         call=call,
         shape=f"{samples} x 1",
         mem_len=mem_len,
-        compile_seconds=seconds,
         memory_bytes=timing.program_bytes(decode),
         flops_per_token=_inference_flops(components, segment_len=1),
     )

@@ -36,7 +36,6 @@ class Task:
     call: Callable[[], Any]  # Runs once and returns when the results are there.
     shape: str = ""  # Batch size x tokens per row and segment.
     mem_len: int = 0  # M.
-    compile_seconds: float = 0.0  # Or of what the first call prepares.
     memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
     flops_per_token: float | None = None  # By `txl_jax.flops`.
 

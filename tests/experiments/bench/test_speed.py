@@ -64,7 +64,6 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
     task.call()
     task.call()
     assert (task.tokens, task.shape, task.mem_len) == (tokens, shape, mem_len)
-    assert task.compile_seconds > 0
     if name != "data_loading":
         assert task.memory_bytes > 1000 and task.flops_per_token > 1000
 
