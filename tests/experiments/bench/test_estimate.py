@@ -61,7 +61,7 @@ def test_programs_are_compiled(topology, device):
     out = compiled(f"--topology={topology}", "--mesh.fsdp=2", "--mesh.tensor=2")
     [(compiler, version)] = estimate.compiler_versions(topology).items()
     assert f"4 x {device} (" in out and f"{compiler} {version}" in out.splitlines()[0]
-    assert re.search(r"(?m)^an update +[\d.]+ TFLOP", out)
+    assert re.search(r"(?m)^an update +[\d.e-]+ TFLOP", out)
     for name in ("training", "evaluation"):
         assert re.search(rf"(?m)^attention, {name} +(reference|tiled|stored|fused)\b", out)
     for name in estimate.TASKS:
