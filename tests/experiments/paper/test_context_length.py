@@ -57,7 +57,7 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
 def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
     config, corpus, _ = run = make_run(tmp_path, GIVEN | changes)
     found, rows = sweep(run, [9, 4], stride=3)
-    made = context_length.build(config, vocab_size=corpus.vocabulary.size).model
+    made = context_length.build_for(config, corpus.vocabulary).model
     step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
     assert list(found) == [row["attention_length"] for row in rows] == [4, 9]
     for length, totals in found.items():
