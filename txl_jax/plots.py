@@ -65,6 +65,7 @@ def curves(
     ylabel: str,
     deviations: Mapping[str, Mapping[int, float]] | None = None,
     log: bool = False,
+    log_x: bool = False,
 ) -> None:
     """Draws one line per name.
 
@@ -76,6 +77,7 @@ def curves(
       ylabel: Label of the y axis.
       deviations: By name, half the height of a band around the line at each x. Lines without a name here have no band.
       log: Draws y on a logarithmic axis.
+      log_x: Draws x on a logarithmic axis, for lengths that double, with a tick at each.
     """
     from matplotlib.ticker import LogFormatter
 
@@ -94,6 +96,11 @@ def curves(
         plot.set_yscale("log")
         plot.yaxis.set_major_formatter(LogFormatter())
         plot.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
+    if log_x:
+        ticks = sorted({x for points in values.values() for x in points})
+        plot.set_xscale("log", base=2)
+        plot.set_xticks(ticks, [f"{x:,}" for x in ticks])
+        plot.minorticks_off()
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
     save(drawing, path)

@@ -99,7 +99,9 @@ def score_lengths(
     title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
     values = {str(plan.split): {length: totals.value(measure) for length, totals in found.items()}}
     xlabel, ylabel = "attention length (tokens)", plots.UNITS[measure]
-    distributed.broadcast_from_primary(lambda: plots.curves(values, picture, title=title, xlabel=xlabel, ylabel=ylabel))
+    distributed.broadcast_from_primary(
+        lambda: plots.curves(values, picture, title=title, xlabel=xlabel, ylabel=ylabel, log_x=True)
+    )
     print(f"picture   {picture}")
     return found
 
