@@ -74,8 +74,10 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
         printed.append(capsys.readouterr().out)
         return re.search(r"(?m)^valid\b\D*\b5\b", "".join(printed))
 
+    config, *others = recurrent
+    config = config_tree.replace(config, {"eval.segment_len": 2})  # So that a text takes several calls.
     with pytest.raises(Interrupted, match=r"\b8\b"):
-        sweep(recurrent, [5, 8], stop_requested=first_is_printed)
+        sweep((config, *others), [5, 8], stop_requested=first_is_printed)
     assert [row["attention_length"] for row in table(recurrent)] == [5]
 
 
