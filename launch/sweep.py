@@ -65,8 +65,7 @@ from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
-from txl_jax.runs.checkpoints import latest_folder
-from txl_jax.runs.run import RESULTS
+from txl_jax.runs.run import RESULTS, latest_folder
 from txl_jax.runs.validation import with_defaults
 from txl_jax.runtime import storage
 from txl_jax.training.ensemble import VARYING

@@ -8,7 +8,6 @@ Of an adaptive softmax only the head counts: how often a token needs a tail depe
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 
@@ -38,17 +37,11 @@ _PEAKS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """The work of one update.
+    """The work of one update."""
 
-    Attributes:
-      tokens: Number of tokens that one member reads for the first time.
-      flops: Operations of one member, or None if they are not counted.
-      peak_flops: Peak FLOP/s of all devices together, or None if it is unknown.
-    """
-
-    tokens: int
-    flops: float | None = None
-    peak_flops: float | None = None
+    tokens: int  # Read for the first time, by one member.
+    flops: float | None = None  # Operations of one member, or None if they are not counted.
+    peak_flops: float | None = None  # FLOP/s of all devices together, or None if it is unknown.
 
 
 def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> StepCost:
@@ -79,25 +72,24 @@ def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_
 
 
 def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
-    """Returns the operations per token of an update: forward, and twice that backward.
+    """Returns the operations per token of an update: forward, and twice as many backward.
 
     The memory is projected anew in every segment, as weights have changed, and nothing goes back into it; so are the
     position codes, of M + L distances.
     """
-    lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len, "same_length": same_length}
-    forward = of_inference(config, vocab_size=vocab_size, **lengths)
-    if config.network is not Network.TRANSFORMER_XL:
-        return 3 * forward
-    # Backward, the memory's projections and those of the codes have a gradient of the weights only.
+    forward = of_inference(
+        config, vocab_size=vocab_size, segment_len=segment_len, mem_len=mem_len, same_length=same_length
+    )
+    # Backward, the projections of the memory and of the codes have a gradient of the weights only.
     return 3 * forward + 2 * _of_memory(config, segment_len=segment_len, mem_len=mem_len)
 
 
 def of_recomputing(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
     """Returns the operations per token that `remat=full` adds: all layers forward once more, not the softmax."""
-    lengths: dict[str, Any] = {"segment_len": segment_len, "mem_len": mem_len}
-    forward = of_inference(config, vocab_size=vocab_size, same_length=same_length, **lengths)
-    again = _of_memory(config, **lengths) if config.network is Network.TRANSFORMER_XL else 0
-    return forward - _softmax(config, vocab_size) + again
+    forward = of_inference(
+        config, vocab_size=vocab_size, segment_len=segment_len, mem_len=mem_len, same_length=same_length
+    )
+    return forward - _softmax(config, vocab_size) + _of_memory(config, segment_len=segment_len, mem_len=mem_len)
 
 
 def device_peak(kind: str) -> float | None:
@@ -108,6 +100,8 @@ def device_peak(kind: str) -> float | None:
 
 def _of_memory(config: ModelConfig, *, segment_len: int, mem_len: int) -> float:
     """Returns the operations of keys and values of the memory, and of the position keys, per token of the segment."""
+    if config.network is not Network.TRANSFORMER_XL:
+        return 0
     project = 2 * config.d_model * config.n_head * config.d_head
     codes = project * (mem_len + segment_len) / segment_len if encoding_of(config).projects_codes else 0
     return config.n_layer * (2 * project * mem_len / segment_len + codes)

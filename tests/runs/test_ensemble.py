@@ -105,7 +105,7 @@ def test_one_workdir_holds_all_members(base, whole):
 def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, tmp_path, monkeypatch):
     folder = tmp_path / "all"
     shutil.copytree(whole[0], folder)
-    monkeypatch.setattr(validation, "score", pytest.fail)
+    monkeypatch.setattr(validation, "score_with_line", pytest.fail)
     monkeypatch.setattr(Compilation, "of", pytest.fail)
     before = (folder / "metrics.jsonl").read_bytes()
     outcome = run(base, folder)

@@ -82,19 +82,10 @@ class AttentionChoice(NamedTuple):
         return "; ".join(f"{clause} ({reason})" for clause, reason in clauses.items())
 
 
-def choose_attention(
-    config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, recorded: Implementations | None = None
+def _choose_attention(
+    config: ExperimentConfig, mesh: Mesh | AbstractMesh, recorded: Implementations | None
 ) -> AttentionChoice:
-    """Chooses the implementations of a run.
-
-    Args:
-      config: the lengths, the types, and `model.attention`.
-      mesh: the devices; an abstract mesh has none, and counts as CPUs.
-      recorded: an earlier choice of this run, kept where it can serve and is what `model.attention` asks for.
-
-    Raises:
-      UserError: `model.attention` names a path that cannot serve this run.
-    """
+    """Chooses the implementations of a run; what is recorded is kept where it can serve and is still asked for."""
     path = str(config.model.attention)
     kept = recorded or Implementations(path, path)
     return AttentionChoice(
@@ -108,8 +99,8 @@ def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Pro
     train = config.train
     n_keys = train.mem_len + train.segment_len
     rows = train.batch_size // train.grad_accum_steps
-    return dataclasses.replace(
-        _of_model(config, mesh),
+    return Problem(
+        **_of_model(config, mesh),
         batch=max(rows // sharding.num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
         n_keys=n_keys,
@@ -127,8 +118,8 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
         segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
     )
     split = sharding.batch_axes(mesh, rows) is not None
-    return dataclasses.replace(
-        _of_model(config, mesh),
+    return Problem(
+        **_of_model(config, mesh),
         batch=rows // sharding.num_batch_shards(mesh) if split else rows,
         segment_len=lengths.segment_len,
         n_keys=capacity + lengths.segment_len,
@@ -139,21 +130,18 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     )
 
 
-def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
-    """Describes what training and evaluation have in common."""
+def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """Describes what training and evaluation have in common. An abstract mesh has no devices, and counts as CPUs."""
     model, device = config.model, None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-    return Problem(
-        platform="cpu" if device is None else device.platform,
-        device_kind="" if device is None else device.device_kind,
-        dtype=str(model.dtype),
-        batch=1,
-        n_head=model.n_head // mesh.shape[sharding.TENSOR],
-        segment_len=1,
-        n_keys=1,
-        d_head=model.d_head,
-        has_position_score=encoding_of(model, config.compat).has_position_score,
-        documents=config.data.reset_at is not None,
-    )
+    return {
+        "platform": "cpu" if device is None else device.platform,
+        "device_kind": "" if device is None else device.device_kind,
+        "dtype": str(model.dtype),
+        "n_head": model.n_head // mesh.shape[sharding.TENSOR],
+        "d_head": model.d_head,
+        "has_position_score": encoding_of(model, config.compat).has_position_score,
+        "documents": config.data.reset_at is not None,
+    }
 
 
 def _if_position_keys(config: ExperimentConfig, n_positions: int) -> int:
@@ -168,17 +156,11 @@ def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
 
 
 class Compilation(NamedTuple):
-    """A compiled program, ready to be called.
+    """A compiled program, ready to be called."""
 
-    Attributes:
-      program: A `jax.stages.Compiled`, perhaps with its first argument bound.
-      seconds: Time of the compilation, without tracing and lowering.
-      temporary_bytes: Activations and other scratch per device, or None if the backend does not report them.
-    """
-
-    program: Callable[..., Any]
-    seconds: float
-    temporary_bytes: int | None
+    program: Callable[..., Any]  # A `jax.stages.Compiled`, perhaps with its first argument bound.
+    seconds: float  # Of the compilation, without tracing and lowering.
+    temporary_bytes: int | None  # Activations and other scratch per device, or None if the backend reports none.
 
     @classmethod
     def of(cls, lowered: jax.stages.Lowered) -> "Compilation":
@@ -301,10 +283,8 @@ class Built:
     def own_rows(self, batch_size: int) -> np.ndarray:
         """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
 
-        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it.
-
-        Raises:
-          UserError: If they hold no row, as the mesh does not include them.
+        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it. Raises
+        `UserError` if they hold no row, because the mesh does not include them.
         """
         placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
@@ -429,7 +409,7 @@ def build(
       vocab_size: V.
       end_token: Id of the token that `data.reset_at` names.
       mesh: The devices, or None for the mesh of the config.
-      recorded: The implementations of attention of an earlier start (`choose_attention`).
+      recorded: The implementations of attention of an earlier start, kept where they can serve.
 
     Raises:
       UserError: If settings do not fit each other, the vocabulary or the devices.
@@ -454,7 +434,7 @@ def build(
     if config.model.network is not Network.TRANSFORMER_XL:
         model = RecurrentModel(config.model, config.compat, vocab_size, mesh.size)
     else:
-        attention = choose_attention(config, mesh, recorded=recorded)
+        attention = _choose_attention(config, mesh, recorded)
         model = TransformerXL(
             config.model,
             config.compat,
@@ -476,8 +456,7 @@ def build(
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
     """Builds what a config describes for text in this vocabulary; `options` are the other arguments of `build`.
 
-    Raises:
-      UserError: As `build`, or if `data.reset_at` is not the text of one token.
+    Raises `UserError` as `build`, or if `data.reset_at` is not the text of one token.
     """
     end = config.data.reset_at
     end_token = None if end is None else ready_ids.find_token(vocabulary, end, name="data.reset_at")

@@ -6,52 +6,30 @@
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any, Self
 
+from txl_jax.runs.run import Run, best_folder
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState
 
 
-def latest_folder(workdir: str) -> str:
-    """Returns the folder of the checkpoints that training resumes from."""
-    return os.path.join(workdir, "checkpoints", "latest")
-
-
-def best_folder(workdir: str, member: str | None = None) -> str:
-    """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
-    best = os.path.join(workdir, "checkpoints", "best")
-    return os.path.join(best, member) if member else best
-
-
 class RunCheckpoints:
     """Opens, saves and restores them. Use it as a context manager, in every process of a run alike.
 
-    Args:
-      keep: Number of latest steps that stay.
-      log: Takes one line for the user.
-      confirm: Called before something is written; raises if another run writes here.
+    Before something is written, `Run.confirm` raises if another run writes in the same directory.
 
     Attributes:
       saved_step: The last step that was saved or restored, or None before the first.
     """
 
-    def __init__(
-        self,
-        workdir: str,
-        members: Members,
-        *,
-        keep: int,
-        log: Callable[[str], None],
-        confirm: Callable[[], None],
-    ):
+    def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         self.saved_step: int | None = None
-        self._confirm = confirm
-        self._latest = Checkpointer(latest_folder(workdir), keep=keep, log=log)
-        self._best = [Checkpointer(best_folder(workdir, name), keep=1, log=log) for name in members.labels]
+        self._confirm = run.confirm
+        self._latest = Checkpointer(run.latest, keep=keep, log=log)
+        self._best = [Checkpointer(best_folder(run.path, name), keep=1, log=log) for name in members.labels]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -66,11 +44,7 @@ class RunCheckpoints:
         self._stack.__exit__(*error)
 
     def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-        """Restores the latest sound step: (updates done, state, notes), or None without checkpoints.
-
-        Raises:
-          CheckpointError: If there are checkpoints, but none can be read.
-        """
+        """Restores the latest sound step, as `Checkpointer.restore`: (updates done, state, notes), or None."""
         restored = self._latest.restore(abstract_state)
         self.saved_step = None if restored is None else restored[0]
         return restored
@@ -90,18 +64,13 @@ class RunCheckpoints:
     def best_notes(self, index: int) -> dict[str, Any] | None:
         """Reads the notes of a member's best parameters, or None before they are saved. One process may call it alone.
 
-        Raises:
-          CheckpointError: If they cannot be read.
+        Raises `CheckpointError` if they cannot be read.
         """
         step = self._best[index].latest_step()
         return None if step is None else self._best[index].notes(step)
 
     def restore_best(self, index: int, abstract_params: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the best parameters of a member and their notes, or None before they are saved.
-
-        Raises:
-          CheckpointError: If they cannot be read.
-        """
+        """Restores the best parameters of a member and their notes, or None; otherwise as `best_notes`."""
         restored = self._best[index].restore({"params": abstract_params})
         return None if restored is None else (restored[1]["params"], restored[2])
 

@@ -174,11 +174,7 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
 
 
 def _check_same_tensors(read: Leaves, written: Leaves) -> None:
-    """Compares two sets of parameters as float32, bit for bit, one array at a time.
-
-    Raises:
-      CheckpointError: If they differ in names, shapes or values.
-    """
+    """Raises `CheckpointError` unless names, shapes and float32 values are equal, bit for bit; one array at a time."""
     shapes = [{path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)]
     if difference := describe_difference(shapes[1], shapes[0]):
         raise CheckpointError(f"what was written is not what was read ({difference})")
@@ -189,11 +185,7 @@ def _check_same_tensors(read: Leaves, written: Leaves) -> None:
 
 
 def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
-    """Returns the largest difference in nats.
-
-    Raises:
-      CheckpointError: If losses are not finite, or differ by more than rounding.
-    """
+    """Returns the largest difference in nats; raises `CheckpointError` if it is more than rounding, or not finite."""
     if not np.isfinite(expected).all():
         raise CheckpointError("the weights give losses that are not finite; they are damaged, or of another model")
     difference = float(np.abs(expected - found).max())

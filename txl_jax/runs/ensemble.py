@@ -24,10 +24,10 @@ from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals
-from txl_jax.runs import train, warm_start
+from txl_jax.runs import train
 from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.run import RESULTS, Run, member_name
-from txl_jax.runs.trainer import Outcome, Trainer
+from txl_jax.runs.trainer import Outcome
 from txl_jax.runs.weights import load_state
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
@@ -75,24 +75,18 @@ def train_members(
             "--mesh.data=1, or train each as a run of its own"
         )
     readers = [train.training_reader(built, corpus, config.seed) for config in configs.values()]
-    weights = warm_start.load(built, corpus.vocabulary, run)
-    record = weights and weights.record
-    run.begin(base, corpus, attention=built.attention, weights=record, members=members)
-    outcome = Trainer(
+    outcome = train.begin_and_train(
         built,
-        run,
         corpus,
+        run,
         readers,
-        begin=weights and weights.state,
-        opening=[
-            *train.opening(built, corpus, readers[0], weights),
-            f"ensemble  {'; '.join(configs)}: one program, losses in this order",
-        ],
-        stop_requested=stop_requested,
+        members=members,
+        opening=[f"ensemble  {'; '.join(configs)}: one program, losses in this order"],
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
-    ).run()
+        stop_requested=stop_requested,
+    )
     if outcome.results is not None:
         print(f"table     {_write_table(run.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
     return outcome
@@ -146,11 +140,7 @@ class Ensemble(Built):
 
 
 def member_configs(base: ExperimentConfig, members: Sequence[Member]) -> dict[str, ExperimentConfig]:
-    """Returns the config of each member by its name, such as "seed=2+learning_rate=0.001".
-
-    Raises:
-      UserError: As `train_members`.
-    """
+    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001"; raises as `train_members`."""
     if len(members) < 2:
         raise UserError(f"{len(members)} members were given; give two or more, or train a run of its own")
     for name in sorted({name for member in members for name in member}):

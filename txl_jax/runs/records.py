@@ -35,25 +35,15 @@ _SCORES = ("best_valid", "test")
 
 @dataclasses.dataclass(frozen=True)
 class RunRecords:
-    """One run, or one member of an ensemble, as its directory describes it.
+    """One run, or one member of an ensemble, as its directory describes it."""
 
-    Attributes:
-      name: Name of the directory and of the member, or the path where two directories have the same name.
-      path: The workdir.
-      member: Name of the ensemble member, or None for a single run.
-      config: Its settings.
-      measure: The measure in which its losses are reported.
-      records: Its records in metrics.jsonl.
-      results: Its content of results.json, or None before training has ended.
-    """
-
-    name: str
-    path: str
+    name: str  # Of the directory and of the member, or the path where two directories have the same name.
+    path: str  # The workdir.
     member: str | None
     config: ExperimentConfig
-    measure: Measure
-    records: Sequence[Mapping[str, Any]]
-    results: Mapping[str, Any] | None
+    measure: Measure  # In which its losses are reported.
+    records: Sequence[Mapping[str, Any]]  # In metrics.jsonl.
+    results: Mapping[str, Any] | None  # In results.json, or None before training has ended.
 
     def curve(self, kind: str, field: str) -> list[Point]:
         """Returns the finite values of a field in the records of a kind ("train", "valid", "test"), by step."""

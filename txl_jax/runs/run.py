@@ -26,7 +26,6 @@ from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.ops.attention import Implementation, Implementations
 from txl_jax.runs.build import AttentionChoice
-from txl_jax.runs.checkpoints import best_folder, latest_folder
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS
@@ -103,8 +102,7 @@ class Run:
     def read_all(cls, path: str | os.PathLike[str]) -> "Run":
         """Reads a run, or an ensemble with all of its members; as `read`."""
         run = cls(os.fspath(path))
-        texts = distributed.broadcast_from_primary(run._texts)
-        distributed.run_on_all(lambda: run._take_in(texts))
+        run._read()
         if run.is_new:
             raise UserError(f"{run.path} holds no run (no {_CONFIG}); give the workdir of a run that was trained")
         return run
@@ -118,15 +116,8 @@ class Run:
         as `read`, except for a run that does not exist.
         """
         run = cls(os.fspath(path), is_open=True)
-
-        def lock_and_read() -> list[str] | None:
-            if holds_run(run.path):
-                run._claim()
-            return run._texts()
-
         try:
-            texts = distributed.broadcast_from_primary(lock_and_read)
-            distributed.run_on_all(lambda: run._take_in(texts))
+            run._read()
         except BaseException:
             run.close()
             raise
@@ -230,7 +221,7 @@ class Run:
 
         def write() -> list[str]:
             if self._lock is None:
-                self._claim()
+                self.claim()
                 if holds_run(self.path):
                     raise UserError(f"a run was recorded in {self.path} meanwhile; start the same command again")
             self.record(config, text, attention=chosen, members=members)
@@ -251,15 +242,6 @@ class Run:
             for leaf, before, after in config_tree.differences(config if self.is_new else self.config, config)
             if leaf.setting.free_on_resume is free_on_resume
         ]
-
-    def claim(self) -> None:
-        """Takes the folder of a run that is made of another one, in one process; `record` is then its last write.
-
-        Raises `UserError` if it contains a run already, another run is in it, or it cannot be written to.
-        """
-        if not self.is_new:
-            raise UserError(f"{self.path} holds a run already; give another folder with --to=PATH")
-        self._claim()
 
     def record(
         self,
@@ -294,8 +276,15 @@ class Run:
 
     # Files
 
+    def _read(self) -> None:
+        """Reads the record in process 0, and parses the same bytes in every process."""
+        texts = distributed.broadcast_from_primary(self._texts)
+        distributed.run_on_all(lambda: self._take_in(texts))
+
     def _texts(self) -> list[str] | None:
         """Reads config.json and vocabulary.txt, each once; returns None if the directory contains no run."""
+        if self.is_open and holds_run(self.path):
+            self.claim()
         texts = []
         for name, named in ((_CONFIG, self._damaged), (_VOCABULARY, self._without_vocabulary)):
             path = os.path.join(self.path, name)
@@ -312,7 +301,7 @@ class Run:
         return texts
 
     def _take_in(self, texts: list[str] | None) -> None:
-        """Parses the record, in every process the same bytes."""
+        """Parses the record."""
         self._saved = texts
         if texts is None:
             return
@@ -367,8 +356,13 @@ class Run:
             )
         return vocabulary
 
-    def _claim(self) -> None:
-        """Makes the folder, sees that it can be written to, locks it, and removes what killed runs left."""
+    def claim(self) -> None:
+        """Makes the folder, locks it in one process, and removes what killed runs left.
+
+        Raises `UserError` if a run was read from it already, another run is in it, or it cannot be written to.
+        """
+        if not self.is_new:
+            raise UserError(f"{self.path} holds a run already; give another folder with --to=PATH")
         try:
             storage.probe(self.path)
         except OSError as error:
@@ -405,6 +399,17 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
         return storage.exists(os.path.join(path, _CONFIG))
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def latest_folder(workdir: str) -> str:
+    """Returns the folder of the checkpoints that training resumes from."""
+    return os.path.join(workdir, "checkpoints", "latest")
+
+
+def best_folder(workdir: str, member: str | None = None) -> str:
+    """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
+    best = os.path.join(workdir, "checkpoints", "best")
+    return os.path.join(best, member) if member else best
 
 
 def _unreadable(path: str, error: OSError) -> UserError:

@@ -183,18 +183,33 @@ def score_tokens(
     return totals
 
 
+def score_with_line(
+    components: Built, params: Any, tokens: Any, *, name: str, measure: Measure, **options: Any
+) -> tuple[Totals, str]:
+    """Computes the losses of a text as `score` does; returns them and a line about them and the time they took."""
+    began = time.monotonic()
+    totals = score(components, params, tokens, name=name, measure=measure, **options)
+    return totals, with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began)
+
+
 def _load(
     config: ExperimentConfig, corpus: Corpus, run: Run, log: Callable[[str], None], stop_requested: Callable[[], Any]
 ) -> tuple[int, Callable[[Split, np.ndarray | None], Totals]]:
     """Returns the step of a run's parameters, and a function that scores a split with them and logs the result."""
     components, step, params = load_to_score(config, corpus, run, log=log)
-    measure = corpus.vocabulary.measure
 
     def score_split(split: Split, token_nats: np.ndarray | None) -> Totals:
-        began, tokens = time.monotonic(), getattr(corpus, split)
-        reported: dict[str, Any] = {"measure": measure, "log": log, "stop_requested": stop_requested}
-        totals = score(components, params, tokens, name=split, token_nats=token_nats, **reported)
-        log(with_duration(f"{split} {format_scores(totals, measure)}", time.monotonic() - began))
+        totals, line = score_with_line(
+            components,
+            params,
+            getattr(corpus, split),
+            name=split,
+            measure=corpus.vocabulary.measure,
+            log=log,
+            stop_requested=stop_requested,
+            token_nats=token_nats,
+        )
+        log(line)
         return totals
 
     return step, score_split

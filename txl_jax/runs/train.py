@@ -1,8 +1,8 @@
 """The training job: from config and text to checkpoints and results.json.
 
 A start goes in this order, so that the cheap failures come first and nothing is written before them:
-  1. the built are built, with the attention of an earlier start, and the text is cut into segments: settings
-     that do not fit fail here, and so do processes that do not have the same ones;
+  1. the model is built, with the attention of an earlier start, and the text is cut into segments: settings that do
+     not fit fail here, and so do processes that do not have the same ones;
   2. the weights of a warm start are read, and the run is recorded in its directory;
   3. `txl_jax.runs.trainer` restores the latest sound checkpoint, or initializes the state, prints the opening lines,
      compiles the step, runs the loop, and scores the best parameters on the test split.
@@ -20,7 +20,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import Built, build_for
-from txl_jax.runs.run import Run, check_same_attention, check_same_text
+from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import device_kind
@@ -64,20 +64,34 @@ def train_run(
 
     built, reader = distributed.run_on_all(prepare)
     check_same_attention(built.attention)
-    weights = warm_start.load(built, corpus.vocabulary, run)
-    run.begin(config, corpus, attention=built.attention, weights=weights and weights.record)
-    return Trainer(
+    return begin_and_train(
         built,
-        run,
         corpus,
+        run,
         [reader],
-        begin=weights and weights.state,
-        opening=opening(built, corpus, reader, weights),
-        stop_requested=stop_requested,
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
-    ).run()
+        stop_requested=stop_requested,
+    )
+
+
+def begin_and_train(
+    built: Built,
+    corpus: Corpus,
+    run: Run,
+    readers: Sequence[SegmentReader],
+    *,
+    members: MemberSettings = (),
+    opening: Sequence[str] = (),
+    **requests: Any,
+) -> Outcome:
+    """Reads the weights of a warm start, records the run, and trains it; `requests` are the caller's, for `Trainer`."""
+    weights = warm_start.load(built, corpus.vocabulary, run)
+    record = weights and weights.record
+    run.begin(built.config, corpus, attention=built.attention, weights=record, members=members)
+    lines = [*_opening(built, corpus, readers[0]), *(weights.lines if weights else []), *opening]
+    return Trainer(built, run, corpus, readers, begin=weights and weights.state, opening=lines, **requests).train()
 
 
 def check_requests(config: ExperimentConfig, hooks: Sequence[Hook], profile_steps: tuple[int, int] | None) -> None:
@@ -123,11 +137,7 @@ def train(
 
 
 def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
-    """Cuts the training text into segments in the config's order, shuffled by a seed.
-
-    Raises:
-      UserError: If the text is too short for one segment.
-    """
+    """Cuts the text into segments in the config's order; raises `UserError` if it is too short for one."""
     data, train_config = built.config.data, built.config.train
     return training_segments(
         corpus.train,
@@ -141,8 +151,8 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
     )
 
 
-def opening(built: Built, corpus: Corpus, reader: SegmentReader, weights: warm_start.WarmStart | None) -> list[str]:
-    """Describes text, model, work per step, evaluation, devices and the weights of a warm start, one line each."""
+def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
+    """Describes text, model, work per step, evaluation, devices and attention, one line each."""
     c, train = built.config.model, built.config.train
     context = f"memory {train.mem_len}"
     if train.stride:
@@ -165,7 +175,6 @@ def opening(built: Built, corpus: Corpus, reader: SegmentReader, weights: warm_s
         + (f" in {slices} slices" if slices > 1 else "")
         + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
         *([] if built.attention is None else [f"attention {built.attention.describe()}"]),
-        *([] if weights is None else weights.lines),
     ]
 
 

@@ -45,63 +45,43 @@ class Outcome:
     results: dict[str, Any] | None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Trainer:
-    """One start of a run that was begun in its directory.
+    """One start of a run that was begun in its directory; `train` is called once."""
 
-    Args:
-      built: What is trained: one run or, with a leading member axis, an ensemble.
-      run: The run, after `Run.begin`.
-      corpus: The text.
-      readers: Its training segments, of each member.
-      begin: Makes the first state from initial parameters, as a warm start does, or None to keep them.
-      opening: Lines that introduce the run in its log.
-      stop_requested: Whether to stop; asked between calls of the train step and while a text is scored.
-      hooks: Run after evaluation and before the checkpoint of a step, so a state that they return is saved.
-      sinks: Get settings and records too.
-      profile_steps: First and last training step of a profile, or None for no profile.
-    """
+    built: Built  # What is trained: one run or, with a leading member axis, an ensemble.
+    run: Run  # After `Run.begin`.
+    corpus: Corpus
+    readers: Sequence[SegmentReader]  # The training segments of each member.
+    _: dataclasses.KW_ONLY
+    begin: Callable[[Any], TrainState] | None  # Makes the first state from initial parameters, or None to keep them.
+    opening: Sequence[str]  # Lines that introduce the run in its log.
+    stop_requested: Callable[[], Any]  # Asked between calls of the train step and while a text is scored.
+    hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
+    sinks: Sequence[Sink]  # Get settings and records too.
+    profile_steps: tuple[int, int] | None  # First and last update of a profile, or None for no profile.
 
-    def __init__(
-        self,
-        built: Built,
-        run: Run,
-        corpus: Corpus,
-        readers: Sequence[SegmentReader],
-        *,
-        begin: Callable[[Any], TrainState] | None,
-        opening: Sequence[str],
-        stop_requested: Callable[[], Any],
-        hooks: Sequence[Hook],
-        sinks: Sequence[Sink],
-        profile_steps: tuple[int, int] | None,
-    ):
-        self._built = built
-        self._config = built.config.train
-        self._run = run
-        self._readers = readers
-        self._begin = begin
-        self._opening = opening
-        self._stop_requested = run.stopping(stop_requested)
-        self._user_hooks = tuple(hooks)
-        self._profile_steps = profile_steps
-        self._log = RunLog(run.path if distributed.is_primary() else None, sinks=sinks, confirm=run.confirm)
+    def __post_init__(self) -> None:
+        run = self.run
+        self._config = self.built.config.train
+        self._stop_requested = run.stopping(self.stop_requested)
+        self._log = RunLog(run.path if distributed.is_primary() else None, sinks=self.sinks, confirm=run.confirm)
         self._checkpoints = RunCheckpoints(
-            run.path, built.members, keep=self._config.keep_checkpoints, log=self._log.note, confirm=run.confirm
+            run, self.built.members, keep=self._config.keep_checkpoints, log=self._log.note
         )
-        self._validation = Validation(built, corpus, run, self._checkpoints, self._log, self._stop_requested)
-        self._measure = corpus.vocabulary.measure
+        self._validation = Validation(self.built, self.corpus, run, self._checkpoints, self._log, self._stop_requested)
 
-    def run(self) -> Outcome:
+    def train(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
-        built, validation = self._built, self._validation
-        for note in self._run.notes:
+        built, validation = self.built, self._validation
+        for note in self.run.notes:
             self._log.note(note)
         with self._checkpoints:
             step, state, notes = self._restore()
             with self._open_log(step):
                 self._log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
                 if step:
-                    epoch, index = divmod(step, self._readers[0].n_segments)
+                    epoch, index = divmod(step, self.readers[0].n_segments)
                     self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 validation.read_losses()
                 if self._has_ended(step):
@@ -116,7 +96,7 @@ class Trainer:
                     steps=self._config.steps,
                     log_every=self._config.log_every,
                     cost=flops.of_step(built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size),
-                    measure=self._measure,
+                    measure=self.corpus.vocabulary.measure,
                     members=built.members,
                     running_totals=notes.get("running_totals"),
                 )
@@ -126,8 +106,8 @@ class Trainer:
 
     def _restore(self) -> tuple[int, TrainState, dict[str, Any]]:
         """Restores the latest checkpoint, or makes the initial state: (updates done, state after them, notes)."""
-        restored = self._checkpoints.restore(self._built.members.abstract(self._built.abstract_state))
-        step, state, notes = restored or (0, self._built.init_state(self._begin), {})
+        restored = self._checkpoints.restore(self.built.members.abstract(self.built.abstract_state))
+        step, state, notes = restored or (0, self.built.init_state(self.begin), {})
         self._validation.pending = notes.get("evaluation_pending", False)
         return step, state, notes
 
@@ -137,7 +117,7 @@ class Trainer:
         redone = {"valid"} if self._validation.pending else set()
         if self._validation.read_results(step) is None:
             redone.add("test")
-        return self._log.open(step, redone=redone, opening=self._opening)
+        return self._log.open(step, redone=redone, opening=self.opening)
 
     def _loop(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
@@ -151,7 +131,7 @@ class Trainer:
         best_is_saved = Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, lambda context: self._save(context.step, context.state, progress))
-        hooks = [*evaluation, best_is_saved, *self._user_hooks, save]
+        hooks = [*evaluation, best_is_saved, *self.hooks, save]
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, lambda context: self._save_on_notice(context, progress)))
         if validation.pending:  # A stop cut the last evaluation short: it is repeated.
@@ -164,10 +144,10 @@ class Trainer:
         per_call = config.segments_per_call
         profiled = StepProfiler(
             train_step,
-            os.path.join(self._run.path, PROFILE),
+            os.path.join(self.run.path, PROFILE),
             first_step=step,
             segments_per_call=per_call,
-            profile_steps=self._profile_steps,
+            profile_steps=self.profile_steps,
             log=self._log.note,
             exclude=progress.exclude,
         )
@@ -186,14 +166,16 @@ class Trainer:
                     stop_requested=self._stop_requested,
                 )
         except NonFiniteError as error:
-            raise NonFiniteError(f"{error}; {self._kept()}. {self._advice()}") from None
+            saved = self._checkpoints.saved_step
+            kept = "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
+            raise NonFiniteError(f"{error}; {kept}. {self._advice()}") from None
 
     def _read(self, first: int, count: int) -> Segments:
         """Returns the segments of updates `first`, .. on the devices: [S, B, L], or [n, S, B, L] of an ensemble."""
-        segments, *others = [reader.segments(first, count) for reader in self._readers]
+        segments, *others = [reader.segments(first, count) for reader in self.readers]
         if others:
             segments = jax.tree.map(lambda *arrays: np.stack(arrays), segments, *others)
-        return self._built.place(segments, batch_size=self._config.batch_size)
+        return self.built.place(segments, batch_size=self._config.batch_size)
 
     def _save(self, step: int, state: TrainState, progress: Progress) -> None:
         notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
@@ -206,13 +188,8 @@ class Trainer:
             self._save(context.step, context.state, progress)
             self._log.note(f"checkpoint of step {context.step}, since maintenance may end this machine")
 
-    def _kept(self) -> str:
-        """Describes the files that a run which fails now has written."""
-        saved = self._checkpoints.saved_step
-        return "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
-
     def _advice(self) -> str:
-        if self._built.members.names:
+        if self.built.members.names:
             return (
                 "Start again without that --ensemble_member, or with a lower learning rate for it, in a new --workdir; "
                 "or split off the other members (--mode=split)"

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import RESULTS, Run
-from txl_jax.runs.score import Interrupted, as_record, as_result, format_scores, score, with_duration
+from txl_jax.runs.score import Interrupted, Split, as_record, as_result, score_with_line
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import read, write_json
@@ -25,41 +24,30 @@ from txl_jax.training.hooks import HookContext
 from txl_jax.training.step import TrainState
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Validation:
     """Scores the splits with the parameters of a run, or of each member of an ensemble.
 
     As hooks it scores the validation split, keeps the best parameters, and acts on the losses so far. At the end it
     scores the test split with them.
-
-    Attributes:
-      pending: Whether the last evaluation was cut short. A resumed run repeats it.
-      losses: Validation losses of each member so far, for early stopping and NT-ASGD.
-      results_path: Path of results.json.
     """
 
-    def __init__(
-        self,
-        built: Built,
-        corpus: Corpus,
-        run: Run,
-        checkpoints: RunCheckpoints,
-        log: RunLog,
-        stop_requested: Callable[[], Any],
-    ):
-        self.pending = False
-        self.losses: list[list[float]] = [[] for _ in built.members.labels]
-        self.results_path = os.path.join(run.path, RESULTS)
-        self._built = built
-        self._config = built.config
-        self._members = built.members
-        self._corpus = corpus
-        self._measure = corpus.vocabulary.measure
-        self._run = run
-        self._checkpoints = checkpoints
-        self._log = log
-        self._stop_requested = stop_requested
+    built: Built
+    corpus: Corpus
+    run: Run
+    checkpoints: RunCheckpoints
+    log: RunLog
+    stop_requested: Callable[[], Any]
+    pending: bool = False  # Whether the last evaluation was cut short. A resumed run repeats it.
+
+    def __post_init__(self) -> None:
+        self.losses: list[list[float]] = [[] for _ in self.built.members.labels]  # Of validation, by member.
+        self.results_path = os.path.join(self.run.path, RESULTS)
+        self._config = self.built.config
+        self._members = self.built.members
+        self._measure = self.corpus.vocabulary.measure
         # Scores at other evaluation settings are not comparable.
-        self._eval_settings = config_tree.to_dict(built.config.eval)
+        self._eval_settings = config_tree.to_dict(self._config.eval)
 
     @property
     def out_of_patience(self) -> bool:
@@ -76,7 +64,7 @@ class Validation:
         def recorded(label: str | None) -> list[float]:
             return [
                 record["loss"]
-                for record in read_metrics(self._run.path)
+                for record in read_metrics(self.run.path)
                 if record["kind"] == "valid" and record.get("member") == label
             ]
 
@@ -85,29 +73,18 @@ class Validation:
             if self._best(index) is not None:
                 self.losses[index] = distributed.broadcast_from_primary(functools.partial(recorded, label))
 
-    def _score(self, params: Any, split: str, name: str) -> tuple[Totals, str] | None:
-        """Scores the "valid" or "test" split: (scores, a line about them), or None if a stop was requested meanwhile.
-
-        Args:
-          params: Parameters of one member.
-          split: The split.
-          name: Its name in that line and in progress lines.
-        """
-        corpus, began = self._corpus, time.monotonic()
-        try:
-            totals = score(
-                self._built,
-                params,
-                corpus.test if split == "test" else corpus.valid[: self._config.eval.valid_tokens],
-                name=name,
-                measure=self._measure,
-                log=self._log.print,
-                stop_requested=self._stop_requested,
-            )
-        except Interrupted:
-            return None
-        scores = format_scores(totals, self._measure)
-        return totals, with_duration(f"{name} {scores}", time.monotonic() - began)
+    def _score(self, split: Split, index: int, params: Any, *, prefix: str = "") -> tuple[Totals, str]:
+        """Scores a split with the parameters of a member; returns the scores and a line about them."""
+        tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
+        return score_with_line(
+            self.built,
+            params,
+            tokens,
+            name=f"{prefix}{self._members.prefix(index)}{split}",
+            measure=self._measure,
+            log=self.log.print,
+            stop_requested=self.stop_requested,
+        )
 
     # Hooks, in this order.
 
@@ -115,12 +92,12 @@ class Validation:
         """Scores the validation split, and keeps the parameters of a member if no earlier ones were better."""
         self.pending = True  # Until it is done: a checkpoint written now must record it.
         scored = []
-        for index in range(len(self._members)):
-            params = self._members.take(context.state.scored_params, index)
-            found = self._score(params, "valid", f"step {context.step}: {self._members.prefix(index)}valid")
-            if found is None:  # A stop was requested: all members are scored again when the run is resumed.
-                return
-            scored.append((params, *found))
+        try:
+            for index in range(len(self._members)):
+                params = self._members.take(context.state.scored_params, index)
+                scored.append((params, *self._score(Split.VALID, index, params, prefix=f"step {context.step}: ")))
+        except Interrupted:  # All members are scored again when the run is resumed.
+            return
         self.pending = False
         for index, (params, totals, line) in enumerate(scored):
             self._take(context, index, params, totals, line)
@@ -134,7 +111,7 @@ class Validation:
         if better or best is None:
             context.log(f"{line}  best so far")
             notes = {"step": context.step, **as_result(totals), "eval": self._eval_settings}
-            self._checkpoints.save_best(index, context.step, params, notes)
+            self.checkpoints.save_best(index, context.step, params, notes)
         else:
             context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
         self.losses[index].append(totals.nll)
@@ -165,12 +142,12 @@ class Validation:
 
     def _best_on_disk(self, index: int) -> dict[str, Any] | None:
         try:
-            notes = self._checkpoints.best_notes(index)
+            notes = self.checkpoints.best_notes(index)
         except CheckpointError as error:
-            self._log.note(f"{error}; the best is chosen anew from here")
+            self.log.note(f"{error}; the best is chosen anew from here")
             return None
         if notes is not None and with_defaults(notes["eval"]) != self._eval_settings:
-            self._log.note(
+            self.log.note(
                 f"the best so far, of step {notes['step']}, was scored with other --eval settings; "
                 "it is chosen anew from here"
             )
@@ -182,8 +159,8 @@ class Validation:
     @property
     def facts(self) -> dict[str, Any]:
         """The text, the size and the weights that the run began with: the first part of results.json."""
-        corpus, weights = self._corpus, self._run.weights
-        facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self._built.num_parameters}
+        corpus, weights = self.corpus, self.run.weights
+        facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self.built.num_parameters}
         return facts | ({"warm_start": dict(weights)} if weights else {})
 
     def read_results(self, step: int) -> dict[str, Any] | None:
@@ -198,16 +175,16 @@ class Validation:
     def make_results(self, step: int, state: TrainState) -> dict[str, Any] | None:
         """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
         scored = []
-        for index in range(len(self._members)):
-            best, params = self._best_or_last(index, state)
-            found = self._score(params, "test", f"{self._members.prefix(index)}test")
-            if found is None:
-                return None
-            scored.append((best, *found))
+        try:
+            for index in range(len(self._members)):
+                best, params = self._best_or_last(index, state)
+                scored.append((best, *self._score(Split.TEST, index, params)))
+        except Interrupted:
+            return None
         results = []
         for label, (best, totals, line) in zip(self._members.labels, scored, strict=True):
-            self._log.record("test", step, as_record(totals), member=label)
-            self._log.print(line)
+            self.log.record("test", step, as_record(totals), member=label)
+            self.log.print(line)
             results.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
         content = {
             **self.facts,
@@ -218,19 +195,19 @@ class Validation:
         }
 
         def write() -> None:
-            self._log.seal()
+            self.log.seal()
             write_json(self.results_path, content)
 
         distributed.broadcast_from_primary(write)
-        self._log.print(f"results   {self.results_path}")
+        self.log.print(f"results   {self.results_path}")
         return content
 
     def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
         """Returns scores and parameters of the best checkpoint, or None and the last parameters if it is unreadable."""
         try:
-            restored = self._checkpoints.restore_best(index, self._built.abstract_state.params)
+            restored = self.checkpoints.restore_best(index, self.built.abstract_state.params)
         except CheckpointError as error:
-            self._log.note(f"{error}; the parameters after the last update are used instead")
+            self.log.note(f"{error}; the parameters after the last update are used instead")
             restored = None
         if restored is None:
             return None, self._members.take(state.scored_params, index)

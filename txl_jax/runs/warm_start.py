@@ -36,25 +36,12 @@ _NOTED = ("train.segment_len", "train.mem_len", "train.clamp_len", "train.same_l
 _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projection_init_std")
 
 
-class Basis(NamedTuple):
-    """The settings and the vocabulary that a warm start begins from."""
-
-    config: ExperimentConfig
-    vocabulary: Vocabulary
-
-
 class WarmStart(NamedTuple):
-    """Weights that a run begins with, or began with.
+    """Weights that a run begins with, or began with."""
 
-    Attributes:
-      record: Their path, step, sha256 and tokens, for config.json.
-      state: Initial parameters of a new model -> the state before the first update.
-      note: A line about settings that differ and change losses, or an empty string.
-    """
-
-    record: Mapping[str, Any]
-    state: Callable[[Any], TrainState]
-    note: str = ""
+    record: Mapping[str, Any]  # Their path, step, sha256 and tokens, for config.json.
+    state: Callable[[Any], TrainState]  # Initial parameters of a new model -> the state before the first update.
+    note: str = ""  # A line about settings that differ and change losses, if any.
 
     @property
     def lines(self) -> list[str]:
@@ -69,21 +56,15 @@ class WarmStart(NamedTuple):
         ]
 
 
-def basis(path: str, run: Run) -> Basis:
-    """Returns what is recorded of the run, if there is something: weights are not needed again; else those at `path`.
+def basis(path: str, run: Run) -> Weights:
+    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`.
 
-    All processes call it, and not within `distributed.run_on_all`.
-
-    Raises:
-      UserError: If there are neither, or they cannot be read.
+    All processes call it, and not within `distributed.run_on_all`. Raises `UserError` as `open_weights`.
     """
-    if not run.is_new:
-        return Basis(run.config, run.text.vocabulary)
-    found = _open(path)
-    return Basis(found.config, found.vocabulary)
+    return _open(path) if run.is_new else Weights.of_run(run)
 
 
-def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: InitVocabulary) -> ExperimentConfig:
+def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: InitVocabulary) -> ExperimentConfig:
     """Returns `defaults` with the trained model's sizes and compatibility and, if its vocabulary is kept, tokens."""
     leaves = config_tree.leaves(ExperimentConfig)
     names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("compat.")]
@@ -96,34 +77,26 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Basis, which: Ini
 def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
     """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's.
 
-    All processes call it.
-
-    Raises:
-      UserError: If the text or that vocabulary cannot be read, or the config has another tokenizer.
+    All processes call it. Raises `UserError` if one of them cannot be read, or the config has another tokenizer.
     """
     kept: Vocabulary | None = None
     if config.init_from is not None and config.init_vocabulary is InitVocabulary.KEPT:
         kept = basis(config.init_from, run).vocabulary
 
     def read() -> Corpus:
-        if kept is not None:
-            _check_tokenizer(config, kept)
+        wanted = {} if kept is None else _tokenizer_settings(kept)
+        given = {name: config_tree.get(config, name) for name in wanted}
+        if given != wanted:
+            different = (
+                f"{name} is {given[name]} and there {wanted[name]}" for name in wanted if given[name] != wanted[name]
+            )
+            raise UserError(
+                f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {'; '.join(different)}; leave "
+                "these flags out"
+            )
         return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=kept)
 
     return distributed.run_on_all(read)
-
-
-def _check_tokenizer(config: ExperimentConfig, vocabulary: Vocabulary) -> None:
-    """Raises `UserError` if the config's tokenizer is another than the kept vocabulary's."""
-    wanted = _tokenizer_settings(vocabulary)
-    given = {name: config_tree.get(config, name) for name in wanted}
-    if different := [
-        f"{name} is {given[name]} and there {wanted[name]}" for name in wanted if given[name] != wanted[name]
-    ]:
-        raise UserError(
-            f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {'; '.join(different)}; leave these "
-            "flags out"
-        )
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
@@ -168,8 +141,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
-    there = _assemble_trained(trained, components)
-    step, params = trained.params(there)
+    step, params = trained.params(_build_trained(trained, components))
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
@@ -206,8 +178,8 @@ def _open(path: str) -> Weights:
         raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
 
 
-def _assemble_trained(trained: Weights, components: Built) -> Built:
-    """Assembles the trained model on the mesh of the run that begins."""
+def _build_trained(trained: Weights, components: Built) -> Built:
+    """Builds the trained model on the mesh of the run that begins."""
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
     changed = defaults | {name: config_tree.get(components.config, name) for name in ours}

@@ -51,6 +51,13 @@ class Weights:
     description: str
     source: "Run | ModelInfo"
 
+    @classmethod
+    def of_run(cls, run: Run) -> "Weights":
+        """Returns the model of a recorded run, or of a member."""
+        member = f" ({run.member})" if run.member else ""
+        description = f"the run {run.path}{member}, trained on {run.text.description}"
+        return cls(run.path, run.config, run.text.vocabulary, description, run)
+
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
         """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
         if isinstance(self.source, Run):
@@ -104,9 +111,7 @@ def open_weights(
         info = distributed.run_on_all(lambda: portable.read_info(folder))
         found = Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
     else:
-        run = Run.read(folder, member=member)
-        description = f"the run {folder}{f' ({member})' if member else ''}, trained on {run.text.description}"
-        found = Weights(folder, run.config, run.text.vocabulary, description, run)
+        found = Weights.of_run(Run.read(folder, member=member))
     changes = {name: dtype for name, dtype in given.items() if dtype is not None}
     if changes:
         found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
@@ -151,9 +156,8 @@ def load_to_score(
 ) -> tuple[Built, int, Any]:
     """Loads a trained run that is to score a text: (what is built of it, step, parameters).
 
-    Raises:
-      UserError: If the text has another vocabulary than the run, or processes have different ones; and as
-        `load_parameters`, like CheckpointError.
+    Raises `UserError` if the text has another vocabulary than the run, or processes have different ones; and as
+    `load_parameters`.
     """
     check_same_settings(config)
     check_same_text(corpus)
@@ -171,8 +175,7 @@ def load_to_score(
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
     """Builds a trained run with its recorded implementations of attention; all processes call it.
 
-    Raises:
-      UserError: If settings do not fit each other or the devices, or processes have different devices.
+    Raises `UserError` if settings do not fit each other or the devices, or processes have different devices.
     """
     recorded = run.attention_for(config)
     built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
@@ -219,13 +222,8 @@ def load_state(
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest sound training state: (step, state, notes), or None if there is none.
 
-    For an ensemble with a chosen member it returns that member's state, with the notes of all members.
-
-    Args:
-      before: Loads only steps before this one.
-
-    Raises:
-      CheckpointError: If there are checkpoints, but none can be read.
+    For an ensemble with a chosen member it returns that member's state, with the notes of all members. Steps from
+    `before` on are not loaded. Raises `CheckpointError` if there are checkpoints, but none can be read.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0

@@ -37,47 +37,33 @@ class RunningTotals:
         self.updates += len(metrics.nats)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Progress:
-    """Sums up updates, and reports each time `log_every` of them are complete.
+    """Sums up updates, and reports each time `log_every` of them are complete: a record per member, and one line."""
 
-    Args:
-      log: takes a record per member and one line for each report.
-      cost: of an update.
-      members: of an ensemble, whose metrics have a leading axis.
-      running_totals: `state()` of an interrupted run.
-      device_memory: returns the bytes in use on a device, at most; None: unknown.
-    """
+    log: RunLog
+    _: dataclasses.KW_ONLY
+    steps: int
+    log_every: int
+    cost: StepCost  # Of an update.
+    measure: Measure = Measure.BPC
+    members: Members = _ONE_RUN  # Of an ensemble, whose metrics have a leading axis.
+    running_totals: dataclasses.InitVar[Any] = None  # `state()` of an interrupted run.
+    clock: Callable[[], float] = time.monotonic
+    device_memory: Callable[[], int | None] = environment.device_memory_bytes  # The most in use, or None if unknown.
 
-    def __init__(
-        self,
-        log: RunLog,
-        *,
-        steps: int,
-        log_every: int,
-        cost: StepCost,
-        measure: Measure = Measure.BPC,
-        members: Members = _ONE_RUN,
-        running_totals: Any = None,
-        clock: Callable[[], float] = time.monotonic,
-        device_memory: Callable[[], int | None] = environment.device_memory_bytes,
-    ):
-        self._totals = [RunningTotals(**(stored or {})) for stored in members.from_json(running_totals)]
-        self._log = log
-        self._steps = steps
-        self._log_every = log_every
-        self._cost = cost
-        self._measure = measure
-        self._members = members
-        self._clock = clock
-        self._device_memory = device_memory
-        self._since = clock()
+    def __post_init__(self, running_totals: Any) -> None:
+        self._totals = [RunningTotals(**(stored or {})) for stored in self.members.from_json(running_totals)]
+        self._excluded = 0.0
+        self._since = self._now()
         self._timed_updates = 0  # Unlike the running totals', these were all made by this process.
         self._waited = 0.0
-        self._forecast = _Forecast(steps)
+        self._first_call: tuple[int, float] | None = None  # Updates done by its end, and when that was.
+        self._has_forecast = False
 
     def state(self) -> Any:
         """Returns the running totals as JSON values, for a checkpoint."""
-        return self._members.to_json([dataclasses.asdict(totals) for totals in self._totals])
+        return self.members.to_json([dataclasses.asdict(totals) for totals in self._totals])
 
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
         """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
@@ -85,42 +71,61 @@ class Progress:
         Raises:
           NonFiniteError: a loss or gradient norm is not finite; names the first such update, and its member.
         """
-        of_members = self._members.split(metrics)
+        of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
-            check_finite(first_step, own, prefix=self._members.prefix(index))
+            check_finite(first_step, own, prefix=self.members.prefix(index))
         for totals, own in zip(self._totals, of_members, strict=True):
             totals.add(own)
         count = len(of_members[0].nats)
         self._timed_updates += count
         done = first_step + count
-        if line := self._forecast.line(done, self._clock()):
-            memory = self._device_memory()
-            self._log.print(line if memory is None else f"{line}; {environment.megabytes(memory)} per device in use")
-        if done % self._log_every == 0 or done == self._steps:
+        self._forecast(done)
+        if done % self.log_every == 0 or done == self.steps:
             self._report(done, [float(own.learning_rate[-1]) for own in of_members])
 
     def exclude(self, seconds: float) -> None:
-        """Leaves time spent on something else out of the next tokens/s."""
-        self._since += seconds
-        self._forecast.exclude(seconds)
+        """Leaves time spent on something else out of the times that are reported."""
+        self._excluded += seconds
 
     def waited(self, seconds: float) -> None:
         """Takes time that the loop has waited for segments, for `host_wait_share`."""
         self._waited += seconds
 
+    def _now(self) -> float:
+        return self.clock() - self._excluded
+
+    def _forecast(self, done: int) -> None:
+        """Prints how long the run takes, once, when its first steps are timed.
+
+        The first call is left out: it fills buffers, and on GPUs loads kernels.
+        """
+        now = self._now()
+        if self._first_call is None:
+            self._first_call = (done, now)
+        updates, seconds = done - self._first_call[0], now - self._first_call[1]
+        if self._has_forecast or seconds < _SECONDS_TO_TIME or updates == 0 or done == self.steps:
+            return
+        self._has_forecast = True
+        each, memory = seconds / updates, self.device_memory()
+        self.log.print(
+            f"time      {environment.brief_number(each)} s per step: about "
+            f"{environment.brief_duration((self.steps - done) * each)} for the other {self.steps - done:,} steps, "
+            "without evaluations" + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
+        )
+
     def _report(self, step: int, learning_rates: Sequence[float]) -> None:
-        now = self._clock()
+        now = self._now()
         seconds = max(now - self._since, 1e-9)
         measured = self._measured(seconds)
-        for label, running, learning_rate in zip(self._members.labels, self._totals, learning_rates, strict=True):
-            self._log.record("train", step, _values(running, learning_rate) | measured, member=label)
-        self._log.print("  ".join(self._columns(step, measured)))
+        for label, running, learning_rate in zip(self.members.labels, self._totals, learning_rates, strict=True):
+            self.log.record("train", step, _values(running, learning_rate) | measured, member=label)
+        self.log.print("  ".join(self._columns(step, measured)))
         self._totals = [RunningTotals() for _ in self._totals]
         self._since, self._timed_updates, self._waited = now, 0, 0.0
 
     def _measured(self, seconds: float) -> dict[str, float]:
         """Returns the values of a record that this process has measured; the names are those of `MEASURED`."""
-        cost, updates = self._cost, self._timed_updates
+        cost, updates = self.cost, self._timed_updates
         found = {
             "tokens_per_second": updates * cost.tokens / seconds,
             "step_seconds": seconds / max(updates, 1),
@@ -129,61 +134,29 @@ class Progress:
         if cost.flops is not None:
             found["model_flops_per_second"] = updates * cost.flops / seconds
             if cost.peak_flops is not None:
-                found["peak_share"] = len(self._members) * found["model_flops_per_second"] / cost.peak_flops
-        if (memory := self._device_memory()) is not None:
+                found["peak_share"] = len(self.members) * found["model_flops_per_second"] / cost.peak_flops
+        if (memory := self.device_memory()) is not None:
             found["device_memory_bytes"] = memory
         return found
 
     def _columns(self, step: int, measured: dict[str, float]) -> list[str]:
         """Returns the parts of a progress line, which fit in 100 columns together."""
-        rate = environment.brief_number(measured["tokens_per_second"] * len(self._members))
-        columns = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *self._losses(), f"{rate} tokens/s"]
+        rate = environment.brief_number(measured["tokens_per_second"] * len(self.members))
+        columns = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *self._losses(), f"{rate} tokens/s"]
         if "peak_share" in measured:
             columns.append(f"{measured['peak_share']:.0%} peak")
         if measured["host_wait_share"] >= _WORTH_A_COLUMN:
             columns.append(f"host wait {measured['host_wait_share']:.0%}")
-        remaining = (self._steps - step) * measured["step_seconds"]
+        remaining = (self.steps - step) * measured["step_seconds"]
         return [*columns, f"ETA {environment.brief_duration(remaining)}"]
 
     def _losses(self) -> list[str]:
         of_members = [Totals(running.nats, running.tokens) for running in self._totals]
-        if self._members.names:
+        if self.members.names:
             return ["losses", *(f"{totals.nll:.4f}" for totals in of_members)]
         (totals,), (running,) = of_members, self._totals
         grad_norm = running.grad_norm / running.updates
-        return [f"loss {totals.nll:.4f}", totals.format(self._measure), f"grad norm {grad_norm:.3f}"]
-
-
-class _Forecast:
-    """The line that states how long a run takes, once its first steps are timed.
-
-    The first call is left out: it fills buffers, and on GPUs loads kernels.
-    """
-
-    def __init__(self, steps: int):
-        self._steps = steps
-        self._first: tuple[int, float] | None = None  # Updates done, and when.
-        self._made = False
-
-    def exclude(self, seconds: float) -> None:
-        """Leaves time spent on something else out."""
-        if self._first is not None:
-            self._first = (self._first[0], self._first[1] + seconds)
-
-    def line(self, done: int, now: float) -> str | None:
-        """Returns the line once enough updates are timed; None: before that, and ever after."""
-        if self._first is None:
-            self._first = (done, now)
-        updates, seconds = done - self._first[0], now - self._first[1]
-        if self._made or seconds < _SECONDS_TO_TIME or updates == 0 or done == self._steps:
-            return None
-        self._made = True
-        each = seconds / updates
-        return (
-            f"time      {environment.brief_number(each)} s per step: about "
-            f"{environment.brief_duration((self._steps - done) * each)} for the other {self._steps - done:,} steps, "
-            "without evaluations"
-        )
+        return [f"loss {totals.nll:.4f}", totals.format(self.measure), f"grad norm {grad_norm:.3f}"]
 
 
 def _values(running: RunningTotals, learning_rate: float) -> dict[str, float]:
