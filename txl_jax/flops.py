@@ -67,8 +67,12 @@ def of_inference(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_
         return config.n_layer * 16 * config.d_model**2 + _softmax(config, vocab_size)
     if config.network is Network.QRNN:  # Three gates, from inputs; the first layer reads two of them.
         return (config.n_layer + 1) * 6 * config.d_model**2 + _softmax(config, vocab_size)
-    keys = mem_len if same_length else mem_len + (segment_len + 1) / 2
-    return config.n_layer * (_per_position(config) + _per_key(config) * keys) + _softmax(config, vocab_size)
+    keys, width = mem_len if same_length else mem_len + (segment_len + 1) / 2, config.n_head * config.d_head
+    # Queries, keys, values, output and feed-forward part.
+    per_position = 2 * config.d_model * (4 * width + 2 * config.d_inner)
+    # Content score, position score and weighted value of one query and one key.
+    per_key = 2 * encoding_of(config).products_per_key * width
+    return config.n_layer * (per_position + per_key * keys) + _softmax(config, vocab_size)
 
 
 def of_training(config: ModelConfig, *, vocab_size: int, segment_len: int, mem_len: int, same_length: bool) -> float:
@@ -105,17 +109,6 @@ def _of_memory(config: ModelConfig, *, segment_len: int, mem_len: int) -> float:
     project = 2 * config.d_model * config.n_head * config.d_head
     codes = project * (mem_len + segment_len) / segment_len if encoding_of(config).projects_codes else 0
     return config.n_layer * (2 * project * mem_len / segment_len + codes)
-
-
-def _per_position(config: ModelConfig) -> float:
-    """Returns the operations of queries, keys, values, output and feed-forward part of a position in a layer."""
-    width = config.n_head * config.d_head
-    return 2 * config.d_model * (4 * width + 2 * config.d_inner)
-
-
-def _per_key(config: ModelConfig) -> float:
-    """Returns the operations of content score, position score and weighted value of one query and one key."""
-    return 2 * encoding_of(config).products_per_key * config.n_head * config.d_head
 
 
 def _softmax(config: ModelConfig, vocab_size: int) -> float:

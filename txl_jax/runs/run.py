@@ -290,11 +290,9 @@ class Run:
             path = os.path.join(self.path, name)
             try:
                 texts.append(storage.read(path).decode())
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if name == _CONFIG:
+            except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+                if name == _CONFIG and isinstance(error, OSError):
                     return None
-                raise named(error) from error
-            except ValueError as error:
                 raise named(error) from error
             except OSError as error:
                 raise _unreadable(path, error) from error

@@ -1,7 +1,6 @@
 """Scores while a run trains and at its end: best parameters, weight averaging, early stopping, results.json."""
 
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -61,17 +60,13 @@ class Validation:
     def read_losses(self) -> None:
         """Reads the recorded losses, but not those at other evaluation settings."""
 
-        def recorded(label: str | None) -> list[float]:
-            return [
-                record["loss"]
-                for record in read_metrics(self.run.path)
-                if record["kind"] == "valid" and record.get("member") == label
-            ]
+        def recorded() -> list[list[float]]:
+            valid = [record for record in read_metrics(self.run.path) if record["kind"] == "valid"]
+            of_members = [[each for each in valid if each.get("member") == label] for label in self._members.labels]
+            return [[record["loss"] for record in records] for records in of_members]
 
-        for index, label in enumerate(self._members.labels):
-            self.losses[index] = []
-            if self._best(index) is not None:
-                self.losses[index] = distributed.broadcast_from_primary(functools.partial(recorded, label))
+        found = distributed.broadcast_from_primary(recorded)
+        self.losses = [[] if self._best(index) is None else losses for index, losses in enumerate(found)]
 
     def _score(self, split: Split, index: int, params: Any, *, prefix: str = "") -> tuple[Totals, str]:
         """Scores a split with the parameters of a member; returns the scores and a line about them."""

@@ -35,21 +35,13 @@ _FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", "
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """A trained model that was found at a path; its weights are not read before `params`.
+    """A trained model that was found at a path; its weights are not read before `params`."""
 
-    Attributes:
-      path: The directory, absolute.
-      config: The settings of the model and of its training.
-      vocabulary: Text to token ids and back.
-      description: One clause for the user: what the directory contains, and what the weights were trained on.
-      source: The run, or the ensemble member, or the portable checkpoint's contents without the weights.
-    """
-
-    path: str
-    config: ExperimentConfig
+    path: str  # Absolute.
+    config: ExperimentConfig  # Of the model and of its training.
     vocabulary: Vocabulary
-    description: str
-    source: "Run | ModelInfo"
+    description: str  # One clause for the user: what the directory contains, and what the weights were trained on.
+    source: "Run | ModelInfo"  # The run or its member, or the portable checkpoint's contents without the weights.
 
     @classmethod
     def of_run(cls, run: Run) -> "Weights":

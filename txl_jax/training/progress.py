@@ -36,6 +36,17 @@ class RunningTotals:
         self.grad_norm += float(np.sum(metrics.grad_norm, dtype=np.float64))
         self.updates += len(metrics.nats)
 
+    def values(self, learning_rate: float) -> dict[str, float]:
+        """Returns the values of a record."""
+        totals = Totals(self.nats, self.tokens)
+        return {
+            "loss": totals.nll,
+            "bpc": totals.bpc,
+            "perplexity": totals.perplexity,
+            "grad_norm": self.grad_norm / self.updates,
+            "learning_rate": learning_rate,
+        }
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Progress:
@@ -73,9 +84,9 @@ class Progress:
         """
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
-            check_finite(first_step, own, prefix=self.members.prefix(index))
-        for totals, own in zip(self._totals, of_members, strict=True):
-            totals.add(own)
+            _check_finite(first_step, own, self.members.prefix(index))
+        for running, own in zip(self._totals, of_members, strict=True):
+            running.add(own)
         count = len(of_members[0].nats)
         self._timed_updates += count
         done = first_step + count
@@ -118,7 +129,7 @@ class Progress:
         seconds = max(now - self._since, 1e-9)
         measured = self._measured(seconds)
         for label, running, learning_rate in zip(self.members.labels, self._totals, learning_rates, strict=True):
-            self.log.record("train", step, _values(running, learning_rate) | measured, member=label)
+            self.log.record("train", step, running.values(learning_rate) | measured, member=label)
         self.log.print("  ".join(self._columns(step, measured)))
         self._totals = [RunningTotals() for _ in self._totals]
         self._since, self._timed_updates, self._waited = now, 0, 0.0
@@ -159,18 +170,7 @@ class Progress:
         return [f"loss {totals.nll:.4f}", totals.format(self.measure), f"grad norm {grad_norm:.3f}"]
 
 
-def _values(running: RunningTotals, learning_rate: float) -> dict[str, float]:
-    totals = Totals(running.nats, running.tokens)
-    return {
-        "loss": totals.nll,
-        "bpc": totals.bpc,
-        "perplexity": totals.perplexity,
-        "grad_norm": running.grad_norm / running.updates,
-        "learning_rate": learning_rate,
-    }
-
-
-def check_finite(first_step: int, metrics: UpdateMetrics, *, prefix: str = "") -> None:
+def _check_finite(first_step: int, metrics: UpdateMetrics, prefix: str) -> None:
     """Raises `NonFiniteError` that names the first update whose loss or gradient norm is not finite."""
     finite = np.isfinite(metrics.nats) & np.isfinite(metrics.grad_norm)
     if not finite.all():
