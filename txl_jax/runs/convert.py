@@ -7,7 +7,6 @@ up to rounding.
 import dataclasses
 import enum
 import functools
-import json
 import math
 import os
 import time
@@ -29,7 +28,7 @@ from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import Built, build
-from txl_jax.runs.run import RESULTS, Run
+from txl_jax.runs.run import Run, read_results
 from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
@@ -131,11 +130,11 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
 
 def _scores(run: Run, step: int) -> dict[str, Any]:
     """Returns the scores in results.json, empty if there are none or they belong to other parameters."""
+    results = read_results(run.path, run.member)
     try:
-        results = json.loads(storage.read(os.path.join(run.path, RESULTS)))
-        own = results if run.member is None else results["members"][run.member] | {"eval": results["eval"]}
-        return {name: own[name] for name in ("best_valid", "test", "eval")} if own["test"]["step"] == step else {}
-    except (OSError, ValueError, KeyError, TypeError):  # The run has not ended, or the file is corrupted.
+        belongs = results["test"]["step"] == step
+        return {name: results[name] for name in ("best_valid", "test", "eval")} if belongs else {}
+    except (KeyError, TypeError):  # The run has not ended, or the file is corrupted.
         return {}
 
 

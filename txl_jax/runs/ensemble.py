@@ -26,7 +26,7 @@ from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import train
 from txl_jax.runs.build import Built, Compilation, build_for
-from txl_jax.runs.run import RESULTS, Run, member_name
+from txl_jax.runs.run import RESULTS, Run, member_name, read_results
 from txl_jax.runs.trainer import Outcome
 from txl_jax.runs.weights import load_state
 from txl_jax.runtime import storage
@@ -221,7 +221,8 @@ def split_off(workdir: str, member: str, target: str) -> None:
         for record in records:
             del record["member"]
         replace_appended(os.path.join(made.path, METRICS), [json.dumps(record) + "\n" for record in records])
-        _copy_results(source, made, member)
+        if results := read_results(source.path, member):
+            storage.write_json(os.path.join(made.path, RESULTS), results)
         made.weights = source.weights
         # Last: without config.json the folder holds no run.
         made.record(source.config, source.text, attention=source.attention)
@@ -242,16 +243,3 @@ def _copy_best(source: Run, made: Run, abstract_params: Any) -> None:
 def _save(folder: str, step: int, state: Any, notes: dict[str, Any]) -> None:
     with Checkpointer(folder, keep=1, log=print) as checkpoints:
         checkpoints.save(step, state, notes)
-
-
-def _copy_results(source: Run, made: Run, member: str) -> None:
-    """Writes the member's results.json, in the form and order of a single run."""
-    try:
-        results = json.loads(storage.read(os.path.join(source.path, RESULTS)))
-        own = results["members"][member]
-    except (OSError, ValueError, KeyError, TypeError):  # Training has not ended, or the file is corrupted.
-        return
-    flat: dict[str, Any] = {}
-    for name, value in results.items():
-        flat |= own if name == "members" else {name: value}
-    storage.write_json(os.path.join(made.path, RESULTS), flat)

@@ -4,11 +4,9 @@ A row is a dict by column name: "run", the settings that differ, "best_valid", "
 "state". Columns whose values are not known yet are missing.
 """
 
-import contextlib
 import csv
 import dataclasses
 import io
-import json
 import math
 import os
 import statistics
@@ -20,10 +18,10 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config import settings as config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
-from txl_jax.runs.run import RESULTS, Run, by_name, holds_run
+from txl_jax.runs.run import Run, by_name, holds_run, read_results
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.log import read_metrics
-from txl_jax.runtime.storage import as_path, is_dir, names, read
+from txl_jax.runtime.storage import as_path, is_dir, names
 
 Row = Mapping[str, Any]
 Point = tuple[int, float]  # A training step, and the value recorded there.
@@ -126,12 +124,8 @@ def _workdirs(path: str) -> list[str]:
 def _read(folder: str, name: str) -> Iterator[RunRecords]:
     """Yields a run, or each member of an ensemble, whose own name is enough if `name` is empty."""
     record, records = Run.read_all(folder), read_metrics(folder)
-    members, found = by_name(record.members), None
-    with contextlib.suppress(OSError, ValueError):  # Training writes missing and corrupted results again.
-        found = json.loads(read(os.path.join(folder, RESULTS)))
-    found = found if isinstance(found, dict) else None
+    members = by_name(record.members)
     for member in members or [None]:
-        scores = found.get("members", {}).get(member) if found and member else found
         yield RunRecords(
             name=": ".join(filter(None, [name, member])) or Path(folder).name,
             path=folder,
@@ -139,7 +133,7 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
             config=config_tree.replace(record.config, dict(members[member])) if member else record.config,
             measure=record.text.vocabulary.measure,
             records=[each for each in records if each.get("member") == member],
-            results=found | scores if found and scores else None,
+            results=read_results(folder, member) or None,
         )
 
 

@@ -399,6 +399,22 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
         raise _unreadable(path, error) from error
 
 
+def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
+    """Returns results.json; for a member of an ensemble its own scores replace the scores of all members.
+
+    Returns an empty dict before training has ended, and if the file is corrupted: training writes it again.
+    """
+    try:
+        results = json.loads(storage.read(os.path.join(workdir, RESULTS)))
+        own = results["members"][member] if member else {}
+        found: dict[str, Any] = {}
+        for name, value in results.items():
+            found |= own if member and name == "members" else {name: value}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return found
+
+
 def latest_folder(workdir: str) -> str:
     """Returns the folder of the checkpoints that training resumes from."""
     return os.path.join(workdir, "checkpoints", "latest")

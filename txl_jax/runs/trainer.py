@@ -85,7 +85,7 @@ class Trainer:
                     self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 validation.read_losses()
                 if self._has_ended(step):
-                    results = distributed.broadcast_from_primary(lambda: validation.read_results(step))
+                    results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
                     if results:
                         self._log.print(f"finished  already: {validation.results_path}")
                         return Outcome(True, step, results)
@@ -115,7 +115,7 @@ class Trainer:
         """Opens the log, which drops its records of updates after `step`."""
         # What was recorded and then lost its consequences to a kill is done, and recorded, again.
         redone = {"valid"} if self._validation.pending else set()
-        if self._validation.read_results(step) is None:
+        if self._validation.results_after(step) is None:
             redone.add("test")
         return self._log.open(step, redone=redone, opening=self.opening)
 

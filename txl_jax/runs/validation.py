@@ -1,7 +1,6 @@
 """Scores while a run trains and at its end: best parameters, weight averaging, early stopping, results.json."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +12,11 @@ from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.run import RESULTS, Run
+from txl_jax.runs.run import RESULTS, Run, read_results
 from txl_jax.runs.score import Interrupted, Split, as_record, as_result, score_with_line
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.log import RunLog, read_metrics
-from txl_jax.runtime.storage import read, write_json
+from txl_jax.runtime.storage import write_json
 from txl_jax.training import weight_averaging
 from txl_jax.training.hooks import HookContext
 from txl_jax.training.step import TrainState
@@ -158,12 +157,12 @@ class Validation:
         facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self.built.num_parameters}
         return facts | ({"warm_start": dict(weights)} if weights else {})
 
-    def read_results(self, step: int) -> dict[str, Any] | None:
+    def results_after(self, step: int) -> dict[str, Any] | None:
         """Returns the results after `step` updates, or None if there are none at these evaluation settings."""
+        results = read_results(self.run.path)
         try:
-            results = json.loads(read(self.results_path))
             same = results["steps"] == step and with_defaults(results["eval"]) == self._eval_settings
-        except (OSError, ValueError, KeyError, TypeError):  # The file is missing, or corrupted: it is made again.
+        except (KeyError, TypeError, AttributeError):  # The file is missing, or corrupted: it is made again.
             return None
         return results if same else None
 
