@@ -55,11 +55,6 @@ class AttentionChoice(NamedTuple):
     training: Chosen
     evaluation: Chosen
 
-    @property
-    def implementations(self) -> Implementations:
-        """Without the reasons."""
-        return Implementations(self.training.implementation, self.evaluation.implementation)
-
     def record(self) -> dict[str, str]:
         """Returns the implementations by use, as config.json has them."""
         return {use: str(chosen.implementation) for use, chosen in self._asdict().items()}
@@ -264,16 +259,13 @@ class Built:
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
-        multiple = shards * train.grad_accum_steps
-        if train.batch_size % multiple:
-            in_microbatches = (
-                f", in {train.grad_accum_steps} microbatches (train.grad_accum_steps)"
-                if train.grad_accum_steps > 1
-                else ""
-            )
+        batch_size, shards = self.config.train.batch_size, sharding.num_batch_shards(self.mesh)
+        microbatches = self.config.train.grad_accum_steps
+        multiple = shards * microbatches
+        if batch_size % multiple:
+            in_microbatches = f", in {microbatches} microbatches (train.grad_accum_steps)" if microbatches > 1 else ""
             raise UserError(
-                f"train.batch_size is {train.batch_size} and the rows are split over {shards} devices "
+                f"train.batch_size is {batch_size} and the rows are split over {shards} devices "
                 f"(data x fsdp of the mesh){in_microbatches}; choose a multiple of {multiple}, or fewer devices with "
                 "--mesh.data"
             )
@@ -441,7 +433,7 @@ def build(
             vocab_size,
             end_token,
             num_devices=mesh.size,
-            attention=attention.implementations,
+            attention=Implementations(attention.training.implementation, attention.evaluation.implementation),
         )
     return Built(
         config=config,
