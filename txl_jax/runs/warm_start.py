@@ -141,7 +141,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
-    step, params = trained.params(_build_trained(trained, components))
+    step, params = trained.params(_build_on_same_mesh(trained, components))
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
@@ -178,7 +178,7 @@ def _open(path: str) -> Weights:
         raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
 
 
-def _build_trained(trained: Weights, components: Built) -> Built:
+def _build_on_same_mesh(trained: Weights, components: Built) -> Built:
     """Builds the trained model on the mesh of the run that begins."""
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
