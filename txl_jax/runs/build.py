@@ -60,11 +60,7 @@ class AttentionChoice(NamedTuple):
         return {use: str(chosen.implementation) for use, chosen in self._asdict().items()}
 
     def describe(self, before: Mapping[str, str] | None = None) -> str:
-        """Describes what was chosen and why, for people.
-
-        Args:
-          before: implementations by use; only what differs from them is described, nothing if all are the same.
-        """
+        """Describes the choice and its reasons, for the log; with `before`, only the uses that differ from it."""
         clauses: dict[str, str] = {}
         for use, chosen in self._asdict().items():
             name = str(chosen.implementation)
@@ -446,10 +442,7 @@ def build(
 
 
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
-    """Builds what a config describes for text in this vocabulary; `options` are the other arguments of `build`.
-
-    Raises `UserError` as `build`, or if `data.reset_at` is not the text of one token.
-    """
+    """Calls `build` for this vocabulary; raises `UserError` too if `data.reset_at` is not the text of one token."""
     end = config.data.reset_at
     end_token = None if end is None else ready_ids.find_token(vocabulary, end, name="data.reset_at")
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)
