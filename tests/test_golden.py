@@ -74,11 +74,11 @@ def load(file, start, path):
     golden = json.loads(str(arrays["config_json"]))
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
-    config, compat = configs(golden, start, dtype)
+    config = config_of(golden, start, dtype)
     tensors, format = under(arrays, "param/"), Format(golden["library"])
     params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=format)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
-    model = TransformerXL(config, compat, golden["n_token"], attention=Implementations(implementation, implementation))
+    model = TransformerXL(config, golden["n_token"], attention=Implementations(implementation, implementation))
     return arrays, golden, model, params, "" if start == golden["initial_memory"][0] else f"{start}/"
 
 
@@ -95,7 +95,7 @@ def check_run(arrays, golden, model, params, prefix):
                 assert_close(gradients[name], value, f"gradient of {name}")
 
 
-def configs(golden: dict, start: str, dtype: DType) -> tuple[ModelConfig, CompatConfig]:
+def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
     """Our configuration of a golden model."""
     same = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "tie_weight", "untie_r")
     model = ModelConfig(
@@ -107,15 +107,15 @@ def configs(golden: dict, start: str, dtype: DType) -> tuple[ModelConfig, Compat
         tie_projs=tuple(golden["tie_projs"]),
         dropout=DropoutConfig(rate=0.0),
         dtype=dtype,
+        compat=CompatConfig(
+            memory_start=MemoryStart.ZEROS if start == "zeros" else MemoryStart.MASKED,
+            layer_norm_eps=golden["layer_norm_eps"],
+            shaw_terms=ShawTerms.ORIGINAL,
+            final_norm=False,
+        ),
     )
     model.validate()
-    compat = CompatConfig(
-        memory_start=MemoryStart.ZEROS if start == "zeros" else MemoryStart.MASKED,
-        layer_norm_eps=golden["layer_norm_eps"],
-        shaw_terms=ShawTerms.ORIGINAL,
-        final_norm=False,
-    )
-    return model, compat
+    return model
 
 
 def clamp_len(golden: dict) -> int | None:

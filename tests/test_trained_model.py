@@ -26,7 +26,7 @@ def assert_alone(model, documents, found, *, tolerance):
 
 
 CHANGES = [
-    {"compat__memory_start": "zeros", "model__layer_norm": "pre"},
+    {"model__compat__memory_start": "zeros", "model__layer_norm": "pre"},
     {"eval__same_length": True, "eval__clamp_len": 4},
     {"model__cutoffs": (3, 7), "model__div_val": 2},
     {"eval__mem_len": 0, "eval__same_length": False},
@@ -194,7 +194,7 @@ def alone(model, prompts, config):
 MODELS_AND_DRAWING = [
     ({}, {}),
     ({"eval__clamp_len": 4, "eval__same_length": False}, {"temperature": 0.0}),
-    ({"compat__memory_start": "zeros", "model__layer_norm": "pre"}, {"top_k": 3, "top_p": 0.9}),
+    ({"model__compat__memory_start": "zeros", "model__layer_norm": "pre"}, {"top_k": 3, "top_p": 0.9}),
     ({"model__cutoffs": (3, 7), "model__div_val": 2}, {}),
 ]
 

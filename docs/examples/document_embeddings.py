@@ -21,11 +21,11 @@ import numpy as np
 import optax
 
 import txl_jax
-from txl_jax import CompatConfig, ModelConfig, NormPlace
+from txl_jax import ModelConfig, NormPlace
 
 CONFIG = ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE)
 TOPICS, WORDS = 8, 24  # The first ids name topics, the others are words of any document.
-MODEL = txl_jax.TransformerXL(CONFIG, CompatConfig(), vocab_size=TOPICS + WORDS)
+MODEL = txl_jax.TransformerXL(CONFIG, vocab_size=TOPICS + WORDS)
 PASSAGE, PASSAGES = 128, 12  # Tokens per passage, passages per document.
 MEM_LEN = 512
 ROWS = 12  # Documents side by side.

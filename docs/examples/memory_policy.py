@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 import txl_jax
-from txl_jax import CompatConfig, ModelConfig, NormPlace
+from txl_jax import ModelConfig, NormPlace
 
 SIZES = {"n_layer": 2, "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64}
 CONFIG = ModelConfig(**SIZES, init_std=0.1, layer_norm=NormPlace.PRE)
@@ -66,7 +66,7 @@ class Policy(nn.Module):
     def setup(self):
         """Creates the layers."""
         self.observation = nn.Dense(CONFIG.d_model)
-        self.core = txl_jax.TransformerXL(CONFIG, CompatConfig(), vocab_size=1)  # It gets no tokens.
+        self.core = txl_jax.TransformerXL(CONFIG, vocab_size=1)  # It gets no tokens.
         self.heads = nn.Dense(3)
 
     def __call__(self, observation, memory):
@@ -112,7 +112,7 @@ def actor_critic_loss(params, state, key):
 def train(mem_len, *, updates, seed=0):
     """Trains a policy. Returns the mean reward of the episodes that ended in each update."""
     init_key, maze_key, key = jax.random.split(jax.random.key(seed), 3)
-    core = txl_jax.TransformerXL(CONFIG, CompatConfig(), vocab_size=1)
+    core = txl_jax.TransformerXL(CONFIG, vocab_size=1)
     memory = core.init_memory(batch_size=ROWS, mem_len=mem_len)
     params = Policy().init(init_key, jnp.zeros((ROWS, 4)), memory)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(2e-3))

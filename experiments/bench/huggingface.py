@@ -180,7 +180,7 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
             value == default,
             f"generate.{name} is {value} and the peer's is {default}; leave it out, or benchmark without --peer",
         )
-    return config_tree.replace(apply_preset(config, "hf"), {"compat.memory_start": MemoryStart.MASKED})
+    return config_tree.replace(apply_preset(config, "hf"), {"model.compat.memory_start": MemoryStart.MASKED})
 
 
 def checked_peer(components: Built) -> HuggingFaceModel:

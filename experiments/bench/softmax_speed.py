@@ -33,7 +33,7 @@ from txl_jax import cli
 from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
 from txl_jax.config.settings import require
-from txl_jax.modules.softmax import Softmax
+from txl_jax.modules.embedding import Softmax
 from txl_jax.runtime.environment import megabytes
 
 DEFAULTS = ExperimentConfig(

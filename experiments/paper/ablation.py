@@ -287,7 +287,7 @@ def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
 def _trained_length(config: ExperimentConfig) -> int:
     """Returns the attention length of training: the keys that the last query of a segment attends to."""
     train = config.train
-    window = config.compat.window(train.mem_len, same_length=train.same_length)
+    window = config.model.compat.window(train.mem_len, same_length=train.same_length)
     return window or train.mem_len + train.segment_len
 
 

@@ -184,7 +184,7 @@ def attention_weights(
     )
     parts = kept["attention"]["stack"]["layers"]["attention"]
     mem_len, segment_len = memory.mem_len, tokens.shape[1]
-    window = model.compat.window(mem_len, same_length=True)
+    window = model.config.compat.window(mem_len, same_length=True)
     mask = Visibility(memory.valid, segment_len, mem_len, window).mask()[None, :, None]
     terms = jax.vmap(
         lambda query, key, position_key, u, v: score_terms(query, key, position_key, content_bias=u, position_bias=v)

@@ -88,7 +88,6 @@ def _rows(config: ExperimentConfig, plan: Plan) -> Iterator[list[str]]:
     record = {
         **environment.describe(),
         "model": model,
-        "compat": config_tree.to_dict(config.compat),
         "vocab_size": VOCABULARY,
         "eval": {name: evaluation[name] for name in ("segment_len", "clamp_len", "cache_dtype")},
         "warmup": plan.warmup,

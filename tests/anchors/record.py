@@ -302,7 +302,7 @@ def masks(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, changes in {"each position": {}, "locked": {"model.dropout.locked": True}}.items():
         made = config(folder, changes)
-        model = txl_jax.TransformerXL(made.model, made.compat, 20)
+        model = txl_jax.TransformerXL(made.model, 20)
         tokens, memory = jnp.arange(10).reshape(2, 5), model.init_memory(batch_size=2, mem_len=3)
         apply = functools.partial(model.apply, deterministic=False, rngs={"dropout": jax.random.key(7)})
         variables = jax.jit(model.init)(jax.random.key(5), tokens, memory)

@@ -149,7 +149,7 @@ def test_sizes_and_compatibility_come_from_the_trained_model(trained, built, tmp
     """And nothing else: dropout, tokens, lengths and optimizer are those of the program and the flags."""
     config = built(tmp_path / "new", "--train.mem_len=30")
     assert {name: getattr(config.model, name) for name in SIZES} == SIZES
-    assert config.compat == trained[1].compat != ExperimentConfig().compat
+    assert config.model.compat == trained[1].model.compat != ExperimentConfig().model.compat
     assert config.model.dropout == ExperimentConfig().model.dropout
     assert config.data.tokenizer.kind is Tokenizer.BYTE and config.train.mem_len == 30
 
@@ -158,8 +158,8 @@ def test_flags_of_the_same_model_may_be_given_and_others_are_named(built, tmp_pa
     assert built(tmp_path / "new", "--model.n_layer=1").model.n_layer == 1
     with pytest.raises(UserError, match=r"model\.n_layer is 4 and there 1; model\.d_head is 6 and there 5; leave"):
         built(tmp_path / "new", "--model.n_layer=4", "--model.d_head=6")
-    other = built(tmp_path / "new", "--compat=tf").compat
-    assert other.layer_norm_eps == COMPAT_PRESETS["tf"]["compat.layer_norm_eps"]
+    other = built(tmp_path / "new", "--compat=tf").model.compat
+    assert other.layer_norm_eps == COMPAT_PRESETS["tf"]["model.compat.layer_norm_eps"]
 
 
 def test_a_kept_vocabulary_brings_its_tokenizer(built, tmp_path):

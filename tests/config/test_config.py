@@ -54,7 +54,7 @@ CONFLICTS = [
     ({"data.valid": ("b",)}, "data.valid enwik8 text"),
     ({"data.heldout": "published"}, "data.heldout published enwik8 lm1b"),
     ({"data.reset_at": "x", "model.network": "lstm"}, "data.reset_at x model.network lstm transformer_xl"),
-    ({"data.reset_at": "x", "compat.memory_start": "zeros"}, "data.reset_at x compat.memory_start zeros masked"),
+    ({"data.reset_at": "x", "model.compat.memory_start": "zeros"}, "data.reset_at x compat.memory_start zeros masked"),
     ({"data.order": "sentences"}, "data.order sentences byte"),
     (WORDS | {"data.order": "sentences", "data.tokenizer.line_mark": "none"}, "data.order line_mark none"),
     (WORDS | {"data.order": "sentences", "data.roll": "rows"}, "data.order sentences data.roll rows"),

@@ -53,7 +53,9 @@ def test_a_record_may_have_a_removed_setting_at_its_default_only(name):
         from_record(record | {name: 3})
 
 
-def test_removed_settings_that_follow_from_others():
+def test_settings_of_a_record_that_are_read_otherwise():
+    zeros = {"compat.memory_start": "zeros"}
+    assert from_record(zeros) == config_tree.replace(ExperimentConfig(), {"model.compat.memory_start": "zeros"})
     documents = {"data.reset_at": "\\n"}
     assert from_record(documents | {"model.end_token": 3}) == from_record(documents)
     for before, now in (("lamb", "lamb_nvidia"), ("adam", "adam")):
@@ -149,7 +151,7 @@ def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
     names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
     assert {name for name in free if name.startswith("train.")} == {f"train.{name}" for name in names}
     assert {name for name in free if name.startswith("model.")} == {"model.attention"}
-    for group in ("compat", "optimizer", "regularization", "average"):
+    for group in ("model.compat", "optimizer", "regularization", "average"):
         assert not any(name.startswith(f"{group}.") for name in free)
 
 

@@ -41,7 +41,7 @@ def totals(
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
     lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len}
-    window = model().compat.window(mem_len, same_length=same_length)
+    window = model().config.compat.window(mem_len, same_length=same_length)
     weights = prepare_params(params(), model(), window=window, **lengths)
     memory = forward.init_cache(weights, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
     noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))

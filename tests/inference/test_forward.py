@@ -62,8 +62,8 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
     segment_len, mem_len, clamp_len, same_length = lengths
     variables, text = tiny.variables(model), tiny.text(segment_len * SEGMENTS + 1)
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=same_length)
-    weights = frozen(model, lengths[:3], model.compat.window(mem_len, same_length=same_length))
-    start = model.compat.memory_start
+    weights = frozen(model, lengths[:3], model.config.compat.window(mem_len, same_length=same_length))
+    start = model.config.compat.memory_start
 
     @jax.jit
     def read(weights, tokens, targets, memory):

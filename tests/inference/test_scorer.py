@@ -15,7 +15,7 @@ from txl_jax.modules.recurrent import RecurrentModel
 
 @pytest.mark.parametrize("network", Network)
 def test_logits_are_divided_with_their_biases(network):
-    recurrent = RecurrentModel(tiny.model_config(network=network), tiny.COMPAT, tiny.V)
+    recurrent = RecurrentModel(tiny.model_config(network=network), tiny.V)
     model, rng = tiny.make() if network is Network.TRANSFORMER_XL else recurrent, np.random.default_rng(0)
     params = tiny_run.params(model)
     params["softmax"]["bias"] = rng.normal(size=tiny.V).astype(np.float32)

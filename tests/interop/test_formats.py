@@ -35,7 +35,7 @@ def test_a_folder_of_hugging_face(changes, write, tmp_path):
     (folder / "vocab.txt").write_text("\n".join(foreign.WORDS))
     found = formats.read(folder)
     foreign.check(found, config, params)
-    assert found.format is Format.HUGGINGFACE and found.info.config.compat == tiny.compat_config("hf")
+    assert found.format is Format.HUGGINGFACE and found.info.config.model.compat == tiny.compat_config("hf")
     assert found.info.config.eval == foreign.LENGTHS
     assert isinstance(found.info.vocabulary, WordVocabulary) and found.info.vocabulary.words == foreign.WORDS
 
@@ -91,7 +91,9 @@ def test_a_pickled_module_of_the_original(changes, write, tmp_path):
     found = formats.read(path)
     assert found.format is Format.ORIGINAL
     foreign.check(found, config, params)
-    assert found.info.config.compat == tiny.compat_config("pytorch") and isinstance(found.info.vocabulary, IdVocabulary)
+    assert found.info.config.model.compat == tiny.compat_config("pytorch") and isinstance(
+        found.info.vocabulary, IdVocabulary
+    )
     assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
 
 
@@ -119,7 +121,9 @@ def test_a_checkpoint_of_nvidia(changes, tmp_path):
     assert found.format is Format.NVIDIA
     foreign.check(found, config, params)
     window = AttentionWindow.MEM_LEN_PLUS_ONE
-    assert found.info.config.compat == dataclasses.replace(tiny.compat_config("pytorch"), same_length_window=window)
+    assert found.info.config.model.compat == dataclasses.replace(
+        tiny.compat_config("pytorch"), same_length_window=window
+    )
     assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
     assert isinstance(found.info.vocabulary, WordVocabulary) and found.info.vocabulary.words == foreign.WORDS
 
@@ -137,7 +141,7 @@ def test_other_encodings_of_the_original(encoding, changes, tmp_path):
     path = torch_bytes.write_legacy(tmp_path / "model.pt", foreign.pickled_module(config, params))
     found = formats.read(path)
     foreign.check(found, config, params)
-    assert found.info.config.compat.shaw_terms is ShawTerms.ORIGINAL
+    assert found.info.config.model.compat.shaw_terms is ShawTerms.ORIGINAL
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | change))
     if message is None:
-        assert formats.read(folder).info.config.compat.layer_norm_eps == change.get("layer_norm_epsilon", 1e-5)
+        assert formats.read(folder).info.config.model.compat.layer_norm_eps == change.get("layer_norm_epsilon", 1e-5)
         return
     with pytest.raises(UserError, match=message) as caught:
         formats.read(folder)

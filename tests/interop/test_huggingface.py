@@ -50,7 +50,8 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
     tokens = tiny.text(3 * L + 1)
     tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row of the first alone.
-    ours = list(our_segments(TransformerXL(config, tiny.compat_config("hf"), V), params, span, tokens))
+    model = TransformerXL(dataclasses.replace(config, compat=tiny.compat_config("hf")), V)
+    ours = list(our_segments(model, params, span, tokens))
     theirs = list(peer_segments(torch, peer, tokens))
     assert len(ours) == len(theirs) == 3
     for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):

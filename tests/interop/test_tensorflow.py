@@ -201,7 +201,8 @@ def test_a_checkpoint(write, changes, tmp_path, monkeypatch):
     found = formats.read(tmp_path / "model.ckpt-3")
     assert found.format is Format.TENSORFLOW
     foreign.check(found, config, params)
-    assert found.info.config.compat == tiny.compat_config("tf") and found.info.config.compat.layer_norm_eps == 1e-12
+    compat = found.info.config.model.compat
+    assert compat == tiny.compat_config("tf") and compat.layer_norm_eps == 1e-12
     assert found.info.config.eval == EvalConfig()
     number = len(variables_of(config, params))
     assert any(f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in note for note in found.notes)
@@ -265,7 +266,7 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     tokens = tiny.text(3 * 4 + 1, rows=1)
     tokens[0, 2:6] = (0, 5, foreign.V - 1, 10)  # Each cluster.
     whole = found.info.config
-    model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), whole.compat, foreign.V)
+    model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), foreign.V)
     read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.leaves))}
     sizes = {"cutoffs": config.cutoffs, "vocab_size": foreign.V, "n_layer": config.n_layer, "mem_len": 5}
     for same_length in (False, True):

@@ -80,7 +80,7 @@ def cached(made, variables, tokens, lengths):
     """Nats [B, T] of inference, over segments with a KV cache."""
     segment_len, mem_len, same_length = lengths
     sizes = {"segment_len": segment_len, "mem_len": mem_len}
-    window = made.compat.window(mem_len, same_length=same_length)
+    window = made.config.compat.window(mem_len, same_length=same_length)
     prepare = functools.partial(prepare_params, model=made, window=window, clamp_len=None, **sizes)
     weights = jax.jit(prepare)(variables["params"])
 

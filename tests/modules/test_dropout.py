@@ -1,6 +1,5 @@
-"""Tests dropout: its places, masks and who shares them, expectations, and rates given beside the config."""
+"""Tests dropout: its places, masks and who shares them, expectations, and rates that are traced."""
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,10 +11,11 @@ import pytest
 from support import tiny
 from support.cases import full_but
 from txl_jax.config import DropoutConfig, DType, Network
-from txl_jax.modules.dropout import DropoutRates, dropout
+from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.training import ensemble
 from txl_jax.training.step import init_params
 
 RNGS = {"dropout": jax.random.key(0)}
@@ -119,7 +119,7 @@ def test_whole_words_are_dropped_at_all_their_positions():
 @pytest.mark.parametrize("network", Network)
 def test_rates_of_input_and_output_may_differ_from_the_others(network):
     c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5, dropout__locked=True)
-    model = (TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel)(c, tiny.COMPAT, tiny.V)
+    model = (TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel)(c, tiny.V)
     called = [module for module, method, _ in dropouts_of(model) if method == "__call__"]
     assert {module.broadcast_dims for module in called} == {(-2,)}
     seen = [module.rate for module in called]
@@ -128,18 +128,16 @@ def test_rates_of_input_and_output_may_differ_from_the_others(network):
 
 
 def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
-    rates = DropoutRates.of(DropoutConfig(rate=0.3, output=0.0, qkv=0.1))
-    assert rates == (0.3, 0.0, 0.3, 0.0, 0.1, 0.0)
-    assert DropoutRates.of(DropoutConfig(rate=0.3, output=0.0), rate=0.5)[:4] == (0.5, 0.0, 0.5, 0.0)
-    assert DropoutRates.of(DropoutConfig(rate=0.3), input=0.0, rate=0.5)[:4] == (0.5, 0.0, 0.0, 0.5)
-    assert set(DropoutRates._fields) == {field.name for field in dataclasses.fields(DropoutConfig)} - {"locked"}
+    rates = DropoutConfig(rate=0.3, output=0.0)
+    assert (rates.input_rate, rates.output_rate) == (0.3, 0.0)
+    assert (DropoutConfig(rate=0.3, input=0.0).input_rate, DropoutConfig(rate=0.3).output_rate) == (0.0, 0.3)
 
 
 @pytest.mark.parametrize("network", full_but([Network.QRNN], Network))
-def test_rates_beside_the_config_are_those_of_the_config(network, x64):
+def test_traced_rates_are_those_of_the_config(network, x64):
     """Vmapped over models with other rates, each of all six: what each would give whose config has them."""
     build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
-    model = build(config(network=network, dtype=DType.FLOAT64, dropout__rate=0.9), tiny.COMPAT, tiny.V)
+    model = build(config(network=network, dtype=DType.FLOAT64, dropout__rate=0.9), tiny.V)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
     params = first_params(model)
 
@@ -148,9 +146,9 @@ def test_rates_beside_the_config_are_those_of_the_config(network, x64):
     def hidden(model):
         return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **DRAWING)[0]
 
-    settings = [dict(zip(DropoutRates._fields, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
-    traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *(DropoutRates(**rates) for rates in settings))
-    found = jax.jit(jax.vmap(lambda rates: hidden(model.clone(rates=rates))))(traced)
+    settings = [dict(zip(ensemble.RATES, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
+    traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *settings)
+    found = jax.jit(jax.vmap(lambda rates: hidden(ensemble.with_rates(model, rates))))(traced)
     of_config = {f"dropout__{name}": float(rate) for name, rate in settings[1].items()}
     of_own = model.clone(config=config(network=network, dtype=DType.FLOAT64, **of_config))
     expected = jax.jit(functools.partial(hidden, of_own))()

@@ -9,15 +9,14 @@ from scipy.special import expit as sigmoid
 from support import tiny, tiny_run
 from txl_jax import memory as memory_lib
 from txl_jax.config import DType, MemoryStart, Network
-from txl_jax.modules.qrnn import QRNNLayer, fo_pool
-from txl_jax.modules.recurrent import RecurrentModel
+from txl_jax.modules.recurrent import QRNNLayer, RecurrentModel, fo_pool
 
 L = 4
 NETWORKS = (Network.LSTM, Network.QRNN)
 
 
 def make(network: Network, **changes) -> RecurrentModel:
-    return RecurrentModel(tiny.model_config(network=network, **changes), tiny.COMPAT, tiny.V)
+    return RecurrentModel(tiny.model_config(network=network, **changes), tiny.V)
 
 
 def lstm_loop(params: dict, inputs: np.ndarray) -> np.ndarray:

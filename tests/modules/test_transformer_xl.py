@@ -13,7 +13,7 @@ import pytest
 
 from support import tiny
 from support.cases import nightly_but
-from txl_jax.config import CompatConfig, DType, Remat
+from txl_jax.config import DType, Remat
 from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import positions
@@ -141,6 +141,6 @@ def test_memory_and_segment_are_projected_apart():
 
 def test_layer_norm_takes_the_variance_of_centred_values():
     """In float32 E[x^2] - E[x]^2 of these is 0 or 8."""
-    norm = layer_norm("norm", compat=CompatConfig(), dtype=jnp.float32)
+    norm = layer_norm("norm", tiny.CONFIG)
     found, _ = norm.init_with_output(jax.random.key(0), jnp.asarray([9_999.0, 10_001.0]))
     np.testing.assert_allclose(found, [-1, 1], rtol=1e-4)

@@ -98,7 +98,7 @@ def test_to_another_format_and_back(tmp_path, to_format, changes):
     lines = []
     convert(made.path, tmp_path / "there", to_format=to_format, log=lines.append)
     assert any(line.startswith("verified") for line in lines)
-    assert any("compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
+    assert any("model.compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
     before = txl_jax.load(made.path)
     assert (tmp_path / "there" / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
     tensors = SafeTensors(tmp_path / "there" / "model.safetensors")

@@ -65,7 +65,7 @@ def test_several_rows_have_transposed_matrices(rows, dtype, kind):
 
 @pytest.mark.parametrize("start", full_but(["masked"], ["masked", "zeros"]))
 def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(start):
-    step, weights, model = programs(compat__memory_start=start)
+    step, weights, model = programs(model__compat__memory_start=start)
     rings = step.init_cache(weights)
     # What an earlier request left in the row.
     rings, _, _ = read(step, weights, rings, 2, ids(70, seed=8))

@@ -11,7 +11,6 @@ import pytest
 from support import tiny
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
-from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.sharding import axes
@@ -45,7 +44,7 @@ def expected(rows, *, outputs=1, heads=4, inner=1):
 @pytest.mark.parametrize(("batch_size", "rows"), [(8, ("data", "fsdp")), (6, None)])
 def test_layers_of_training_and_of_inference(batch_size, rows):
     """Rows that do not divide, as the one row of a published evaluation, are replicated."""
-    model, tokens = tiny.make().clone(num_devices=8), jnp.zeros((batch_size, 2), jnp.int32)
+    model, tokens = tiny.make(), jnp.zeros((batch_size, 2), jnp.int32)
     with sharding.use_mesh(MESH):
         variables, memory = tiny.variables(model), model.init_memory(batch_size=batch_size, mem_len=4)
         found = constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
@@ -72,14 +71,6 @@ def on_thread(function):
         return pool.submit(function).result()
 
 
-def shape_of_hidden():
-    """Traces a model for eight devices."""
-    model = tiny.make().clone(num_devices=8)
-    tokens, memory = jnp.zeros((8, 2), jnp.int32), model.init_memory(batch_size=8, mem_len=4)
-    variables = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)
-    return jax.eval_shape(lambda v: model.apply(v, tokens, memory)[0], variables).shape
-
-
 def test_a_thread_has_no_mesh_of_its_own():
     x = np.arange(8.0)
     with sharding.use_mesh(MESH):
@@ -91,28 +82,12 @@ def test_a_thread_has_no_mesh_of_its_own():
         assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
 
 
-def test_a_model_for_several_devices_raises_without_its_mesh():
-    with sharding.use_mesh(MESH):
-        assert shape_of_hidden() == (8, 2, tiny.D)
-        with pytest.raises(UserError, match=r"8 devices .* ambient mesh has 1"):
-            on_thread(shape_of_hidden)
-        with pytest.raises(UserError, match=r"1 devices .* ambient mesh has 8"):
-            sharding.check_ambient_mesh(1)
-
-    def entered():
-        with sharding.use_mesh(MESH):
-            return shape_of_hidden()
-
-    assert on_thread(entered) == (8, 2, tiny.D)
-
-
 def test_one_device_is_left_alone():
     mesh = sharding.make_mesh(MeshConfig(data=1))
     jitted = jax.jit(lambda x: x + 1)
     assert sharding.bind_mesh(mesh, jitted) is jitted
     with sharding.use_mesh(mesh):
         assert sharding.ambient_mesh() is None
-        sharding.check_ambient_mesh(1)
     model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
     variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
     assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)

@@ -24,7 +24,7 @@ WT103 = {
     "model.d_embed": 64,
     "model.d_model": 64,
     "model.tie_projs": (False, True, True, True),
-    "compat.final_norm": False,
+    "model.compat.final_norm": False,
 }
 
 

@@ -203,7 +203,6 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
         weights,
         memory,
         evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len),
-        segments_per_call=span.segments_per_call,
         place=parts.place,
     )
     return totals, keys_per_device

@@ -39,9 +39,9 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
 
 
 def check(found: Model, config: ModelConfig, params: dict) -> None:
-    """The parameters, and what of the config has to do with them, are those that were written."""
+    """The parameters, and what of the config has to do with them, are those that were written; not `compat`."""
     assert_equal(leaves.to_tree(found.leaves), params)
-    drawn, inferred = {"dropout", "init_std", "projection_init_std"}, found.info.config.model
+    drawn, inferred = {"dropout", "init_std", "projection_init_std", "compat"}, found.info.config.model
     for field in dataclasses.fields(ModelConfig):
         assert field.name in drawn or getattr(inferred, field.name) == getattr(config, field.name), field.name
     assert found.info.vocabulary.size == V

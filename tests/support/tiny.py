@@ -17,15 +17,14 @@ B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
 # Weights that are large enough for every path to leave a mark.
 _SIZES = {"n_layer": N, "d_model": D, "n_head": H, "d_head": E, "d_inner": F}
 CONFIG = ModelConfig(**_SIZES, init_std=0.4, projection_init_std=0.4, dropout=DropoutConfig(rate=0.0))
-COMPAT = CompatConfig()
 # A context of float64. jax 0.7 has it in jax.experimental only, jax 0.12 in jax only.
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 
-def make(*, compat: CompatConfig = COMPAT, end_token: int | None = None, **changes) -> TransformerXL:
+def make(*, end_token: int | None = None, **changes) -> TransformerXL:
     if changes.get("encoding", CONFIG.encoding).is_learned:
         changes.setdefault("num_positions", 12)
-    return TransformerXL(model_config(**changes), compat, V, end_token)
+    return TransformerXL(model_config(**changes), V, end_token)
 
 
 def model_config(**changes) -> ModelConfig:
@@ -35,7 +34,7 @@ def model_config(**changes) -> ModelConfig:
 
 def compat_config(preset: str) -> CompatConfig:
     """Returns the settings of compatibility of a preset."""
-    return apply_preset(ExperimentConfig(), preset).compat
+    return apply_preset(ExperimentConfig(), preset).model.compat
 
 
 def variables(model: TransformerXL) -> dict:

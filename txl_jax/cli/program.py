@@ -170,8 +170,7 @@ class Job:
             refused = [
                 config_tree.describe_change(leaf, old, new)
                 for leaf, old, new in config_tree.differences(trained.config, config)
-                if (leaf.name.startswith(("model.", "compat.")) and not leaf.setting.free_on_resume)
-                or leaf.setting.shapes_tokens
+                if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume) or leaf.setting.shapes_tokens
             ]
             if refused:
                 raise UserError(

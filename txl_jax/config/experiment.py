@@ -7,6 +7,7 @@ width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax
 import dataclasses
 import enum
 import json
+import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
-from txl_jax.config.model import AttentionWindow, CompatConfig, MemoryStart, ModelConfig, Network, ShawTerms
+from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
 from txl_jax.config.settings import (
     Config,
     check_fields,
@@ -49,24 +50,24 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
         "ours": {},
         # The authors' PyTorch release.
         "pytorch": {
-            "compat.shaw_terms": ShawTerms.ORIGINAL,
-            "compat.final_norm": False,
+            "model.compat.shaw_terms": ShawTerms.ORIGINAL,
+            "model.compat.final_norm": False,
             "optimizer.schedule_offset": ScheduleOffset.ORIGINAL,
         },
         # The authors' TensorFlow release, as run on TPU.
         "tf": {
-            "compat.memory_start": MemoryStart.ZEROS,
-            "compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
-            "compat.layer_norm_eps": 1e-12,
-            "compat.final_norm": False,
+            "model.compat.memory_start": MemoryStart.ZEROS,
+            "model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
+            "model.compat.layer_norm_eps": 1e-12,
+            "model.compat.final_norm": False,
             "optimizer.min_lr_ratio": 0.01,
         },
         # Hugging Face's TransfoXLLMHeadModel.
-        "hf": {"compat.memory_start": MemoryStart.ZEROS, "compat.final_norm": False},
+        "hf": {"model.compat.memory_start": MemoryStart.ZEROS, "model.compat.final_norm": False},
         # NVIDIA's DeepLearningExamples: the authors' PyTorch model, and a cosine after the warm-up.
         "nvidia": {
-            "compat.shaw_terms": ShawTerms.ORIGINAL,
-            "compat.final_norm": False,
+            "model.compat.shaw_terms": ShawTerms.ORIGINAL,
+            "model.compat.final_norm": False,
             "optimizer.adam_eps": 1e-6,
         },
     }
@@ -77,7 +78,7 @@ REMOVED: Mapping[str, Any] = types.MappingProxyType(
         "model.residual": "sum",
         "model.end_token": None,
         "model.dropout.weight": 0.0,
-        "compat.lamb": "paper",
+        "model.compat.lamb": "paper",
         "data.tokenizer.lower_case": False,
         "data.tokenizer.empty_end": "refuse",
         "data.tokenizer.bin_type": "uint16",
@@ -114,7 +115,6 @@ class ExperimentConfig(Config):
         InitVocabulary.OWN, "Warm start: the text's own vocabulary, or that of the trained model."
     )
     model: ModelConfig = ModelConfig()
-    compat: CompatConfig = CompatConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
@@ -162,7 +162,7 @@ class ExperimentConfig(Config):
             return
         for name, value, needed in (
             ("model.network", self.model.network, Network.TRANSFORMER_XL),
-            ("compat.memory_start", self.compat.memory_start, MemoryStart.MASKED),
+            ("model.compat.memory_start", self.model.compat.memory_start, MemoryStart.MASKED),
         ):
             require(
                 value is needed,
@@ -241,11 +241,11 @@ def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
     Raises:
       UserError: If a setting is unknown (with the nearest names) or has been removed, or a value has another type.
     """
-    values = dict(values)
+    values = {re.sub(r"^compat\.", "model.compat.", name): value for name, value in values.items()}  # Of older records.
     if values.get("data.reset_at") is not None:
         values.pop("model.end_token", None)  # It follows from that and the vocabulary.
-    if values.get("compat.lamb") == "nvidia":
-        del values["compat.lamb"]
+    if values.get("model.compat.lamb") == "nvidia":
+        del values["model.compat.lamb"]
         if values.get("optimizer.name") == OptimizerName.LAMB:
             values["optimizer.name"] = OptimizerName.LAMB_NVIDIA
     for name in REMOVED.keys() & values.keys():

@@ -120,6 +120,44 @@ class DropoutConfig(Config):
     qkv: float = setting(0.0, "Dropout on queries, keys and values.", at_least=0, below=1)
     embedding: float = setting(0.0, "Embedding dropout: whole words left out of a batch.", at_least=0, below=1)
 
+    @property
+    def input_rate(self) -> float:
+        """Rate on embedding and positions."""
+        return self.rate if self.input is None else self.input
+
+    @property
+    def output_rate(self) -> float:
+        """Rate before the softmax."""
+        return self.rate if self.output is None else self.output
+
+
+@dataclasses.dataclass(frozen=True)
+class CompatConfig(Config):
+    """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
+
+    memory_start: MemoryStart = setting(
+        MemoryStart.MASKED, "Contents of the memory before the first segment.", flag=False
+    )
+    same_length_window: AttentionWindow = setting(
+        AttentionWindow.MEM_LEN, "Keys that a query sees under same_length.", flag=False
+    )
+    layer_norm_eps: float = setting(1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False)
+    shaw_terms: ShawTerms = setting(
+        ShawTerms.PAPER, "With model.encoding=shaw: terms of the score.", flag=False, shapes_params=True
+    )
+    final_norm: bool = setting(
+        True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False, shapes_params=True
+    )
+
+    def window(self, mem_len: int, *, same_length: bool) -> int | None:
+        """Returns the keys that a query sees at most, itself included; None: as many as there are."""
+        plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
+        return mem_len + plus_one if same_length else None
+
+    def validate(self) -> None:
+        """Raises `UserError` for a field out of its range."""
+        check_fields(self, "model.compat")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Config):
@@ -174,6 +212,7 @@ class ModelConfig(Config):
         Remat.NONE,
         "Rematerialisation (activation checkpointing): values recomputed in the backward pass to save memory.",
     )
+    compat: CompatConfig = CompatConfig()
 
     @property
     def embed_width(self) -> int:
@@ -192,7 +231,7 @@ class ModelConfig(Config):
 
     @property
     def has_shaw_terms(self) -> bool:
-        """Returns whether `compat.shaw_terms` acts: whether the encoding is Shaw's."""
+        """Returns whether `model.compat.shaw_terms` acts: whether the encoding is Shaw's."""
         return self.encoding is Encoding.SHAW
 
     @property
@@ -221,6 +260,7 @@ class ModelConfig(Config):
         """Raises `UserError` for a field out of its range, or fields that cannot go together."""
         check_fields(self, "model")
         check_fields(self.dropout, "model.dropout")
+        self.compat.validate()
         require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
         self._validate_network()
         self._validate_encoding()
@@ -279,31 +319,3 @@ class ModelConfig(Config):
                 f"model.cutoffs end at {self.cutoffs[-1]} and the vocabulary has {vocab_size} tokens; "
                 "the last cutoff must lie below that",
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class CompatConfig(Config):
-    """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
-
-    memory_start: MemoryStart = setting(
-        MemoryStart.MASKED, "Contents of the memory before the first segment.", flag=False
-    )
-    same_length_window: AttentionWindow = setting(
-        AttentionWindow.MEM_LEN, "Keys that a query sees under same_length.", flag=False
-    )
-    layer_norm_eps: float = setting(1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False)
-    shaw_terms: ShawTerms = setting(
-        ShawTerms.PAPER, "With model.encoding=shaw: terms of the score.", flag=False, shapes_params=True
-    )
-    final_norm: bool = setting(
-        True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False, shapes_params=True
-    )
-
-    def window(self, mem_len: int, *, same_length: bool) -> int | None:
-        """Returns the keys that a query sees at most, itself included; None: as many as there are."""
-        plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
-        return mem_len + plus_one if same_length else None
-
-    def validate(self) -> None:
-        """Raises `UserError` for a field out of its range."""
-        check_fields(self, "compat")

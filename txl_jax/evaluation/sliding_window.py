@@ -24,7 +24,7 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.inference.scorer import at_temperature
 from txl_jax.metrics import Totals
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules import AnyModel
 from txl_jax.runtime import distributed
 
 # (params, windows int [B, A], targets int [B, n]) -> nats of the targets [B, n]
@@ -39,7 +39,7 @@ class Windows(NamedTuple):
     scored: np.ndarray  # int64 [B, n]: which token of the text each target is; 0 past the text's end.
 
 
-def make_window_step(model: LanguageModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
+def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
     """Returns the jitted scoring of windows. Its arguments decide A and the number n of scored positions.
 
     Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.

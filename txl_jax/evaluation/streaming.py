@@ -17,7 +17,7 @@ from txl_jax.config import EvalConfig
 from txl_jax.data.segments import SegmentReader
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.metrics import Totals
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules import AnyModel
 from txl_jax.recurrence import Segments
 from txl_jax.runtime import distributed
 
@@ -37,7 +37,7 @@ _SCORED_TOGETHER = 1024  # Positions.
 EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
 
 
-def make_eval_step(model: LanguageModel, config: EvalConfig) -> EvalStep:
+def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
     """Returns a function that scores S segments, ready for `jax.jit` with the memory donated."""
     scorer = make_scorer(model, config)
 

@@ -29,12 +29,12 @@ from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.cache import KVCache
 from txl_jax.inference.prepare import DecodeParams, Layer, apply, norm_of, query_key_value
-from txl_jax.modules.feed_forward import feed_forward
+from txl_jax.modules.block import feed_forward
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import CachedVisibility, cached_attention
 from txl_jax.ops.matmul import project
-from txl_jax.sharding import axes, check_ambient_mesh
+from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
 
@@ -56,7 +56,7 @@ def init_cache(
         mem_len=mem_len,
         segment_len=segment_len,
         dtype=dtype or jnp.dtype(params.model.config.dtype),
-        start=params.model.compat.memory_start,
+        start=params.model.config.compat.memory_start,
     )
 
 
@@ -121,7 +121,6 @@ def finish(params: DecodeParams, hidden: jax.Array) -> jax.Array:
 
 def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """Computes the loss of each target in nats: [B, L, D] and int [B, L] -> [B, L]."""
-    check_ambient_mesh(params.model.num_devices)
     cutoffs = params.model.config.cutoffs
     return adaptive_softmax.negative_log_likelihood(hidden, targets, params.clusters, None, cutoffs)
 

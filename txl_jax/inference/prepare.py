@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from txl_jax.config import NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference.cache import InitialKeyValue, cache_capacity
-from txl_jax.modules.block import layer_norm
-from txl_jax.modules.feed_forward import Dense
+from txl_jax.modules.block import Dense, layer_norm
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import PositionKeys
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -131,7 +130,7 @@ def apply(module: nn.Module, params: Any, *args: Any, **options: Any) -> Any:
 
 def norm_of(model: TransformerXL, scales: Any) -> Callable[[jax.Array], jax.Array]:
     """Returns the layer norm with the parameters `scales`."""
-    norm = layer_norm("norm", compat=model.compat, dtype=jnp.dtype(model.config.dtype))
+    norm = layer_norm("norm", model.config)
     return lambda states: apply(norm, scales, states)
 
 
@@ -150,7 +149,7 @@ def _prepare_layer(
     dtype = jnp.dtype(c.dtype)
     parts = attention["query"] * c.d_head**-0.5, attention["key"], attention["value"]
     lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
-    terms = encoding_of(c, model.compat).decode_terms(params, shared, **lengths)
+    terms = encoding_of(c).decode_terms(params, shared, **lengths)
     return Layer(
         query_key_value=jnp.stack(parts, axis=1).astype(dtype),
         output=attention["output"].reshape(-1, c.d_model).astype(dtype),

@@ -12,7 +12,7 @@ from txl_jax.config import EvalConfig, MemoryStart
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules import AnyModel
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -27,14 +27,14 @@ class Scorer(NamedTuple):
     reset: Callable[[Any, Any, jax.Array], Any]  # Weights, memory, rows bool [B] to the memory with those rows emptied.
 
 
-def make_scorer(model: LanguageModel, eval_config: EvalConfig) -> Scorer:
+def make_scorer(model: AnyModel, eval_config: EvalConfig) -> Scorer:
     """Returns the scorer of a model at the lengths of evaluation."""
     if isinstance(model, RecurrentModel):
         return _of_recurrent(model, eval_config)
     return _of_transformer(model, eval_config)
 
 
-def memory_dtype(model: LanguageModel, eval_config: EvalConfig) -> jnp.dtype:
+def memory_dtype(model: AnyModel, eval_config: EvalConfig) -> jnp.dtype:
     """Returns the type of stored keys and values."""
     return jnp.dtype(eval_config.cache_dtype or model.config.dtype)
 
@@ -59,13 +59,13 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
         return forward.nll(weights, hidden, targets)
 
     def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:
-        return cache_lib.reset_cache(memory, rows, weights.initial, model.compat.memory_start)
+        return cache_lib.reset_cache(memory, rows, weights.initial, model.config.compat.memory_start)
 
     return Scorer(
         prepare_params=functools.partial(
             prepare_params,
             model=model,
-            window=model.compat.window(eval_config.mem_len, same_length=eval_config.same_length),
+            window=model.config.compat.window(eval_config.mem_len, same_length=eval_config.same_length),
             clamp_len=eval_config.clamp_len,
             weight_dtype=eval_config.weight_dtype,
             **lengths,

@@ -34,7 +34,7 @@ from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import from_tree
 from txl_jax.interop.safetensors import SafeTensors
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules import AnyModel
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runtime import storage
 
@@ -68,7 +68,7 @@ class Functions(NamedTuple):
     functions: dict[str, Function]
 
 
-def functions_of(model: LanguageModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
+def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
     """Makes a model's functions for batches of `eval_config.batch_size` and segments of `eval_config.segment_len`.
 
     Args:

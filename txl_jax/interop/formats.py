@@ -94,7 +94,8 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
     if vocabulary is None:
         vocabulary = IdVocabulary(vocab_size)
         notes.append("the tokens are named by their ids; a vocabulary beside the weights would be read")
-    whole = dataclasses.replace(ExperimentConfig(), model=config, compat=_compat(format, facts), eval=eval_config)
+    config = dataclasses.replace(config, compat=_compat(format, facts))
+    whole = dataclasses.replace(ExperimentConfig(), model=config, eval=eval_config)
     return Model(format, ModelInfo(whole, vocabulary, 0, f"converted from the {format} format"), params, notes)
 
 
@@ -111,7 +112,7 @@ def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
 
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     """Returns the differences that give the implementation's numbers."""
-    compat = apply_preset(ExperimentConfig(), original.PRESETS[format]).compat
+    compat = apply_preset(ExperimentConfig(), original.PRESETS[format]).model.compat
     if format is Format.NVIDIA:
         compat = dataclasses.replace(compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
     if format is Format.HUGGINGFACE and isinstance(facts.get("layer_norm_epsilon"), float):

@@ -69,7 +69,7 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
         "transformers_version": "4.35.2",
         "dropout": config.model.dropout.rate,
         "dropatt": config.model.dropout.attention,
-        "layer_norm_epsilon": config.compat.layer_norm_eps,
+        "layer_norm_epsilon": config.model.compat.layer_norm_eps,
         "eos_token_id": vocabulary.mark,
     }
     if isinstance(vocabulary, WordVocabulary):

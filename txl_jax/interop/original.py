@@ -157,7 +157,9 @@ def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.
     """
     check_names(config, format)
     if any(path.startswith("final_norm/") for path in leaves):
-        raise UserError("final_norm has no name in the original. To export pre-norm, train with compat.final_norm off.")
+        raise UserError(
+            "final_norm has no name in the original. To export pre-norm, train with model.compat.final_norm off."
+        )
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing, expected with shape [V]. Pass the tree below 'params'.")
     bias = leaves["softmax/bias"]
@@ -408,7 +410,7 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
-    theirs, title = apply_preset(config, PRESETS[format]).compat, _TITLES[format]
+    theirs, title = apply_preset(config, PRESETS[format]).model.compat, _TITLES[format]
     unused = {"final_norm"}  # A model that has one is rejected.
     if format is Format.HUGGINGFACE:
         unused.add("layer_norm_eps")  # Its config.json has it.
@@ -419,8 +421,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     if config.data.reset_at is not None:
         notes.append(f"documents are kept apart here, by the token {config.data.reset_at!r}, and not by {title}")
     return notes + [
-        f"{title} has compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
+        f"{title} has model.compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
         f"{config_tree.format_value(here)}: it gives other losses"
-        for leaf, here, there in config_tree.differences(config.compat, theirs)
+        for leaf, here, there in config_tree.differences(config.model.compat, theirs)
         if leaf.name not in unused
     ]

@@ -1,1 +1,6 @@
-"""Flax linen modules: they own parameters and call `txl_jax.ops`."""
+"""The networks: Transformer-XL and recurrent baselines. Training, evaluation and inference take `AnyModel`."""
+
+from txl_jax.modules.recurrent import RecurrentModel
+from txl_jax.modules.transformer_xl import TransformerXL
+
+AnyModel = TransformerXL | RecurrentModel

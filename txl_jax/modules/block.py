@@ -1,39 +1,29 @@
-"""One layer, and the stack of N layers as one `nn.scan`."""
+"""One layer with its feed-forward network, and the stack of N layers as one `nn.scan`."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import CompatConfig, ModelConfig, NormPlace, Remat
-from txl_jax.modules.attention import Attention
-from txl_jax.modules.dropout import DropoutRates
-from txl_jax.modules.feed_forward import FeedForward
+from txl_jax.config import ModelConfig, NormPlace, Remat
+from txl_jax.modules.attention import Attention, LayerContext
+from txl_jax.modules.dropout import dropout
 from txl_jax.modules.positions import encoding_of
-from txl_jax.ops.attention import Implementation, Visibility
+from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
 
-class LayerContext(flax.struct.PyTreeNode):
-    """Inputs shared by all layers."""
-
-    codes: jax.Array | None  # Of the distances K - 1, .., 0; the encoding's `shared_codes`.
-    visibility: Visibility
-    parameters: Any = None  # The encoding's `shared_parameters`.
-    implementation: Implementation | str = flax.struct.field(pytree_node=False, default="auto")  # Of attention.
-
-
-def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.LayerNorm:
-    """Returns a layer norm over D, computed in at least float32, with an output of type `dtype`.
+def layer_norm(name: str, config: ModelConfig) -> nn.LayerNorm:
+    """Returns a layer norm over D, computed in at least float32, with outputs in the compute type.
 
     The variance is taken of the centred values; flax's default, E[x^2] - E[x]^2, cancels in float32.
     """
     return nn.LayerNorm(
-        epsilon=compat.layer_norm_eps,
-        dtype=dtype,
+        epsilon=config.compat.layer_norm_eps,
+        dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.result_type(float),  # As every other parameter: float64 in a float64 run.
         use_fast_variance=False,
         scale_init=axes.ones(axes.NORM),
@@ -42,13 +32,57 @@ def layer_norm(name: str, *, compat: CompatConfig, dtype: jnp.dtype) -> nn.Layer
     )
 
 
+class Dense(NamedTuple):
+    """Parameters of x W + b."""
+
+    kernel: Any  # [n, m], an array; at inference perhaps `Int8` or `Transposed`.
+    bias: jax.Array  # [m]
+
+
+def feed_forward(
+    inputs: jax.Array, inner: Dense, outer: Dense, drop: Callable[[jax.Array], jax.Array] = lambda states: states
+) -> jax.Array:
+    """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D]."""
+    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)
+    return drop(_dense(drop(nn.relu(hidden)), outer))
+
+
+class FeedForward(nn.Module):
+    """Feed-forward network D -> F -> D with ReLU, without residual and layer norm."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
+        """Applies the network: [B, L, D] -> [B, L, D]."""
+        c = self.config
+        inner = self._parameters("inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER))
+        outer = self._parameters("outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED))
+
+        def drop(states: jax.Array) -> jax.Array:
+            return dropout(c, c.dropout.rate, deterministic=deterministic)(states)
+
+        return feed_forward(inputs, inner, outer, drop)
+
+    def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
+        """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
+        (n_row, row_axis), (n_column, column_axis) = rows, columns
+        init = axes.normal(self.config.init_std, row_axis, column_axis)
+        kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(dtype)
+        bias = self.param(f"{name}_bias", axes.zeros(column_axis), (n_column,)).astype(dtype)
+        return Dense(kernel, bias)
+
+
+def _dense(inputs: jax.Array, parameters: Dense) -> jax.Array:
+    """Computes x W + b: [..., n] -> [..., m]."""
+    outputs = project(inputs, parameters.kernel)
+    return outputs + jnp.broadcast_to(parameters.bias, outputs.shape)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each with a residual connection and a layer norm."""
 
     config: ModelConfig
-    compat: CompatConfig
-    deterministic: bool
-    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -58,26 +92,24 @@ class Block(nn.Module):
         segment's rows leave the layer: passing the whole memory through the scan would copy it once per layer.
         """
         c = self.config
-        dtype = inputs.dtype
-        attention = Attention(c, self.compat, self.deterministic, self.rates, context.implementation, name="attention")
-        feed_forward = FeedForward(c, self.deterministic, self.rates, name="feed_forward")
-        attention_norm = layer_norm("attention_norm", compat=self.compat, dtype=dtype)
-        feed_forward_norm = layer_norm("feed_forward_norm", compat=self.compat, dtype=dtype)
-        encoding = encoding_of(c, self.compat)
-        parameters = encoding.layer_parameters(context.parameters)
+        attention, feed_forward = Attention(c, name="attention"), FeedForward(c, name="feed_forward")
+        attention_norm, feed_forward_norm = layer_norm("attention_norm", c), layer_norm("feed_forward_norm", c)
+        encoding = encoding_of(c)
+        context = context.replace(parameters=encoding.layer_parameters(context.parameters))
 
-        def attend(segment: jax.Array, memory: jax.Array) -> jax.Array:
-            return attention(segment, (memory, segment), context.codes, context.visibility, parameters)
+        def feed(states: jax.Array) -> jax.Array:
+            fed: jax.Array = feed_forward(states, deterministic=context.deterministic)
+            return fed
 
         inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
-            middle = attention_norm(inputs + attend(inputs, memory))
-            outputs = feed_forward_norm(middle + feed_forward(middle))
+            middle = attention_norm(inputs + attention(inputs, (memory, inputs), context))
+            outputs = feed_forward_norm(middle + feed(middle))
         else:  # The memory holds values before the norm and is normalised with the segment.
             normed = attention_norm(jnp.concatenate([memory, inputs], axis=1))
-            attended = attend(normed[:, memory.shape[1] :], normed[:, : memory.shape[1]])
-            middle = inputs + attended
-            outputs = middle + feed_forward(feed_forward_norm(middle))
+            memory, segment = normed[:, : memory.shape[1]], normed[:, memory.shape[1] :]
+            middle = inputs + attention(segment, (memory, segment), context)
+            outputs = middle + feed(feed_forward_norm(middle))
         return constrain(outputs, axes.BATCH, axes.LENGTH, None), inputs
 
 
@@ -85,15 +117,11 @@ class Stack(nn.Module):
     """N layers with stacked parameters: compile time does not grow with N."""
 
     config: ModelConfig
-    compat: CompatConfig
-    rates: DropoutRates | None = None  # None: those of the config.
 
     @nn.compact
-    def __call__(
-        self, inputs: jax.Array, memory: jax.Array, context: LayerContext, *, deterministic: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
-        context = context.replace(parameters=encoding_of(self.config, self.compat).shared_parameters())
+        context = context.replace(parameters=encoding_of(self.config).shared_parameters())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),
             variable_axes={"params": 0, "attention": 0},
@@ -102,7 +130,7 @@ class Stack(nn.Module):
             length=self.config.n_layer,
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
         )
-        return layers(self.config, self.compat, deterministic, self.rates, name="layers")(inputs, memory, context)
+        return layers(self.config, name="layers")(inputs, memory, context)
 
 
 def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:

@@ -3,45 +3,14 @@
 A rate may be a traced number, so that vmapped runs with different rates are one program (`txl_jax.training.ensemble`).
 """
 
-from typing import NamedTuple
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import DropoutConfig, ModelConfig
+from txl_jax.config import ModelConfig
 from txl_jax.ops.attention.dropout import Dropout as ProbabilityDropout
 
 Rate = float | jax.Array
-
-
-class DropoutRates(NamedTuple):
-    """Dropout rates of a model, at least 0 and below 1; each is a number or a traced scalar.
-
-    The fields are those of `DropoutConfig`. Modules take the rates of their config unless they are given others:
-    `model.clone(rates=...)`.
-    """
-
-    rate: Rate
-    attention: Rate
-    input: Rate
-    output: Rate
-    qkv: Rate
-    embedding: Rate
-
-    @classmethod
-    def of(cls, config: DropoutConfig, **changes: Rate) -> "DropoutRates":
-        """Returns the rates of a config, some of them changed; `input` and `output` follow `rate` if they are None."""
-        rate = changes.get("rate", config.rate)
-        rates = cls(
-            rate=rate,
-            attention=config.attention,
-            input=rate if config.input is None else config.input,
-            output=rate if config.output is None else config.output,
-            qkv=config.qkv,
-            embedding=config.embedding,
-        )
-        return rates._replace(**changes)
 
 
 class Dropout(nn.Dropout):

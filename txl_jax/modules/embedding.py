@@ -1,13 +1,14 @@
-"""The adaptive input embedding."""
+"""Both ends of the vocabulary: the adaptive input embedding and the adaptive softmax."""
 
 import itertools
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules.dropout import DropoutRates, is_on
+from txl_jax.modules.dropout import is_on
 from txl_jax.ops import adaptive_softmax
 from txl_jax.sharding import axes
 
@@ -28,7 +29,6 @@ class Embedding(nn.Module):
 
     config: ModelConfig
     vocab_size: int
-    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
         """Creates the parameters."""
@@ -62,10 +62,93 @@ class Embedding(nn.Module):
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
         vectors = adaptive_softmax.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype))
         embedded = vectors * c.d_model**0.5
-        rate = (self.rates or DropoutRates.of(c.dropout)).embedding
+        rate = c.dropout.embedding
         if deterministic or not is_on(rate):
             return embedded
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]
         others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - rate, embedded.dtype), 0)
         return jnp.where(begins[..., None], embedded, others)
+
+
+class Softmax(nn.Module):
+    """Adaptive softmax; its parameters are those that are not tied to the embedding.
+
+    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for
+    each cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`, and only
+    where div_val > 1 or d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed] and
+    `tail_bias` [C - 1].
+    """
+
+    config: ModelConfig
+    vocab_size: int
+
+    def setup(self) -> None:
+        """Creates the parameters."""
+        c = self.config
+        self.sizes = cluster_sizes(c, self.vocab_size)
+        self.bias = self.param("bias", axes.zeros(axes.VOCAB), (self.vocab_size,))
+        table = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+        table_sizes = self.sizes if c.div_val > 1 else [self.vocab_size]
+        self.own_tables = [
+            None if c.tie_weight else self.param(f"table_{i}", table, (size, c.cluster_width(i)))
+            for i, size in enumerate(table_sizes)
+        ]
+        projection = axes.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+        tied = c.tie_projs or (False,) * c.n_cluster
+        self.own_projections = [
+            self.param(f"projection_{i}", projection, (c.cluster_width(i), c.d_model))
+            if c.has_projections and not tied[i]
+            else None
+            for i in range(c.n_cluster)
+        ]
+        if c.cutoffs:
+            n_tail = len(c.cutoffs)
+            tail_table = axes.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
+            self.tail_table = self.param("tail_table", tail_table, (n_tail, c.embed_width))
+            self.tail_bias = self.param("tail_bias", axes.zeros(axes.CLUSTERS), (n_tail,))
+
+    def nll(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        tables: Sequence[jax.Array],
+        projections: Sequence[jax.Array | None],
+    ) -> jax.Array:
+        """Computes the nats of each target, [B, L]; `tables` and `projections` are the embedding's."""
+        clusters, tails = self._weights(tables, projections)
+        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
+
+    def log_probabilities(
+        self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
+    ) -> jax.Array:
+        """Computes the log probabilities (logprobs) of all tokens, [B, L, V]."""
+        clusters, tails = self._weights(tables, projections)
+        return adaptive_softmax.log_probabilities(hidden, clusters, tails)
+
+    def clusters(
+        self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
+    ) -> list[adaptive_softmax.Cluster]:
+        """Returns the clusters' weights in the compute type, the head ending with the tails' entries."""
+        clusters, tails = self._weights(tables, projections)
+        return [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]]
+
+    def _weights(
+        self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
+    ) -> tuple[list[adaptive_softmax.Cluster], adaptive_softmax.TailEntries | None]:
+        """Returns the clusters' weights in the compute type, tied ones taken from the embedding."""
+        c = self.config
+        tables = [tied if own is None else own for own, tied in zip(self.own_tables, tables, strict=True)]
+        clusters, start = [], 0
+        for i, size in enumerate(self.sizes):
+            table = tables[i] if c.div_val > 1 else tables[0][start : start + size]
+            projection = None
+            if c.has_projections:
+                own, tied = self.own_projections[i], projections[i if c.div_val > 1 else 0]
+                projection = jnp.asarray(tied if own is None else own, c.dtype)
+            clusters.append(
+                adaptive_softmax.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection)
+            )
+            start += size
+        tails = adaptive_softmax.TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None
+        return clusters, tails

@@ -4,6 +4,15 @@ N layers of D cells between the same embedding and the same softmax, with dropou
 (Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one training loop serves all. The memory
 holds each layer's state at the segment's end in two slots: cells, then outputs (LSTM) or the newest input (QRNN). The
 arguments `clamp_len`, `same_length` and M are for attention and have no effect here.
+
+In a quasi-recurrent network (QRNN; Bradbury et al., 2017) candidates z, forget gates f and output gates o come from the
+inputs alone (equation 2, a convolution of width 1 or 2), so all positions of a segment are computed at once. Only their
+pooling is recurrent (equation 4, "fo-pooling"), and it is linear:
+
+    c_t = f_t * c_{t-1} + (1 - f_t) * z_t
+    h_t = o_t * c_t
+
+A linear recurrence is an associative scan: log2(L) steps instead of L.
 """
 
 from typing import Any
@@ -13,36 +22,30 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, MemoryStart, ModelConfig, Network
+from txl_jax.config import MemoryStart, ModelConfig, Network
 from txl_jax.memory import Memory
-from txl_jax.modules.dropout import DropoutRates, dropout
-from txl_jax.modules.embedding import Embedding
-from txl_jax.modules.intermediates import keep_last
-from txl_jax.modules.qrnn import QRNNLayer
-from txl_jax.modules.softmax import Softmax
-from txl_jax.sharding import check_ambient_mesh
+from txl_jax.modules.attention import keep
+from txl_jax.modules.dropout import dropout
+from txl_jax.modules.embedding import Embedding, Softmax
+
+State = tuple[jax.Array, jax.Array]  # Of a layer: cells [B, D], and outputs [B, D] (LSTM) or the newest input (QRNN).
 
 
 class RecurrentModel(nn.Module):
     """Language model of LSTM or QRNN layers with the interface of `TransformerXL`."""
 
     config: ModelConfig
-    compat: CompatConfig
     vocab_size: int
-    num_devices: int = 1  # As `TransformerXL`.
-    rates: DropoutRates | None = None  # None: those of the config.
 
     def setup(self) -> None:
         """Creates the submodules."""
-        check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size, self.rates)
+        self.embedding = Embedding(c, self.vocab_size)
         self.layers = [_make_layer(c, i) for i in range(c.n_layer)]
         self.softmax = Softmax(c, self.vocab_size)
-        rates = self.rates or DropoutRates.of(c.dropout)
-        self.drop = dropout(c, rates.rate)
-        self.drop_input = dropout(c, rates.input)
-        self.drop_output = dropout(c, rates.output)
+        self.drop = dropout(c, c.dropout.rate)
+        self.drop_input = dropout(c, c.dropout.input_rate)
+        self.drop_output = dropout(c, c.dropout.output_rate)
 
     def __call__(
         self,
@@ -71,7 +74,7 @@ class RecurrentModel(nn.Module):
                 hidden = self.drop(hidden, deterministic=deterministic)
             end, hidden = layer(hidden, initial_carry=(state[:, 0], state[:, 1]))
             ends.append(jnp.stack(end, axis=1))
-        keep_last(self, hidden)
+        keep(self, "activations", "last", hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
         if self.is_initializing():
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
@@ -100,3 +103,53 @@ def _make_layer(config: ModelConfig, number: int) -> nn.Module:
         # A window of 2 in the first layer and of 1 in the others, as Merity et al. (2018) use it for word models.
         return QRNNLayer(config.d_model, window=1 if number else 2, **types)
     return nn.RNN(nn.OptimizedLSTMCell(config.d_model, **types), return_carry=True)
+
+
+class QRNNLayer(nn.Module):
+    """Convolution over the newest `window` inputs, then fo-pooling.
+
+    Attributes:
+      features: D, cells; the inputs are as wide.
+      window: positions that a gate reads, 1 or 2.
+      dtype: compute type of the convolution; the pooling is in float32 at least, as a cell sums over a whole text.
+    """
+
+    features: int
+    window: int
+    dtype: jnp.dtype
+    param_dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, initial_carry: State) -> tuple[State, jax.Array]:
+        """Computes the state after inputs [B, L, D], and the outputs [B, L, D]; the interface of `nn.RNN`."""
+        cell, newest = (part.astype(inputs.dtype) for part in initial_carry)
+        seen = inputs
+        if self.window == 2:
+            before = jnp.concatenate([newest[:, None], inputs[:, :-1]], axis=1)
+            seen = jnp.concatenate([before, inputs], axis=-1)
+        gates = nn.Dense(3 * self.features, dtype=self.dtype, param_dtype=self.param_dtype, name="gates")(seen)
+        z, f, o = jnp.split(gates.astype(jnp.promote_types(gates.dtype, jnp.float32)), 3, axis=-1)
+        cells = fo_pool(nn.tanh(z), nn.sigmoid(f), cell.astype(z.dtype))
+        outputs = (nn.sigmoid(o) * cells).astype(inputs.dtype)
+        return (cells[:, -1].astype(inputs.dtype), inputs[:, -1]), outputs
+
+
+def fo_pool(candidates: jax.Array, forget: jax.Array, cell: jax.Array) -> jax.Array:
+    """Computes the cells c_t = f_t c_{t-1} + (1 - f_t) z_t of all positions.
+
+    Args:
+      candidates: z [B, L, D].
+      forget: f [B, L, D].
+      cell: c_0 [B, D].
+
+    Returns:
+      c_1 to c_L [B, L, D].
+    """
+
+    def after(first: State, second: State) -> State:
+        """Joins the steps c -> a c + b of two parts of the segment, the first part's before the second's."""
+        (a, b), (c, d) = first, second
+        return a * c, c * b + d
+
+    kept, added = jax.lax.associative_scan(after, (forget, (1 - forget) * candidates), axis=1)
+    return kept * cell[:, None] + added

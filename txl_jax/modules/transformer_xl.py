@@ -15,17 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, ModelConfig, NormPlace
+from txl_jax.config import ModelConfig, NormPlace
 from txl_jax.memory import Memory
-from txl_jax.modules.block import LayerContext, Stack, layer_norm
-from txl_jax.modules.dropout import DropoutRates, dropout
-from txl_jax.modules.embedding import Embedding
-from txl_jax.modules.intermediates import keep_last
+from txl_jax.modules.attention import LayerContext, keep
+from txl_jax.modules.block import Stack, layer_norm
+from txl_jax.modules.dropout import dropout
+from txl_jax.modules.embedding import Embedding, Softmax
 from txl_jax.modules.positions import PositionEncoding, encoding_of
-from txl_jax.modules.softmax import Softmax
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import Implementations, Visibility
-from txl_jax.sharding import check_ambient_mesh
 
 
 class TransformerXL(nn.Module):
@@ -35,30 +33,25 @@ class TransformerXL(nn.Module):
     """
 
     config: ModelConfig
-    compat: CompatConfig
     vocab_size: int
     end_token: int | None = None  # Ends a document and resets the memory. None if documents are not kept apart.
-    num_devices: int = 1  # Of the ambient mesh (`jax.set_mesh`); with another number every call raises.
-    rates: DropoutRates | None = None  # None: those of the config.
     attention: Implementations | None = None  # None: chosen in each call by `config.attention`.
 
     def setup(self) -> None:
         """Creates the parts."""
-        check_ambient_mesh(self.num_devices)
         c = self.config
-        self.embedding = Embedding(c, self.vocab_size, self.rates)
-        self.stack = Stack(c, self.compat, self.rates)
-        if c.layer_norm is NormPlace.PRE and self.compat.final_norm:
-            self.final_norm = layer_norm("final_norm", compat=self.compat, dtype=jnp.dtype(c.dtype))
+        self.embedding = Embedding(c, self.vocab_size)
+        self.stack = Stack(c)
+        if c.layer_norm is NormPlace.PRE and c.compat.final_norm:
+            self.final_norm = layer_norm("final_norm", c)
         self.softmax = Softmax(c, self.vocab_size)
-        rates = self.rates or DropoutRates.of(c.dropout)
-        self.drop_input = dropout(c, rates.input)
-        self.drop_output = dropout(c, rates.output)
+        self.drop_input = dropout(c, c.dropout.input_rate)
+        self.drop_output = dropout(c, c.dropout.output_rate)
 
     @property
     def encoding(self) -> PositionEncoding:
         """The position encoding."""
-        return encoding_of(self.config, self.compat)
+        return encoding_of(self.config)
 
     @property
     def implementations(self) -> Implementations:
@@ -83,7 +76,7 @@ class TransformerXL(nn.Module):
             without embedding and softmax.
           memory: M slots before it.
           clamp_len: distances above this share one position code; None: off.
-          same_length: every query sees the same number of keys, M (or M + 1, see `compat`).
+          same_length: every query sees the same number of keys, M (or M + 1, see `model.compat`).
           deterministic: no dropout; otherwise an rng named "dropout" is needed.
 
         Returns:
@@ -96,15 +89,17 @@ class TransformerXL(nn.Module):
         segment_len, mem_len = tokens.shape[1], memory.mem_len
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
-        window = self.compat.window(mem_len, same_length=same_length)
+        window = self.config.compat.window(mem_len, same_length=same_length)
         documents = memory_lib.documents(tokens, self.end_token)
         start = None if documents is None else documents.start
         visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
-        context = LayerContext(codes, visibility, implementation=self.implementations.training)
+        context = LayerContext(
+            codes, visibility, implementation=self.implementations.training, deterministic=deterministic
+        )
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
-        hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context, deterministic=deterministic)
+        hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context)
         hidden = self.finish(hidden)
-        keep_last(self, hidden)
+        keep(self, "activations", "last", hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
         if self.is_initializing() and not _are_embeddings(tokens):
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
@@ -128,7 +123,7 @@ class TransformerXL(nn.Module):
 
     def finish(self, hidden: jax.Array) -> jax.Array:
         """Computes the input of the softmax from the last layer's outputs [B, L, D], without dropout."""
-        if self.config.layer_norm is NormPlace.PRE and self.compat.final_norm:
+        if self.config.layer_norm is NormPlace.PRE and self.config.compat.final_norm:
             return self.final_norm(hidden)
         return hidden
 
@@ -152,7 +147,7 @@ class TransformerXL(nn.Module):
             mem_len=mem_len,
             d_model=self.config.d_model,
             dtype=jnp.dtype(self.config.dtype),
-            start=self.compat.memory_start,
+            start=self.config.compat.memory_start,
         )
 
 

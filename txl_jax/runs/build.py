@@ -26,7 +26,7 @@ from txl_jax.inference.generate import Generator
 from txl_jax.inference.prepare import check_devices
 from txl_jax.inference.scorer import Scorer
 from txl_jax.memory import Memory
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules import AnyModel
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -96,7 +96,7 @@ def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Pro
         segment_len=train.segment_len,
         n_keys=n_keys,
         n_positions=_if_position_keys(config, n_keys),
-        window=config.compat.window(train.mem_len, same_length=train.same_length),
+        window=config.model.compat.window(train.mem_len, same_length=train.same_length),
         dropout=config.model.dropout.attention > 0,
     )
 
@@ -115,7 +115,7 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
         segment_len=lengths.segment_len,
         n_keys=capacity + lengths.segment_len,
         n_positions=_if_position_keys(config, n_positions),
-        window=config.compat.window(lengths.mem_len, same_length=lengths.same_length),
+        window=config.model.compat.window(lengths.mem_len, same_length=lengths.same_length),
         capacity=capacity,
         cache_dtype=None if lengths.cache_dtype is CacheDType.INT8 else str(lengths.cache_dtype or config.model.dtype),
     )
@@ -130,14 +130,14 @@ def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> dict[str, 
         "dtype": str(model.dtype),
         "n_head": model.n_head // mesh.shape[sharding.TENSOR],
         "d_head": model.d_head,
-        "has_position_score": encoding_of(model, config.compat).has_position_score,
+        "has_position_score": encoding_of(model).has_position_score,
         "documents": config.data.reset_at is not None,
     }
 
 
 def _if_position_keys(config: ExperimentConfig, n_positions: int) -> int:
     """Returns the number of position keys, 0 if the encoding has none."""
-    return n_positions if encoding_of(config.model, config.compat).products_per_key > 2 else 0
+    return n_positions if encoding_of(config.model).products_per_key > 2 else 0
 
 
 def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
@@ -168,7 +168,7 @@ class Built:
     """What a config describes: model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
 
     config: ExperimentConfig
-    model: LanguageModel
+    model: AnyModel
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     mesh: Mesh
@@ -417,20 +417,14 @@ def build(
         size, devices = getattr(config.model, name), mesh.shape[axis]
         if size % devices:
             raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
-    model: LanguageModel
+    model: AnyModel
     attention = None
     if config.model.network is not Network.TRANSFORMER_XL:
-        model = RecurrentModel(config.model, config.compat, vocab_size, mesh.size)
+        model = RecurrentModel(config.model, vocab_size)
     else:
         attention = _choose_attention(config, mesh, recorded)
-        model = TransformerXL(
-            config.model,
-            config.compat,
-            vocab_size,
-            end_token,
-            num_devices=mesh.size,
-            attention=Implementations(attention.training.implementation, attention.evaluation.implementation),
-        )
+        chosen = Implementations(attention.training.implementation, attention.evaluation.implementation)
+        model = TransformerXL(config.model, vocab_size, end_token, attention=chosen)
     return Built(
         config=config,
         model=model,

@@ -144,7 +144,7 @@ def _describe(read: Model, log: Callable[[str], None]) -> None:
     log(f"from      {read.format}: {info.description}")
     log(f"tokens    {info.vocabulary.size:,} of the kind {info.vocabulary.kind}")
     log(f"weights   {count:,} parameters in {len(read.leaves)} arrays")
-    for group in ("model", "compat", "eval"):
+    for group in ("model", "eval"):
         changed = config_tree.differences(getattr(ExperimentConfig(), group), getattr(info.config, group))
         values = ", ".join(f"{leaf.name}={config_tree.format_value(value)}" for leaf, _, value in changed)
         log(f"{group:<10}{values or 'the defaults'}")
@@ -167,7 +167,7 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
         raise UserError("the vocabulary is not read back as it was; this is a bug, please report it")
     _check_same_tensors(read.leaves, back.leaves)
     # With the same `compat`: other implementations have their own, which the notes name.
-    alike = config_tree.replace(config, {"compat": again.compat})
+    alike = config_tree.replace(config, {"model.compat": again.model.compat})
     expected = _losses(alike, read.leaves, vocab_size=vocabulary.size)
     return check_same_losses(expected, _losses(again, back.leaves, vocab_size=vocabulary.size))
 
@@ -200,9 +200,7 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
     `config.eval`'s.
     """
     # Equal settings share one compiled program: the source and the result usually have them.
-    score, components = _scorer(
-        ExperimentConfig(model=config.model, compat=config.compat, eval=config.eval), vocab_size
-    )
+    score, components = _scorer(ExperimentConfig(model=config.model, eval=config.eval), vocab_size)
     tokens = np.random.default_rng(0).integers(vocab_size, size=_SEGMENTS * _SEGMENT_LEN + 1, dtype=np.int32)
     ends = [end for cutoff in (*config.model.cutoffs, vocab_size) for end in (cutoff - 1, cutoff % vocab_size)]
     ends = ends[: len(tokens) - 1]

@@ -67,7 +67,7 @@ def basis(path: str, run: Run) -> Weights:
 def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: InitVocabulary) -> ExperimentConfig:
     """Returns `defaults` with the trained model's sizes and compatibility and, if its vocabulary is kept, tokens."""
     leaves = config_tree.leaves(ExperimentConfig)
-    names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("compat.")]
+    names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("model.compat.")]
     taken = {name: config_tree.get(trained.config, name) for name in names}
     if which is InitVocabulary.KEPT:
         taken |= _tokenizer_settings(trained.vocabulary)
@@ -203,9 +203,9 @@ def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
 
 def _is_read(name: str, config: ExperimentConfig) -> bool:
     """Returns whether the model has what the setting describes."""
-    if name == "compat.shaw_terms":
+    if name == "model.compat.shaw_terms":
         return config.model.has_shaw_terms
-    return name != "compat.final_norm" or config.model.layer_norm is NormPlace.PRE
+    return name != "model.compat.final_norm" or config.model.layer_norm is NormPlace.PRE
 
 
 def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
@@ -227,6 +227,6 @@ def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
     named = [
         f"{leaf.name} {config_tree.format_value(ours)} (there {config_tree.format_value(theirs)})"
         for leaf, theirs, ours in config_tree.differences(trained, config)
-        if leaf.name in _NOTED or (leaf.name.startswith(("model.", "compat.")) and leaf.name not in _UNNOTED)
+        if leaf.name in _NOTED or (leaf.name.startswith("model.") and leaf.name not in _UNNOTED)
     ]
     return f"note      settings that differ from those of the weights: {', '.join(named)}" if named else ""

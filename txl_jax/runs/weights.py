@@ -60,7 +60,7 @@ class Weights:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `built` is built with this config, or with one with the same `model` and `compat` on another mesh.
+        `built` is built with this config, or with one with the same `model` on another mesh.
 
         Raises:
           UserError: If there is no checkpoint yet.

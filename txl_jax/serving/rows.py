@@ -117,7 +117,7 @@ class Step:
 
     def empty_row(self, weights: Weights) -> KVCache | None:
         """Returns the cache [1, ..] to `put` before a row begins, or None if a position of 0 is enough."""
-        if self._model.compat.memory_start is MemoryStart.MASKED:
+        if self._model.config.compat.memory_start is MemoryStart.MASKED:
             return None
         row: KVCache = self._init(weights.segment, 1)
         return row
@@ -178,7 +178,7 @@ class Step:
 
     def _at(self, cache: KVCache, position: np.ndarray) -> KVCache:
         """Returns the cache with its rows at these positions, [B]."""
-        start = start_valid(self.mem_len, self._model.compat.memory_start)
+        start = start_valid(self.mem_len, self._model.config.compat.memory_start)
         valid, index = np.minimum(start + position, self.mem_len), position % self.capacity
         return cache.replace(valid=valid.astype(np.int32), write_index=index.astype(np.int32))
 
@@ -187,7 +187,7 @@ class Step:
         return prepare_params(
             params,
             self._model,
-            window=self._model.compat.window(self.mem_len, same_length=c.same_length),
+            window=self._model.config.compat.window(self.mem_len, same_length=c.same_length),
             segment_len=max(WIDTHS),
             mem_len=self.capacity,
             clamp_len=c.clamp_len,

@@ -140,21 +140,6 @@ def ambient_mesh() -> AbstractMesh | None:
     return mesh if mesh is not None and not mesh.empty and mesh.size > 1 else None
 
 
-def check_ambient_mesh(num_devices: int) -> None:
-    """Raises `UserError` if the ambient mesh has another number of devices than a model was built for.
-
-    Without this check a model for several devices would run unconstrained, and silently so, wherever the mesh was
-    forgotten.
-    """
-    mesh = ambient_mesh()
-    size = 1 if mesh is None else mesh.size
-    if size != num_devices:
-        raise UserError(
-            f"the model is built for {num_devices} devices (num_devices) and the ambient mesh has {size}; call it "
-            "within `with jax.set_mesh(mesh):`, on every thread"
-        )
-
-
 def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
     """Returns a jitted function that enters `mesh` whenever it is called or lowered; itself with one device or None."""
     return jitted if mesh is None or mesh.size == 1 else _BoundToMesh(mesh, jitted)

@@ -5,23 +5,23 @@ kernel does the work of all of them. What they differ in changes no shape: it is
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.modules.dropout import DropoutRates
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.config import DropoutConfig, ExperimentConfig
+from txl_jax.modules import AnyModel
 from txl_jax.recurrence import Segments
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 from txl_jax.training.step import TrainState, UpdateMetrics, make_train_step
 
 SEED, LEARNING_RATE = "seed", "optimizer.learning_rate"
 # Settings in which members may differ: they change no shape, and nothing that evaluation reads.
-VARYING = (SEED, LEARNING_RATE, *(f"model.dropout.{name}" for name in DropoutRates._fields))
+RATES = tuple(field.name for field in dataclasses.fields(DropoutConfig) if field.name != "locked")
+VARYING = (SEED, LEARNING_RATE, *(f"model.dropout.{name}" for name in RATES))
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Variation(NamedTuple):
     Attributes:
       seed: uint32, of the initial parameters and of dropout.
       learning_rate: the peak.
-      dropout: rates by the fields of `DropoutRates`.
+      dropout: rates by the fields of `DropoutConfig`.
     """
 
     seed: jax.Array | None
@@ -101,12 +101,8 @@ class Variation(NamedTuple):
     @classmethod
     def of(cls, base: ExperimentConfig, configs: Sequence[ExperimentConfig]) -> "Variation":
         """Returns the values of members with these configs."""
-        base_rates = DropoutRates.of(base.model.dropout)
-        rates = [DropoutRates.of(config.model.dropout) for config in configs]
-        dropout = {
-            name: _unless_all(getattr(base_rates, name), [getattr(each, name) for each in rates], float)
-            for name in DropoutRates._fields
-        }
+        base_rates, *rates = (_rates(config.model.dropout) for config in (base, *configs))
+        dropout = {name: _unless_all(base_rates[name], [each[name] for each in rates], float) for name in RATES}
         return cls(
             seed=_unless_all(base.seed, [config.seed for config in configs], jnp.uint32),
             learning_rate=_unless_all(
@@ -114,6 +110,26 @@ class Variation(NamedTuple):
             ),
             dropout={name: values for name, values in dropout.items() if values is not None},
         )
+
+
+class _TracedRates(DropoutConfig):
+    """Dropout rates that may be traced."""
+
+    def __post_init__(self) -> None:
+        """Converts nothing: a traced rate is no float."""
+
+
+def with_rates(model: AnyModel, rates: Mapping[str, jax.Array]) -> AnyModel:
+    """Returns the model with other rates of dropout, by the names in `RATES`; they may be traced."""
+    dropout = model.config.dropout
+    every: Any = {**_rates(dropout), **rates}
+    return model.clone(config=dataclasses.replace(model.config, dropout=_TracedRates(**every, locked=dropout.locked)))
+
+
+def _rates(dropout: DropoutConfig) -> dict[str, float]:
+    """Returns the rates by name; those of input and output follow the others' if they are None."""
+    rates = {name: getattr(dropout, name) for name in RATES}
+    return rates | {"input": dropout.input_rate, "output": dropout.output_rate}
 
 
 def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | None:
@@ -124,13 +140,12 @@ def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | No
 EnsembleStep = Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
 
-def make_ensemble_step(model: LanguageModel, base: ExperimentConfig) -> EnsembleStep:
+def make_ensemble_step(model: AnyModel, base: ExperimentConfig) -> EnsembleStep:
     """Returns S updates of n members; each is that of `make_train_step` with the member's values, up to rounding."""
-    rates = DropoutRates.of(base.model.dropout)
 
     def step(own: Variation, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
         member_step = make_train_step(
-            model.clone(rates=rates._replace(**own.dropout)) if own.dropout else model,
+            with_rates(model, own.dropout) if own.dropout else model,
             make_optimizer(base, peak=own.learning_rate),
             learning_rate(base, peak=own.learning_rate),
             base,

@@ -14,8 +14,7 @@ import optax
 from txl_jax import memory as memory_lib
 from txl_jax.config import ExperimentConfig, LossPart
 from txl_jax.memory import Memory
-from txl_jax.modules import intermediates
-from txl_jax.modules.language_model import LanguageModel
+from txl_jax.modules import AnyModel
 from txl_jax.recurrence import Segments, weighted_sum
 from txl_jax.training import grad_accumulation, weight_averaging
 from txl_jax.training.weight_averaging import Average
@@ -48,14 +47,14 @@ class TrainState:
         return self.params if self.average is None else self.average.params
 
 
-def init_params(model: LanguageModel, key: jax.Array) -> Any:
+def init_params(model: AnyModel, key: jax.Array) -> Any:
     """Returns the initial parameters, each in a box that holds its logical axis names."""
     token = jnp.zeros((1, 1), jnp.int32)
     return model.init(key, token, model.init_memory(batch_size=1, mem_len=0))["params"]
 
 
 def init_state(
-    model: LanguageModel, optimizer: optax.GradientTransformation, config: ExperimentConfig, params: Any
+    model: AnyModel, optimizer: optax.GradientTransformation, config: ExperimentConfig, params: Any
 ) -> TrainState:
     """Returns the state before the first update of training that begins with these parameters.
 
@@ -83,7 +82,7 @@ TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
 
 def make_train_step(
-    model: LanguageModel,
+    model: AnyModel,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     config: ExperimentConfig,
@@ -100,7 +99,7 @@ def make_train_step(
     seed = config.seed if seed is None else seed
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
-        memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.compat.memory_start)
+        memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start)
         weights = segment.weights * position_weights(train.segment_len, train.loss)[None, :]
         segment = segment._replace(weights=weights)
         tokens = jnp.sum(weights)
@@ -127,7 +126,7 @@ def make_train_step(
     return train_step
 
 
-def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., tuple[jax.Array, Any]]:
+def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns the loss of one segment, or of one microbatch of it."""
     train, regularization = config.train, config.regularization
     penalized = regularization.activation_l2 > 0 or regularization.temporal_l2 > 0
@@ -145,13 +144,13 @@ def _make_loss(model: LanguageModel, config: ExperimentConfig) -> Callable[..., 
             same_length=train.same_length,
             deterministic=False,
             rngs={"dropout": dropout_key},
-            mutable=[intermediates.COLLECTION] if penalized else [],
+            mutable=["activations"] if penalized else [],
         )
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
         nats, _ = weighted_sum(nll, weights)
         mean = nats / jnp.maximum(tokens, 1)
         if penalized:
-            new = intermediates.last(kept)[:, -train.new_tokens :]
+            new = kept["activations"]["last"][:, -train.new_tokens :]
             penalty = activation_penalty(
                 new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
             )

@@ -114,10 +114,10 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
 
 
 def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
-    preset = apply_preset(CONFIG, "hf").compat
-    found = huggingface.with_peer_compat(config_tree.replace(CONFIG, {"compat.layer_norm_eps": 1e-3}))
-    assert dataclasses.replace(found.compat, memory_start=preset.memory_start) == preset
-    assert found.compat.memory_start != preset.memory_start
-    assert found.model == CONFIG.model
+    preset = apply_preset(CONFIG, "hf").model.compat
+    found = huggingface.with_peer_compat(config_tree.replace(CONFIG, {"model.compat.layer_norm_eps": 1e-3}))
+    assert dataclasses.replace(found.model.compat, memory_start=preset.memory_start) == preset
+    assert found.model.compat.memory_start != preset.memory_start
+    assert dataclasses.replace(found.model, compat=CONFIG.model.compat) == CONFIG.model
     with pytest.raises(UserError, match=r"generate\.samples\D*\b3\b"):
         huggingface.with_peer_compat(dataclasses.replace(CONFIG, generate=GenerateConfig(samples=3)))

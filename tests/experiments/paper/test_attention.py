@@ -59,7 +59,7 @@ def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
     for i in range(tiny.N):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
         biases = None if untie_r else (stack["biases"]["content"], stack["biases"]["position"])
-        block = Block(model.config, model.compat, deterministic=True)
+        block = Block(model.config)
         hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases))
     for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):

@@ -10,7 +10,7 @@ A new encoding is a file here, a member of `config.Encoding` and a line in `ENCO
 members of `Encoding` then test it (CONTRIBUTING.md).
 """
 
-from txl_jax.config import CompatConfig, Encoding, ModelConfig
+from txl_jax.config import Encoding, ModelConfig
 from txl_jax.modules.positions.encoding import PositionEncoding
 from txl_jax.modules.positions.learned import LearnedPositions
 from txl_jax.modules.positions.relative import RelativePositions
@@ -27,6 +27,6 @@ ENCODINGS: dict[Encoding, type[PositionEncoding]] = {
 }
 
 
-def encoding_of(config: ModelConfig, compat: CompatConfig | None = None) -> PositionEncoding:
-    """Returns the position encoding of a model; `compat` matters for parameters and scores only."""
-    return ENCODINGS[config.encoding](config, compat or CompatConfig())
+def encoding_of(config: ModelConfig) -> PositionEncoding:
+    """Returns the position encoding of a model."""
+    return ENCODINGS[config.encoding](config)

@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import CompatConfig, ModelConfig
+from txl_jax.config import ModelConfig
 
 
 class Projections(NamedTuple):
@@ -75,7 +75,6 @@ class PositionEncoding:
     """Base class of the encodings."""
 
     config: ModelConfig
-    compat: CompatConfig
 
     # Whether scores depend on distances alone, so that text can be read and written one token at a time.
     generates_by_token: ClassVar[bool] = False

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import CompatConfig, ModelConfig, ShawTerms
+from txl_jax.config import ModelConfig, ShawTerms
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
     OriginalTensor,
@@ -37,7 +37,6 @@ class ShawTable(nn.Module):
     """The parameters of one layer."""
 
     config: ModelConfig
-    compat: CompatConfig
 
     @nn.compact
     def __call__(self) -> ShawParameters:
@@ -51,7 +50,7 @@ class ShawTable(nn.Module):
             return self.param(name, axes.normal(c.init_std, *names), shape)
 
         key = learned("key", lead, heads, width)
-        if self.compat.shaw_terms is ShawTerms.PAPER:
+        if self.config.compat.shaw_terms is ShawTerms.PAPER:
             return ShawParameters(key, None, None)
         return ShawParameters(key, learned("score", lead, heads), learned("content", heads, width))
 
@@ -67,7 +66,7 @@ class ShawPositions(PositionEncoding):
     @property
     def has_position_score(self) -> bool:
         """Returns whether scores have a number per distance, as in the original."""
-        return self.compat.shaw_terms is ShawTerms.ORIGINAL
+        return self.config.compat.shaw_terms is ShawTerms.ORIGINAL
 
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
@@ -79,7 +78,7 @@ class ShawPositions(PositionEncoding):
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
         """Returns the table's entries of all distances."""
-        table = ShawTable(self.config, self.compat, name="positions")()
+        table = ShawTable(self.config, name="positions")()
         return PositionTerms(
             position_key=table.key.astype(dtype)[codes].swapaxes(0, 1),
             content_bias=None if table.content_bias is None else table.content_bias.astype(dtype),
