@@ -19,12 +19,12 @@ from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart
 from txl_jax.config import settings as config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.config.settings import require
+from txl_jax.config.training import ADAM_B1
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
 from txl_jax.interop import huggingface, original
 from txl_jax.interop.original import Format
 from txl_jax.runs.build import Built, build
-from txl_jax.training.nvidia_lamb import ADAM_B1
 
 # Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
 TOLERANCE = 1e-4

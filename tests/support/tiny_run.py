@@ -74,8 +74,8 @@ def state(made: Built) -> TrainState:
     """A first state on the host, with `params`."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state)
     drawn = params(made.model)
-    average = jax.device_get(weight_averaging.init(drawn, made.config.average))
-    return zeros.replace(params=drawn, average=average)
+    average = weight_averaging.init(drawn, made.config.average) if made.config.average.on else None
+    return zeros.replace(params=drawn, average=jax.device_get(average))
 
 
 def text(*, seed: int = 0) -> SegmentReader:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
-from txl_jax.training.nvidia_lamb import ADAM_B1
+from txl_jax.config.training import ADAM_B1
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1

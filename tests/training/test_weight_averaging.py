@@ -46,10 +46,6 @@ def test_a_mean_that_is_begun_later():
     assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))
 
 
-def test_without_it_nothing_is_kept():
-    assert weight_averaging.init({"w": jnp.zeros(())}, AverageConfig()) is None
-
-
 def test_the_first_mean_has_buffers_of_its_own():
     """The step reuses those of parameters and mean, and refuses one that it is given twice."""
     params = {"w": jnp.ones(3)}

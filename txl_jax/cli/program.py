@@ -201,7 +201,7 @@ class Job:
             vocabulary of the model that it begins with.
         """
         folders = self._plan.data_dir, self._plan.cache_dir
-        if run is None:
+        if run is None or (run.is_open and config.init_from is None):
             return distributed.run_on_all(lambda: read_corpus(config.data, *folders))
         if run.is_open:
             return warm_start.read_corpus(config, run, *folders)
@@ -245,6 +245,7 @@ def main(
     parsed = _parse(plan, groups, takes_words)
 
     def job() -> int:
+        # With one process `distributed.run_on_all(f)` is `f()`, and nothing is compared between hosts.
         made = distributed.run_on_all(lambda: _with_absolute_paths(flag_tree.build_plan(plan)))
         other_hosts.check_same(
             {
@@ -294,8 +295,8 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = other_hosts.a
     quiet_orbax()
     shorten_storage_logs()
     try:
-        begin()
-        stop.act_on_notices()
+        begin()  # With one process nothing happens.
+        stop.act_on_notices()  # Of machines on Google Cloud, else nothing.
         return other_hosts.leave(job(), together=True)
     except BaseException as error:
         code = exit_code_for(error)

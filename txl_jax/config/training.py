@@ -44,6 +44,7 @@ class OptimizerName(enum.StrEnum):
 
 
 # Optimizers that hold Adam's two moments, of all parameters or of some.
+ADAM_B1 = 0.9  # Adam beta 1, of every rule: decay of the first moment.
 _WITH_ADAM = (
     OptimizerName.ADAM,
     OptimizerName.ADAMW,

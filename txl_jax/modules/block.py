@@ -43,7 +43,7 @@ def feed_forward(
     inputs: jax.Array, inner: Dense, outer: Dense, drop: Callable[[jax.Array], jax.Array] = lambda states: states
 ) -> jax.Array:
     """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D]."""
-    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)
+    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)  # Sharding: changes no number.
     return drop(_dense(drop(nn.relu(hidden)), outer))
 
 

@@ -175,14 +175,17 @@ class Built:
     attention: AttentionChoice | None = None  # None for a network without attention.
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Returns the jitted function; it enters the mesh whenever it is called or lowered, on any thread."""
+        """Returns the jitted function, which enters the mesh whenever it is called or lowered, on any thread.
+
+        On one device the mesh is 1 x 1 x 1, arrays are whole, and this is the jitted function itself.
+        """
         return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
 
     # Training
 
     @property
     def members(self) -> Members:
-        """Members of an ensemble: no names, as this is one run."""
+        """Members of an ensemble: no names, as this is one run, for which `Members` hands on what it gets."""
         return Members()
 
     @functools.cached_property

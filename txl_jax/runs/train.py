@@ -87,7 +87,7 @@ def begin_and_train(
     **requests: Any,
 ) -> Outcome:
     """Reads the weights of a warm start, records the run, and trains it; `requests` are the caller's, for `Trainer`."""
-    weights = warm_start.load(built, corpus.vocabulary, run)
+    weights = warm_start.load(built, corpus.vocabulary, run) if built.config.init_from else None
     record = weights and weights.record
     run.begin(built.config, corpus, attention=built.attention, weights=record, members=members)
     lines = [*_opening(built, corpus, readers[0]), *(weights.lines if weights else []), *opening]

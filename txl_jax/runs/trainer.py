@@ -142,7 +142,7 @@ class Trainer:
             if self._validation.pending or self._validation.out_of_patience:
                 return step, state
         per_call = config.segments_per_call
-        profiled = StepProfiler(
+        profiled = StepProfiler(  # Calls `train_step`, and records a profile if one was asked for.
             train_step,
             os.path.join(self.run.path, PROFILE),
             first_step=step,

@@ -119,18 +119,17 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
-    """Reads the weights that a run begins with, once. All processes call it.
+    """Reads the weights at `init_from`, once. All processes call it.
 
     Returns:
-      The weights, or None if the run begins with random ones. If the run resumes, only the record of the weights.
+      The weights. If the run resumes, only the record of them, or None if they were not recorded.
 
     Raises:
       UserError: If there are no weights, or they do not fit config and vocabulary.
       CheckpointError: If they are corrupted.
     """
     config = components.config
-    if config.init_from is None:
-        return None
+    assert config.init_from is not None
 
     def vanished(initial: Any) -> TrainState:
         raise CheckpointError(

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import optax
 
 from txl_jax.config import ModelConfig, Network, OptimizerConfig
+from txl_jax.config.training import ADAM_B1
 from txl_jax.modules.positions import encoding_of
 from txl_jax.training.param_axes import is_stacked, names_of
 
-ADAM_B1 = 0.9  # Decay of Adam's first moment.
 LARGEST_NORM = 10.0
 
 

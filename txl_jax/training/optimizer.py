@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName, ScheduleOffset
+from txl_jax.config.training import ADAM_B1
 from txl_jax.training import nvidia_lamb
-from txl_jax.training.nvidia_lamb import ADAM_B1
 from txl_jax.training.param_axes import as_matrices, matrix_axes, matrix_shape, names_of, per_layer
 
 LION_B1, LION_B2 = 0.9, 0.99

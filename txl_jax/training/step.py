@@ -65,7 +65,7 @@ def init_state(
         params=params,
         opt_state=optimizer.init(params),
         memory=model.init_memory(batch_size=config.train.batch_size, mem_len=config.train.mem_len),
-        average=weight_averaging.init(params, config.average),
+        average=weight_averaging.init(params, config.average) if config.average.on else None,
     )
 
 

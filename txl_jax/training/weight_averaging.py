@@ -32,10 +32,8 @@ class Average:
     begun: jax.Array
 
 
-def init(params: Any, config: AverageConfig) -> Average | None:
-    """Returns the mean before the first update, or None without weight averaging."""
-    if not config.on:
-        return None
+def init(params: Any, config: AverageConfig) -> Average:
+    """Returns the mean before the first update."""
     begun = _NEVER if config.start_step is None else config.start_step
     return Average(jax.tree.map(jnp.copy, params), jnp.asarray(begun, jnp.int32))
 

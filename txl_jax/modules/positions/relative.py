@@ -1,7 +1,8 @@
 """Relative positions with sinusoid codes, the paper's own (Dai et al., 2019, section 3.3).
 
 Position keys are W_R R of each distance; u and v replace the query where the score does not depend on it.
-With `model.tie_positions` the position keys use the key matrix, and u and v are the query of distance 0.
+With `model.tie_positions` the position keys use the key matrix, and u and v are the query of distance 0. Nothing is
+added to the embedding or to the layers' inputs: those hooks of `PositionEncoding` keep their defaults.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -70,6 +70,7 @@ def attention(
     operands = Operands(query, key, value, position_key, content_bias, position_bias, position_score)
     _check(operands, visibility)
     dropout = dropout_of(dropout, query.shape[1])
+    # In a run `runs.build` has chosen; its choice stays if it can serve this call.
     implementation = choose.resolve(implementation, describe(operands, visibility, dropout))
     if implementation.path == "reference":
         return reference.attention(operands, visibility, dropout)
