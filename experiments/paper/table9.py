@@ -134,7 +134,9 @@ def measure(
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
     """Returns the same sizes with absolute positions, which have no u and v."""
-    model = dataclasses.replace(config.model, encoding=Encoding.VASWANI, num_positions=None, untie_r=False)
+    model = dataclasses.replace(
+        config.model, encoding=Encoding.VASWANI, num_positions=None, untie_r=False, tie_positions=False
+    )
     return dataclasses.replace(config, model=model, mesh=MeshConfig(data=1))
 
 

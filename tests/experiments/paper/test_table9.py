@@ -20,14 +20,15 @@ CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, clam
 SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model.d_head=4", "--model.d_inner=8"]
 
 
-def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens():
-    model = ModelConfig(n_layer=3, d_inner=30, untie_r=True)
+@pytest.mark.parametrize("own", ["untie_r", "tie_positions"])
+def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
+    model = ModelConfig(n_layer=3, d_inner=30, **{own: True})
     config = ExperimentConfig(model=model, eval=EvalConfig(batch_size=4, same_length=False))
     window, ours = table9.sliding_window_config(config), table9.our_config(config, 800)
     window.validate()
     ours.validate()
     assert ours.model == config.model and config.model.encoding is Encoding.RELATIVE  # As published.
-    assert window.model == dataclasses.replace(config.model, encoding=Encoding.VASWANI, untie_r=False)
+    assert window.model == dataclasses.replace(config.model, encoding=Encoding.VASWANI, **{own: False})
     assert (ours.eval.batch_size, ours.eval.mem_len, ours.eval.same_length) == (1, 800, True)
     assert window.mesh == ours.mesh == MeshConfig(data=1)
 
