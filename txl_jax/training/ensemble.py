@@ -34,7 +34,7 @@ class Members:
     that goes through `labels` serves both.
 
     Attributes:
-      names: the members in the order of the axis; empty: no axis.
+      names: The members in the order of the axis; without names there is no axis.
     """
 
     names: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class _TracedRates(DropoutConfig):
     """Dropout rates that may be traced."""
 
     def __post_init__(self) -> None:
-        """Converts nothing: a traced rate is no float."""
+        """Converts nothing: a traced rate is not a float."""
 
 
 def with_rates(model: AnyModel, rates: Mapping[str, jax.Array]) -> AnyModel:
