@@ -5,7 +5,7 @@ import importlib.util
 from importlib.metadata import entry_points, files
 
 import txl_jax
-from txl_jax.config import settings
+from txl_jax.config import config_tree
 from txl_jax.runs.convert import convert
 
 TINY = {"model.n_layer": 1, "model.d_model": 8, "model.n_head": 2, "model.d_head": 4, "model.d_inner": 8}
@@ -18,7 +18,7 @@ for name in ("experiments", "launch"):
 
 with open("text.txt", "w") as file:
     file.write("one two three four five six seven\n" * 500)
-config = settings.replace(txl_jax.preset("small"), TINY | {"data.file": "text.txt", "optimizer.warmup_steps": 1})
+config = config_tree.replace(txl_jax.preset("small"), TINY | {"data.file": "text.txt", "optimizer.warmup_steps": 1})
 config = dataclasses.replace(config, train=dataclasses.replace(config.train, **ONE_CALL))
 txl_jax.train(config, "run")
 convert("run", "portable")

@@ -22,8 +22,7 @@ import numpy as np
 
 from txl_jax import cli, sharding
 from txl_jax.cli import setting
-from txl_jax.config import ExperimentConfig, MeshConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import exported

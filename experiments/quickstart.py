@@ -25,8 +25,8 @@ from txl_jax.config import (
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
+    config_tree,
 )
-from txl_jax.config import settings as config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build_for

@@ -59,8 +59,7 @@ from absl import flags
 
 from txl_jax.cli.corpus_program import check_program
 from txl_jax.cli.program import config_of_words
-from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import records

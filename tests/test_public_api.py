@@ -10,7 +10,7 @@ import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, tiny_model
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.runs.score import score
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from experiments.bench import timing
 from experiments.bench.timing import Task
 from txl_jax import cli, sharding
-from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network, config_tree
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choose
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem

@@ -34,9 +34,8 @@ from jax.experimental import topologies
 from experiments.bench import timing
 from experiments.bench.speed import BLOCK, GROUPS, generation_arguments
 from txl_jax import cli, flops, sharding
-from txl_jax.config import ExperimentConfig, Remat
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config import ExperimentConfig, Remat, config_tree
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block

@@ -15,10 +15,9 @@ import numpy as np
 
 from experiments.bench import timing
 from experiments.bench.timing import Task
-from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DType, EvalConfig, ExperimentConfig, MemoryStart, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.config.experiment import apply_preset
-from txl_jax.config.settings import require
 from txl_jax.config.training import ADAM_B1
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError

@@ -32,7 +32,7 @@ from experiments.bench.timing import Task
 from txl_jax import cli
 from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, ModelConfig, TrainConfig
-from txl_jax.config.settings import require
+from txl_jax.config.config_tree import require
 from txl_jax.modules.embedding import Softmax
 from txl_jax.runtime.environment import megabytes
 

@@ -31,7 +31,7 @@ from experiments.bench import huggingface, timing
 from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, GenerateConfig, Order
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import Limits, Rows, row_key

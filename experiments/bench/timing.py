@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.config import CorpusName, EvalConfig, TrainConfig
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import require
+from txl_jax.config import CorpusName, EvalConfig, TrainConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 
 from experiments.paper import context_length
 from txl_jax import cli
-from txl_jax.cli.flags import groups
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.cli.flag_tree import groups
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network, config_tree
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure

@@ -24,7 +24,7 @@ import numpy as np
 
 from txl_jax import cli, plots, sharding
 from txl_jax.config import ExperimentConfig, Network
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.memory import Memory

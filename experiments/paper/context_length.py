@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from txl_jax import cli, plots
-from txl_jax.config import ExperimentConfig, Network
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import require, setting
+from txl_jax.config import ExperimentConfig, Network, config_tree
+from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Totals

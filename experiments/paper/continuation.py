@@ -19,7 +19,7 @@ import numpy as np
 
 from txl_jax import cli
 from txl_jax.config import ExperimentConfig, Tokenizer
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.run import Run

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_jax import cli, plots
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.context_losses import context_losses, positions
 from txl_jax.metrics import Totals

@@ -26,9 +26,8 @@ import jax
 from experiments.bench import speed
 from experiments.bench.timing import Task, draw_tokens, interleaved, machine, print_table
 from txl_jax import cli, sharding
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import check_fields, require, setting
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, config_tree
+from txl_jax.config.config_tree import check_fields, require, setting
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build

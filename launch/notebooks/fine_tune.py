@@ -116,7 +116,7 @@ import os
 
 import txl_jax
 from experiments import quickstart
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.data.corpus import read_corpus
 
 defaults = config_tree.to_dict(quickstart.DEFAULTS) | notebook.device_settings()

@@ -76,8 +76,7 @@ sys.path.insert(0, str(clone))
 # %%
 from experiments import quickstart
 from launch import notebook
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, config_tree
 
 folder = notebook.open_folder(FOLDER, drive=DRIVE)
 print(notebook.device_line())

@@ -6,10 +6,8 @@ import pytest
 from absl import flags
 
 from support import programs
-from txl_jax.cli import flags as flag_tree
-from txl_jax.cli import help
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.cli import flag_tree, help
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.experiment import preset_names
 
 

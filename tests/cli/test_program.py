@@ -13,12 +13,11 @@ import pytest
 from support import ROOT, drawn_run, programs, runs
 from support.own_text import own_text
 from txl_jax import cli
-from txl_jax.cli import hosts, program, setting
+from txl_jax.cli import other_hosts, program, setting
 from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
-from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, Tokenizer
-from txl_jax.config import settings as config_tree
+from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, Tokenizer, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.config.experiment import apply_preset
-from txl_jax.config.settings import require
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
 from txl_jax.runs.run import Run
@@ -205,10 +204,10 @@ def having(error, **attributes):
     ],
 )
 def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, error, lost):
-    assert not hosts.lost_another(error), "a process by itself has no other to lose"
+    assert not other_hosts.lost_another(error), "a process by itself has no other to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
-    assert (exit_code_for(error) == hosts.LOST == 75) is lost
+    assert (exit_code_for(error) == other_hosts.LOST == 75) is lost
     err = capsys.readouterr().err
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
 
@@ -219,30 +218,30 @@ def ended(monkeypatch):
     done = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "run_on_all", lambda act: done.append("together"))
-    monkeypatch.setattr(hosts.os, "_exit", lambda code: done.append(code))
+    monkeypatch.setattr(other_hosts.os, "_exit", lambda code: done.append(code))
     return done
 
 
 def test_all_that_end_together_wait_for_each_other(ended):
-    assert hosts.leave(143, together=True) == 143 and ended == ["together"]
-    hosts.leave(1, together=False)
+    assert other_hosts.leave(143, together=True) == 143 and ended == ["together"]
+    other_hosts.leave(1, together=False)
     assert ended == ["together", 1]
 
 
 def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, monkeypatch):
     monkeypatch.setattr(distributed, "run_on_all", mock.Mock(side_effect=ValueError(GLOO)))
     with pytest.raises(ValueError, match="Gloo"):
-        hosts.leave(0, together=True)
-    hosts.leave(1, together=True)
+        other_hosts.leave(0, together=True)
+    other_hosts.leave(1, together=True)
     assert ended == [1]
 
 
 def test_all_meet_as_soon_as_they_have_joined(ended, monkeypatch):
-    monkeypatch.setattr(hosts, "announced", lambda *unused: hosts.Several(2, "a test", {}))
-    monkeypatch.setattr(hosts, "_given", dict)
-    monkeypatch.setattr(hosts, "_redirect_output", lambda **unused: None)
+    monkeypatch.setattr(other_hosts, "announced", lambda *unused: other_hosts.Several(2, "a test", {}))
+    monkeypatch.setattr(other_hosts, "_given", dict)
+    monkeypatch.setattr(other_hosts, "_redirect_output", lambda **unused: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: ended.append("joined"))
-    hosts.join()
+    other_hosts.join()
     assert ended == ["joined", "together"]
 
 

@@ -8,8 +8,7 @@ import pytest
 from absl import flags
 
 from support import ROOT, programs
-from txl_jax.cli import flags as flag_tree
-from txl_jax.cli import hosts, program
+from txl_jax.cli import flag_tree, other_hosts, program
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
@@ -58,8 +57,8 @@ def start(monkeypatch):
 @pytest.mark.parametrize("name", PATHS)
 def test_every_program_works_on_several_hosts_or_refuses(start, name):
     _, begin, defined = start(name)
-    assert begin is (hosts.join if name in JOIN else hosts.each if name in EACH else hosts.alone)
-    assert set(hosts.FLAG_NAMES) <= defined if name in JOIN else not set(hosts.FLAG_NAMES) & defined
+    assert begin is (other_hosts.join if name in JOIN else other_hosts.each if name in EACH else other_hosts.alone)
+    assert set(other_hosts.FLAG_NAMES) <= defined if name in JOIN else not set(other_hosts.FLAG_NAMES) & defined
 
 
 class ReadsTextError(Exception):
@@ -76,14 +75,14 @@ def test_programs_of_several_hosts_compare_their_own_flags(start, monkeypatch, n
         return act()
 
     compared = set()
-    monkeypatch.setattr(hosts, "check_same", lambda values: compared.update(values))
+    monkeypatch.setattr(other_hosts, "check_same", lambda values: compared.update(values))
     monkeypatch.setattr(distributed, "run_on_all", stop)
     job, _, defined = start(name, "--workdir=nowhere") if "ablation" not in name else start(name, "--out=nowhere")
     with pytest.raises(ReadsTextError):
         job()
     settings = {leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig)} | {"compat"}
     aliases = {flag for flag in defined if (flags.FLAGS[flag].help or "").startswith("Alias for --")}
-    own = {flag for flag in defined if not flag.startswith("no")} - settings - aliases - set(hosts.FLAG_NAMES)
+    own = {flag for flag in defined if not flag.startswith("no")} - settings - aliases - set(other_hosts.FLAG_NAMES)
     assert own - FOLDERS and compared == own - FOLDERS
 
 
@@ -91,5 +90,5 @@ def test_a_program_of_one_host_is_not_run_twice(monkeypatch):
     for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
         monkeypatch.setenv(f"JAX_{name}", value)
     with pytest.raises(UserError, match=r"one host.*\b2 processes"):
-        hosts.alone()
-    hosts.each()
+        other_hosts.alone()
+    other_hosts.each()

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.errors import UserError
 
 

@@ -9,8 +9,7 @@ import pytest
 from support import hf_tokenizers, miniature
 from support.cases import nightly_but
 from support.setting_probes import BASE, PROBES, parts_of
-from txl_jax.config import CorpusName, ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.data import published
 
 

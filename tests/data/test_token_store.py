@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, text_of
 from support.full_disk import largest_file
-from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DataConfig, LineMark, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data import token_store
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary

@@ -19,8 +19,8 @@ import txl_jax
 from experiments import ptb
 from support import ROOT
 from support.cases import full_but
-from txl_jax.cli import flags as flag_tree
-from txl_jax.config import settings as config_tree
+from txl_jax.cli import flag_tree
+from txl_jax.config import config_tree
 from txl_jax.config.experiment import preset_names
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import build

@@ -8,7 +8,7 @@ import pytest
 from absl import flags
 
 from experiments import wikitext103
-from txl_jax.cli import flags as flag_tree
+from txl_jax.cli import flag_tree
 from txl_jax.config import OptimizerName
 from txl_jax.data.segments import training_segments
 from txl_jax.interop import original

@@ -9,7 +9,7 @@ import pytest
 from experiments import report
 from support import programs, recorded_run
 from txl_jax import plots
-from txl_jax.cli.flags import FLAGFILE_DIR
+from txl_jax.cli.flag_tree import FLAGFILE_DIR
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.metrics import Measure
 from txl_jax.runs.records import read_runs, swept_settings

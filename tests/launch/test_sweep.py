@@ -18,7 +18,7 @@ import pytest
 
 from launch import sweep
 from support import ROOT, recorded_run, runs, shell
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import LogError
 from txl_jax.runs.records import read_runs

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from support import runs, tiny_run
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network, config_tree
 from txl_jax.ops.attention import Implementation, Implementations, Tile, choose, dispatch, reference
 from txl_jax.runs import weights
 from txl_jax.runs.build import AttentionChoice, Chosen, build

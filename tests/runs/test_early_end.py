@@ -9,7 +9,7 @@ import pytest
 
 from support import runs
 from support.runs import StopAfter
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation

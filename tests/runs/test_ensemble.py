@@ -11,8 +11,7 @@ import pytest
 
 from support import drawn_run, runs, tiny, tiny_run
 from support.runs import StopAfter
-from txl_jax.config import DType
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DType, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import ensemble, score, validation
 from txl_jax.runs.build import Compilation, build

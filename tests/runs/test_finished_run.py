@@ -10,7 +10,7 @@ import pytest
 
 from support import runs
 from support.runs import numbers
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.runs import score
 from txl_jax.runs.build import build
 from txl_jax.runs.weights import load_parameters

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from support import drawn_run, runs
-from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError

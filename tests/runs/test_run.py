@@ -11,8 +11,7 @@ import pytest
 
 from support import runs
 from support.own_text import own_text
-from txl_jax.config import ExperimentConfig, Tokenizer
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, Tokenizer, config_tree
 from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError

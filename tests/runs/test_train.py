@@ -14,7 +14,7 @@ import pytest
 from support import runs
 from support.metadata_server import MetadataServer
 from support.runs import StopAfter, numbers
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import build

@@ -12,8 +12,7 @@ import pytest
 
 from support import drawn_run, runs, tiny_run
 from support.cases import full_but
-from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start

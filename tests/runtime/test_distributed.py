@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from txl_jax import sharding
-from txl_jax.cli import hosts
+from txl_jax.cli import other_hosts
 from txl_jax.config import MeshConfig
 from txl_jax.runtime import distributed
 
@@ -37,8 +37,8 @@ def fail_in(number):
     return number
 
 
-hosts._given = dict  # No flags here.
-hosts.join()
+other_hosts._given = dict  # No flags here.
+other_hosts.join()
 me = jax.process_index()
 found["broadcast"] = distributed.broadcast_from_primary(lambda: {"loss": 0.1, "of": me, "none": None})
 found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(fail))

@@ -10,7 +10,7 @@ import pytest
 from support import runs, tiny_run
 from support.own_text import own_text
 from support.waiting import wait_until
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import UserError
 from txl_jax.runs.run import Run

@@ -166,11 +166,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from txl_jax.cli import hosts
+from txl_jax.cli import other_hosts
 from txl_jax.runtime import stop as stop_lib
 
-hosts._given = dict  # No flags here.
-hosts.join()
+other_hosts._given = dict  # No flags here.
+other_hosts.join()
 if sys.argv[1:] == ["noticed"]:
     stop_lib.act_on_notices()
 watched, saved = stop_lib.is_watched_by_all(), []

@@ -12,13 +12,13 @@ import sys
 import jax
 import numpy as np
 
-from txl_jax.cli import hosts
+from txl_jax.cli import other_hosts
 from support import tiny_run
 from txl_jax.data.segments import training_segments
 
 data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
-hosts._given = dict  # No flags here.
-hosts.join()
+other_hosts._given = dict  # No flags here.
+other_hosts.join()
 sizes = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor, "train__batch_size": batch_size}
 parts = tiny_run.parts(**sizes, model__n_head=8, model__d_inner=16)
 if tiled:  # A process's devices are no stretch of the mesh.

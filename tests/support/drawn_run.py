@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from support import runs, tiny_run
-from txl_jax.config import CorpusName, EvalConfig, ExperimentConfig, Tokenizer
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CorpusName, EvalConfig, ExperimentConfig, Tokenizer, config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run

@@ -28,8 +28,8 @@ from txl_jax.config import (
     MeshConfig,
     ModelConfig,
     TrainConfig,
+    config_tree,
 )
-from txl_jax.config import settings as config_tree
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from support import runs
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs.run import RESULTS, TextInfo
 from txl_jax.runtime.log import METRICS

@@ -24,8 +24,8 @@ from txl_jax.config import (
     NormPlace,
     OptimizerConfig,
     TrainConfig,
+    config_tree,
 )
-from txl_jax.config import settings as config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments

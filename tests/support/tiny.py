@@ -8,8 +8,7 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.config import CompatConfig, DropoutConfig, ExperimentConfig, ModelConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import CompatConfig, DropoutConfig, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.modules.transformer_xl import TransformerXL
 

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from support import tiny
-from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig, config_tree
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.inference.generate import Generator
 from txl_jax.inference.scorer import make_scorer

@@ -9,8 +9,16 @@ import tempfile
 from pathlib import Path
 
 from support import drawn_run
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, MeshConfig, ModelConfig, Tokenizer, TokenizerConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    ExperimentConfig,
+    MeshConfig,
+    ModelConfig,
+    Tokenizer,
+    TokenizerConfig,
+    config_tree,
+)
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build

@@ -2,7 +2,7 @@
 
 from txl_jax.cli.corpus_program import WatchPlan, train_main
 from txl_jax.cli.program import Job, Plan, StoredTypes, TextPlan, TrainedRun, keep_compiled, main
-from txl_jax.config.settings import setting
+from txl_jax.config.config_tree import setting
 
 __all__ = [
     "Job",

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 
 from txl_jax.cli.program import Job, Plan, TextPlan, main
 from txl_jax.config import ExperimentConfig
-from txl_jax.config.settings import setting
+from txl_jax.config.config_tree import setting
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import score, train

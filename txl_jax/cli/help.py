@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 
 from absl import flags
 
-from txl_jax.cli import flags as flag_tree
-from txl_jax.cli import hosts
+from txl_jax.cli import flag_tree, other_hosts
 from txl_jax.config import ExperimentConfig
 from txl_jax.config.experiment import preset_names
 
@@ -80,7 +79,7 @@ def _by_group(own: Sequence[str], flag_values: flags.FlagValues) -> dict[str, li
     found: dict[str, list[str]] = {_PROGRAM: [], _HOSTS: []}
     for name in own:
         if name not in settings and name not in _FIRST_OF:
-            found[_HOSTS if name in hosts.FLAG_NAMES else _PROGRAM].append(name)
+            found[_HOSTS if name in other_hosts.FLAG_NAMES else _PROGRAM].append(name)
     for name in settings:
         if name not in _FIRST_OF:
             found.setdefault(name.rpartition(".")[0], []).append(name)

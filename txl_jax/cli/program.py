@@ -30,12 +30,9 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 import jax
 from absl import flags
 
-from txl_jax.cli import flags as flag_tree
-from txl_jax.cli import help
-from txl_jax.cli import hosts as other_hosts
-from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType
-from txl_jax.config import settings as config_tree
-from txl_jax.config.settings import Config, check_fields, setting
+from txl_jax.cli import flag_tree, help, other_hosts
+from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
+from txl_jax.config.config_tree import Config, check_fields, setting
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.published import check_file, default_data
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
@@ -290,7 +287,7 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = other_hosts.a
 
     Args:
       job: returns the exit code.
-      begin: called first, for other hosts: `join`, `each`, or `alone`, which refuses them, of `txl_jax.cli.hosts`.
+      begin: called first, for other hosts: `join`, `each`, or `alone` of `other_hosts`; the last refuses them.
     """
     quiet_orbax()
     shorten_storage_logs()

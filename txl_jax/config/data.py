@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.settings import Config, check_fields, require, setting
+from txl_jax.config.config_tree import Config, check_fields, require, setting
 
 __all__ = [
     "CorpusName",

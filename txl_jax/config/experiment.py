@@ -13,10 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from txl_jax.config.data import DataConfig
-from txl_jax.config.evaluation import EvalConfig, GenerateConfig
-from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
-from txl_jax.config.settings import (
+from txl_jax.config.config_tree import (
     Config,
     check_fields,
     did_you_mean,
@@ -27,6 +24,9 @@ from txl_jax.config.settings import (
     require,
     setting,
 )
+from txl_jax.config.data import DataConfig
+from txl_jax.config.evaluation import EvalConfig, GenerateConfig
+from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
 from txl_jax.config.training import (
     AverageConfig,
     MeshConfig,

@@ -6,7 +6,7 @@ Letters: N layers, D model width, H heads, E head width, F inner width, C cluste
 import dataclasses
 import enum
 
-from txl_jax.config.settings import Config, check_fields, require, setting
+from txl_jax.config.config_tree import Config, check_fields, require, setting
 
 __all__ = [
     "AttentionPath",

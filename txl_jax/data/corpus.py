@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
+from txl_jax.config.config_tree import setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
-from txl_jax.config.settings import setting_of
 from txl_jax.data import own_text, subwords, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary, distinct
 from txl_jax.data.published import CORPORA, check_file

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
-from txl_jax.config.settings import require
+from txl_jax.config.config_tree import require
 
 Layout = Mapping[str, tuple[str, ...]]  # From a part to the paths of its files below some directory.
 

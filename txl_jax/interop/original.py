@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace
-from txl_jax.config import settings as config_tree
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary

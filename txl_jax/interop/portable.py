@@ -21,10 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.config_tree import format_value
 from txl_jax.config.experiment import from_record
-from txl_jax.config.settings import format_value
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads

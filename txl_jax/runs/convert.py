@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from txl_jax import sharding
-from txl_jax.config import ExperimentConfig, MeshConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import formats, huggingface, leaves, original, portable
 from txl_jax.interop.formats import Model

@@ -19,8 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.metrics import Measure, Totals

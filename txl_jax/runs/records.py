@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.run import Run, by_name, holds_run, read_results

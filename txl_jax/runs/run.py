@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from txl_jax.config import DataConfig, ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DataConfig, ExperimentConfig, config_tree
 from txl_jax.config.experiment import from_record
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import SegmentReader, evaluation_segments

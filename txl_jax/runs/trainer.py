@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from txl_jax import flops
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import SegmentReader

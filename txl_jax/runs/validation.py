@@ -5,8 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from txl_jax.config import EvalConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import EvalConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, Tokenizer, TokenizerConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.subwords import SubwordVocabulary

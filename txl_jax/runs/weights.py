@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError

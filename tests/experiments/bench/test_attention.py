@@ -10,8 +10,7 @@ import pytest
 
 from experiments.bench import attention
 from experiments.bench.attention import Case, Plan, make_case
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, TrainConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, TrainConfig, config_tree
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import Implementation, Tile
 

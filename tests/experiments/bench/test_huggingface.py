@@ -9,8 +9,7 @@ import pytest
 from experiments.bench import huggingface, speed
 from experiments.bench.huggingface import HuggingFaceModel
 from support import tiny, tiny_run
-from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig, config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.bench import serving
 from experiments.bench.serving import DEFAULTS, Plan
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.bench import softmax_speed
 from experiments.bench.softmax_speed import Plan
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 
 

@@ -7,8 +7,7 @@ import pytest
 from experiments.bench import speed
 from experiments.bench.speed import Peer, Plan
 from support import tiny, tiny_run
-from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 

@@ -10,8 +10,7 @@ import pytest
 from experiments.paper import ablation
 from experiments.paper.ablation import TABLES, Plan, Row, Table, row_config, row_named
 from support import tiny_run
-from txl_jax.config import Encoding, LossPart, Network
-from txl_jax.config import settings as config_tree
+from txl_jax.config import Encoding, LossPart, Network, config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 from txl_jax.runs.score import Interrupted

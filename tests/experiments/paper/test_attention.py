@@ -11,8 +11,7 @@ from experiments.paper import attention
 from experiments.paper.attention import Plan
 from support import oracles, tiny, tiny_run
 from txl_jax import plots
-from txl_jax.config import DType, Encoding, Network
-from txl_jax.config import settings as config_tree
+from txl_jax.config import DType, Encoding, Network, config_tree
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility, positions
 from txl_jax.runs.score import Interrupted

@@ -10,8 +10,7 @@ from experiments.paper import context_length
 from experiments.paper.context_length import Plan
 from support import tiny_run
 from txl_jax import plots
-from txl_jax.config import Encoding
-from txl_jax.config import settings as config_tree
+from txl_jax.config import Encoding, config_tree
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 from txl_jax.runs import score

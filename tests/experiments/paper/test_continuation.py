@@ -6,8 +6,7 @@ import pytest
 from experiments.paper import continuation
 from experiments.paper.continuation import Plan, detokenize
 from support import drawn_run, tiny_run
-from txl_jax.config import LineMark, Network, Tokenizer
-from txl_jax.config import settings as config_tree
+from txl_jax.config import LineMark, Network, Tokenizer, config_tree
 from txl_jax.runs.score import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.paper import attention, context_length, continuation
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.runtime.storage import names, read
 
 

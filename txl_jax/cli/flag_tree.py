@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
-from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, config_tree
+from txl_jax.config.config_tree import Leaf
 from txl_jax.config.experiment import REMOVED, REMOVED_ADVICE, apply_preset, preset, preset_names
-from txl_jax.config.settings import Leaf
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
 

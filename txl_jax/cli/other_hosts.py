@@ -19,7 +19,7 @@ import jax
 import requests
 from absl import flags
 
-from txl_jax.config import settings as config_tree
+from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 

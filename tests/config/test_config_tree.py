@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig
-from txl_jax.config import settings as config_tree
+from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.config.experiment import REMOVED, apply_preset, from_record
 from txl_jax.errors import UserError
 

@@ -8,7 +8,7 @@ import pytest
 
 from support import processes, programs
 from support.metadata_server import MetadataServer
-from txl_jax.cli import hosts
+from txl_jax.cli import other_hosts
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 
@@ -22,7 +22,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROC
 
 @pytest.fixture(autouse=True)
 def no_tpu(monkeypatch):
-    monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
+    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def no_tpu(monkeypatch):
     [{}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP, BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}],
 )
 def test_a_process_by_itself_waits_for_nobody(environment):
-    assert hosts.announced(environment, {}) is None
+    assert other_hosts.announced(environment, {}) is None
 
 
 def test_flags_come_before_the_environment_and_both_before_slurm():
-    found = hosts.announced(SRUN | BY_HAND, {"process_id": 0})
+    found = other_hosts.announced(SRUN | BY_HAND, {"process_id": 0})
     assert found.num_processes == 2
     given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
     assert found.arguments == given | {"cluster_detection_method": "deactivate"}
@@ -50,7 +50,7 @@ def test_flags_come_before_the_environment_and_both_before_slurm():
     ],
 )
 def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
-    found = hosts.announced(environment, {})
+    found = other_hosts.announced(environment, {})
     assert found.num_processes == found.arguments["num_processes"] == count
     assert ("local_device_ids" in found.arguments) == all_devices
 
@@ -66,7 +66,7 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environmen
 )
 def test_half_an_announcement_is_refused(given, expected):
     with pytest.raises(UserError, match=".*".join(map(re.escape, expected))):
-        hosts.announced({}, given)
+        other_hosts.announced({}, given)
 
 
 @pytest.mark.parametrize(
@@ -80,44 +80,44 @@ def test_half_an_announcement_is_refused(given, expected):
     ],
 )
 def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attributes, count):
-    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
+    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: True)
     with MetadataServer() as server:
         server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
         environment = {"GCE_METADATA_IP": server.host}
-        found = hosts.announced(environment, {})
-        assert found == (None if count is None else hosts.Several(count, "the TPU slice", {}))
-        assert hosts.announced(environment | {"JAX_PLATFORMS": "cpu"}, {}) is None
-        assert hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
+        found = other_hosts.announced(environment, {})
+        assert found == (None if count is None else other_hosts.Several(count, "the TPU slice", {}))
+        assert other_hosts.announced(environment | {"JAX_PLATFORMS": "cpu"}, {}) is None
+        assert other_hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
 
 
 def test_a_metadata_server_that_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):
-    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
-    monkeypatch.setattr(hosts, "_METADATA_TRIES", 2)
+    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: True)
+    monkeypatch.setattr(other_hosts, "_METADATA_TRIES", 2)
     with MetadataServer() as server:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
         monkeypatch.delenv("no_proxy", raising=False)
-        assert hosts.announced({"GCE_METADATA_IP": server.host}, {}) is None
+        assert other_hosts.announced({"GCE_METADATA_IP": server.host}, {}) is None
         asked = len(server.asked)
     with MetadataServer(failures=2) as server, pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"):
-        hosts.announced({"GCE_METADATA_IP": server.host}, {})
+        other_hosts.announced({"GCE_METADATA_IP": server.host}, {})
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
-        hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"}, {})
+        other_hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"}, {})
     assert asked == 2
 
 
 def test_the_hosts_of_a_tpu_slice_may_be_in_the_environment(monkeypatch):
-    monkeypatch.setattr(hosts, "_has_tpu", lambda: True)
-    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
-    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).num_processes == 3
-    monkeypatch.setattr(hosts, "_has_tpu", lambda: False)
-    assert hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
+    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: True)
+    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
+    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).num_processes == 3
+    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: False)
+    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
 
 
 def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
     monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, "--lengths=64 --stride=1"])
     with pytest.raises(UserError, match=r"process 1: .*--lengths=64 .*--lengths=16,32 .*process 0") as caught:
-        hosts.check_same({"lengths": (16, 32), "stride": 1})
+        other_hosts.check_same({"lengths": (16, 32), "stride": 1})
     assert distributed.is_known_to_all(caught.value)
 
 
@@ -183,8 +183,8 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
 @NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
     script = (
-        "from txl_jax.cli import hosts, program; hosts.START_SECONDS, hosts._SILENT_SECONDS = 2, 0.2; hosts._given "
-        "= dict; program.guarded(lambda: 0, begin=hosts.join)"
+        "from txl_jax.cli import other_hosts, program; other_hosts.START_SECONDS = 2; other_hosts._SILENT_SECONDS = 0.2; "
+        "other_hosts._given = dict; program.guarded(lambda: 0, begin=other_hosts.join)"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))

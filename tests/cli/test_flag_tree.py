@@ -4,9 +4,8 @@ import pytest
 from absl import flags
 
 from support.own_text import data_config
-from txl_jax.cli import flags as flag_tree
-from txl_jax.config import ExperimentConfig, LineMark, NormPlace, Order, Tokenizer
-from txl_jax.config import settings as config_tree
+from txl_jax.cli import flag_tree
+from txl_jax.config import ExperimentConfig, LineMark, NormPlace, Order, Tokenizer, config_tree
 from txl_jax.errors import UserError
 
 
