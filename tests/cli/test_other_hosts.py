@@ -183,8 +183,9 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
 @NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
     script = (
-        "from txl_jax.cli import other_hosts, program; other_hosts.START_SECONDS = 2; other_hosts._SILENT_SECONDS = 0.2; "
-        "other_hosts._given = dict; program.guarded(lambda: 0, begin=other_hosts.join)"
+        "from txl_jax.cli import other_hosts, program; other_hosts.START_SECONDS = 2; "
+        "other_hosts._SILENT_SECONDS, other_hosts._given = 0.2, dict; "
+        "program.guarded(lambda: 0, begin=other_hosts.join)"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))
