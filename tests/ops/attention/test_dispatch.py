@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from txl_jax.errors import UserError
-from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention, dispatch
+from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention, check
 
 B, H, L, M, E = 2, 3, 4, 6, 5
 VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
@@ -111,7 +111,7 @@ def test_what_does_not_fit_a_cache_is_refused(changes, words):
 
 def test_a_seed_is_an_integer_of_any_kind():
     for seed in (7, 7 - 2**32, np.uint32(7), jnp.int32(7)):
-        found = dispatch.dropout_of((0.5, seed), H).seed
+        found = check.dropout_of((0.5, seed), H).seed
         assert (found.dtype, int(found)) == (jnp.uint32, 7)
 
 

@@ -6,24 +6,21 @@
     fused      Pallas kernels for TPUs (`tpu/`)
 
 All give the same numbers up to rounding, and draw the same dropout masks. The others are imported when they are first
-used: Pallas takes a while. They rely on shapes and types: without the checks, wrong ones would end in an error of XLA
-about shapes that the caller never wrote or, as with integers, in numbers without a meaning.
+used: Pallas takes a while.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from txl_jax.ops.attention import choose, reference
+from txl_jax.ops.attention import check, choose, reference
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
-from txl_jax.ops.attention.problem import Implementation, Operands, Position, Problem, Ring, Tile, default_device
+from txl_jax.ops.attention.problem import Implementation, Operands, Position, Problem, Ring, default_device
 from txl_jax.ops.matmul import Int8
 from txl_jax.sharding import DATA, FSDP, TENSOR, ambient_mesh, axes, spec
 from txl_jax.sharding.activations import batch_spec, shard_map
@@ -68,8 +65,8 @@ def attention(
       UserError: If the path is unknown, or cannot serve this call.
     """
     operands = Operands(query, key, value, position_key, content_bias, position_bias, position_score)
-    _check(operands, visibility)
-    dropout = dropout_of(dropout, query.shape[1])
+    check.operands_fit(operands, visibility)
+    dropout = check.dropout_of(dropout, query.shape[1])
     # In a run `runs.build` has chosen; its choice stays if it can serve this call.
     implementation = choose.resolve(implementation, describe(operands, visibility, dropout))
     if implementation.path == "reference":
@@ -122,7 +119,7 @@ def cached_attention(
       ValueError: If shapes or types do not fit each other, or `position` has neither keys nor scores.
       UserError: If the path is unknown, or cannot serve this call.
     """
-    _check_cached({"query": query, "key": key, "value": value}, ring, position, visibility)
+    check.cached_operands_fit({"query": query, "key": key, "value": value}, ring, position, visibility)
     implementation = choose.resolve(implementation, describe_cached(query, ring, position, visibility))
     if implementation.path == "reference":
         return reference.cached_attention(query, key, value, ring, position, visibility)
@@ -145,38 +142,32 @@ def cached_attention(
 
 
 def _of_training(implementation: Implementation) -> Callable[[Operands, Visibility, Dropout | None], jax.Array]:
-    """Returns the function of a path that is not the reference."""
+    """Returns the function of a path other than the reference."""
     if implementation.path == "stored":
         from txl_jax.ops.attention.stored import stored_attention
 
         return stored_attention
-    function: Callable[..., jax.Array]
+    options: dict[str, Any] = {"tile": implementation.tile}
     if implementation.path == "tiled":
         from txl_jax.ops.attention.tiled.training import tiled_attention
 
-        function = functools.partial(tiled_attention, tile=_tile(implementation))
-    else:
-        from txl_jax.ops.attention.tpu.kernels import tpu_attention
+        return functools.partial(tiled_attention, **options)
+    from txl_jax.ops.attention.tpu.kernels import tpu_attention
 
-        options: Any = {"kernel": implementation.kernel, "interpret": implementation.interpret}
-        function = functools.partial(tpu_attention, tile=_tile(implementation), **options)
-    return lambda operands, visibility, dropout: function(**operands._asdict(), visibility=visibility, dropout=dropout)
+    options |= {"kernel": implementation.kernel, "interpret": implementation.interpret}
+    return functools.partial(tpu_attention, **options)
 
 
 def _of_inference(implementation: Implementation) -> Callable[..., jax.Array]:
     """Returns the function with the arguments of `cached_attention`, `implementation` aside."""
+    options: dict[str, Any] = {"tile": implementation.tile}
     if implementation.path == "tiled":
         from txl_jax.ops.attention.tiled.cached import tiled_cached_attention
 
-        return functools.partial(tiled_cached_attention, tile=_tile(implementation))
+        return functools.partial(tiled_cached_attention, **options)
     from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 
-    return functools.partial(tpu_cached_attention, tile=_tile(implementation), interpret=implementation.interpret)
-
-
-def _tile(implementation: Implementation) -> Tile:
-    assert implementation.tile is not None, "it has a tile"
-    return implementation.tile
+    return functools.partial(tpu_cached_attention, **options, interpret=implementation.interpret)
 
 
 # The part of a call that one device of the ambient mesh computes: rows over data x fsdp, heads over tensor.
@@ -264,155 +255,3 @@ def _describe(query: jax.Array, visibility: Visibility | CachedVisibility, **oth
         documents=visibility.document_start is not None,
         **others,
     )
-
-
-# Checks of the arguments
-
-_AXES = {  # Of the arrays, by letters; P of a cache are the columns of its position keys or scores.
-    "query": "BHLE",
-    **dict.fromkeys(("key", "value"), "BHKE"),
-    "position_key": "HPE",
-    **dict.fromkeys(("content_bias", "position_bias"), "HE"),
-    "position_score": "HP",
-}
-_CACHED_AXES = {
-    **dict.fromkeys(("query", "key", "value", "position query"), "BHLE"),
-    "stored key": "BHER",
-    "stored value": "BHRE",
-    "position key": "HEP",
-    "position score": "HP",
-}
-
-
-def _check(operands: Operands, visibility: Visibility) -> None:
-    """Raises `ValueError` for arrays that do not fit each other or the description of what is visible."""
-    given = _given(operands._asdict())
-    biases = [name for name in ("content_bias", "position_bias") if name in given]
-    if biases and "position_key" not in given:
-        raise ValueError(
-            f"{' and '.join(biases)} given and position_key is None; give position_key [H, P, E] too, or no bias"
-        )
-    sizes = _sizes(given["query"].shape, visibility.segment_len)
-    if visibility.mem_len < 0:
-        raise ValueError(
-            f"visibility.mem_len is {visibility.mem_len}; it must be at least 0: keys include the segment's"
-        )
-    sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
-    lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
-    _check_shapes(given, _AXES, sizes, f"with query {given['query'].shape}, {lengths}")
-    _check_types(given, free=("position_score",))
-    _check_visibility(visibility, sizes["B"])
-    if visibility.lengths is not None:
-        _check_integers("lengths", visibility.lengths, (sizes["B"],))
-
-
-def _check_cached(heads: Mapping[str, Any], ring: Ring, position: Position, visibility: CachedVisibility) -> None:
-    """Raises `ValueError` for arguments of `cached_attention` that do not fit each other."""
-    position_query, position_key, position_score = position or (None, None, None)
-    if position is not None and position_key is None and position_score is None:
-        raise ValueError(
-            "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
-        )
-    stored = dict(zip(("stored key", "stored value"), ring, strict=True))
-    of_position = {"position query": position_query, "position key": position_key, "position score": position_score}
-    given = _given({**heads, **stored, **of_position})
-    table = position_score if position_key is None else position_key
-    sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
-    sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]
-    _check_shapes(given, _CACHED_AXES, sizes, f"with query {given['query'].shape} and R {visibility.capacity}")
-    floating = {name: array for name, array in given.items() if not isinstance(array, Int8)}
-    _check_types(floating, free=("stored key", "stored value", "position score"))
-    _check_visibility(visibility, sizes["B"])
-    _check_integers("write_index", visibility.write_index, ())
-
-
-def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays that are not None."""
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise ValueError(f"{name} is a {type(array).__name__}; it must be an array")
-    return given
-
-
-def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
-    """Returns the lengths of the query's axes by letters."""
-    if len(query) != 4 or 0 in query:
-        raise ValueError(f"query has the shape {query}; it must be [B, H, L, E], none of them 0")
-    if query[2] != segment_len:
-        raise ValueError(
-            f"query has the shape {query}, [B, H, L, E], thus L {query[2]}; visibility.segment_len is {segment_len}"
-        )
-    return dict(zip("BHLE", query, strict=True))
-
-
-def _check_shapes(given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str) -> None:
-    for name, array in given.items():
-        expected = tuple(sizes[axis] for axis in of_axes[name])
-        if array.shape != expected:
-            raise ValueError(f"{name} has the shape {array.shape}; {because} it must be {expected}")
-
-
-def _check_types(given: Mapping[str, Any], *, free: tuple[str, ...]) -> None:
-    """Checks that all have the query's type, except those that are converted: scores of distances, and a ring."""
-    of_query = given["query"].dtype
-    for name, array in given.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} has the type {array.dtype.name}; it must be a floating-point type")
-        if array.dtype != of_query and name not in free:
-            raise ValueError(
-                f"{name} has the type {array.dtype.name} and query {of_query.name}; they must be the same: cast one "
-                "with .astype"
-            )
-
-
-def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
-    if visibility.window is not None and visibility.window < 1:
-        raise ValueError(f"visibility.window is {visibility.window}; it must be at least 1, the query's own key")
-    _check_integers("valid", visibility.valid, (batch,))
-    if visibility.document_start is not None:
-        _check_integers("document_start", visibility.document_start, (batch, visibility.segment_len))
-
-
-def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
-    """Checks an array of the visibility: one integer, or one for each row or query."""
-    found, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
-    if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        text = type(given).__name__ if dtype is None else f"{dtype.name} {list(found or ())}"
-        each = ("", ", one number for each row", ", one number for each query")[len(shape)]
-        raise ValueError(f"visibility.{name} is {text}; it must be int32 {list(shape)}{each}")
-
-
-def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
-    """Returns the description of dropout that is passed as such, or as (rate, seed) of `n_head` heads.
-
-    Raises:
-      ValueError: If it is neither, the rate is not in [0, 1), the seed is not one integer, or there are more heads than
-        `Dropout.n_head`.
-    """
-    if dropout is None:
-        return None
-    if isinstance(dropout, tuple) and len(dropout) == 2:
-        dropout = Dropout(dropout[0], _seed(dropout[1]), n_head=n_head)
-    if not isinstance(dropout, Dropout):
-        raise ValueError(f"dropout is {dropout!r}; it must be (rate, seed), such as (0.1, jnp.uint32(7)), or None")
-    # A traced rate has no value yet.
-    if isinstance(dropout.rate, int | float | np.number) and not 0 <= dropout.rate < 1:
-        raise ValueError(f"the rate of dropout is {dropout.rate}; it must be at least 0 and below 1")
-    if dropout.n_head < n_head:  # Rows of the batch would share masks.
-        raise ValueError(
-            f"dropout.n_head is {dropout.n_head} and query has {n_head} heads; it counts those of all devices"
-        )
-    return dropout
-
-
-def _seed(seed: Any) -> jax.Array:
-    if isinstance(seed, int):
-        return jnp.asarray(np.uint32(seed % 2**32))
-    dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
-    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
-        found = type(seed).__name__ if dtype is None else f"{dtype} {list(shape or ())}"
-        raise ValueError(
-            f"the seed of dropout is {found}; it must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
-        )
-    return jnp.asarray(seed).astype(jnp.uint32)

@@ -18,15 +18,15 @@ Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
 
 
 class Operands(NamedTuple):
-    """The arrays of attention over [memory; segment], or their gradients."""
+    """The arrays of attention over [memory; segment], or their gradients. Absent ones are None."""
 
-    query: jax.Array  # [B, H, L, E]
+    query: Any  # [B, H, L, E]
     key: jax.Array  # [B, H, K, E], memory first.
     value: jax.Array  # [B, H, K, E]
-    position_key: jax.Array | None = None  # [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`).
+    position_key: Any = None  # [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`).
     content_bias: jax.Array | None = None  # [H, E], u.
     position_bias: jax.Array | None = None  # [H, E], v.
-    position_score: jax.Array | None = None  # [H, P], added before the division by sqrt(E).
+    position_score: Any = None  # [H, P], added before the division by sqrt(E).
 
 
 class Tile(NamedTuple):

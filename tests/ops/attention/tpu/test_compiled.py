@@ -15,6 +15,7 @@ from ops.attention.tpu.test_limits import TRAINING
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import CachedVisibility, Dropout, Implementation, Problem, Tile, Visibility, attention
+from txl_jax.ops.attention.problem import Operands
 from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal
 from txl_jax.ops.attention.tpu.kernels import tpu_attention
@@ -68,16 +69,16 @@ def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positi
     array, integers = arrays_on(device, dtype), arrays_on(device, jnp.int32)
     visibility = Visibility(integers((batch,)), length, length, causal=causal)
     query, key = array((batch, n_head, length, width)), array((batch, n_head, 2 * length, width))
-    arrays = {"query": query, "key": key, "value": key}
+    arrays = Operands(query, key, key)
     if positions:
-        arrays["position_key"] = array((n_head, visibility.n_positions, width))
-        arrays |= {name: array((n_head, width)) for name in ("content_bias", "position_bias")}
+        bias = array((n_head, width))
+        arrays = Operands(query, key, key, array((n_head, visibility.n_positions, width)), bias, bias)
 
     def run(arrays, visibility, seed, gradient):
         dropout = None if rate is None else Dropout(rate=rate, seed=seed, n_head=n_head)
         options = {"tile": default_tile(problem), "kernel": kernel_of(problem)}
         attend = functools.partial(tpu_attention, visibility=visibility, dropout=dropout, **options)
-        out, gradients_of = jax.vjp(lambda arrays: attend(**arrays), arrays)
+        out, gradients_of = jax.vjp(attend, arrays)
         return out, gradients_of(gradient)
 
     return jax.jit(run).lower(arrays, visibility, arrays_on(device, jnp.uint32)(()), query).compile()

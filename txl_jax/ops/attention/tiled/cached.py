@@ -56,13 +56,7 @@ def tiled_cached_attention(
     """Computes weighted sums of the values, without gradients: [B, H, L, E]; arguments as of the reference.
 
     Args:
-      query: [B, H, L, E], with u added and divided by sqrt(E).
-      key: [B, H, L, E], of the segment.
-      value: [B, H, L, E].
-      ring: stored keys [B, H, E, R] and values [B, H, R, E], of any type.
-      position: position queries, keys and scores, or None.
-      visibility: which keys a query sees.
-      tile: about how many rows of scores (over all heads and rows of the batch) and keys a block has.
+      tile: About how many rows of scores (over all heads and rows of the batch) and keys a block has.
     """
     # The last block may run round the ring and read slots for the second time, at ages above R.
     visibility = dataclasses.replace(visibility, valid=jnp.minimum(visibility.valid, visibility.capacity))

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.positions import skew, unskew
-from txl_jax.ops.attention.problem import Tile, default_device
+from txl_jax.ops.attention.problem import Operands, Tile, default_device
 
 # Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass and the next, and
 # a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2 cores: 2^17 142 ms, 2^18 109, 2^20 109).
@@ -42,53 +42,21 @@ Carry = TypeVar("Carry")
 
 
 def tiled_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    position_key: jax.Array | None = None,
-    *,
-    content_bias: jax.Array | None = None,
-    position_bias: jax.Array | None = None,
-    position_score: jax.Array | None = None,
-    visibility: Visibility,
-    dropout: Dropout | None = None,
-    tile: Tile,
+    operands: Operands, visibility: Visibility, dropout: Dropout | None = None, *, tile: Tile
 ) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E].
+    """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
     Args:
-      query: [B, H, L, E].
-      key: [B, H, K, E], memory first.
-      value: [B, H, K, E].
-      position_key: [H, P, E], for the distances K - 1, .. (`Visibility.n_positions`), if any.
-      content_bias: [H, E], u, if any.
-      position_bias: [H, E], v, if any.
-      position_score: [H, P], if any, added to the scores of these distances before the division by sqrt(E).
-      visibility: which keys a query sees. A query that sees none gets zeros.
-      dropout: dropout on the probabilities, if any.
-      tile: most queries and keys of a piece of the scores.
+      tile: Most queries and keys of a piece of the scores.
     """
     layout = Layout(visibility.segment_len, visibility.mem_len, visibility.window, visibility.causal, tile)
-    arrays = _Arrays(query, key, value, position_key, content_bias, position_bias, position_score)
-    row_head = None if dropout is None else dropout.row_heads(*query.shape[:2])
-    return _attention(layout, arrays, _Masking(visibility.key_range(), dropout, row_head))
+    row_head = None if dropout is None else dropout.row_heads(*operands.query.shape[:2])
+    return _attention(layout, operands, _Masking(visibility.key_range(), dropout, row_head))
 
 
-class _Arrays(NamedTuple):
-    """The arrays of a call, or their gradients.
-
-    While gradients are summed, those with an axis E after K or P' are transposed, [.., E, K], as the products that give
-    them are fast that way (`_transposed`); those without an axis B are wide. Within a group all are wide, without the
-    axes B and H but with G for B, and without `query`.
-    """
-
-    query: Any  # [B, H, L, E]
-    key: Any  # [B, H, K, E]
-    value: Any  # [B, H, K, E]
-    position_key: Any  # [H, P, E], or None.
-    content_bias: Any  # [H, E], or None.
-    position_bias: Any  # [H, E], or None.
-    position_score: Any  # [H, P], or None.
+# `Operands` holds gradients too. While they are summed, those with an axis E after K or P' are transposed, [.., E, K],
+# as the matmuls that give them are fast that way (`_transposed`), and those without an axis B are wide. Within a group
+# all are wide, without the axes B and H but with G for B, and the query's is None.
 
 
 class _Masking(NamedTuple):
@@ -100,16 +68,16 @@ class _Masking(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(layout: "Layout", arrays: _Arrays, masking: _Masking) -> jax.Array:
+def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Array:
     return _forward(layout, arrays, masking)[0]
 
 
-def _save(layout: "Layout", arrays: _Arrays, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
+def _save(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
     result, log_total = _forward(layout, arrays, masking)
     return result, (arrays, masking, result, log_total)
 
 
-def _forward(layout: "Layout", arrays: _Arrays, masking: _Masking) -> tuple[jax.Array, jax.Array]:
+def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, jax.Array]:
     """Returns the result [B, H, L, E] and the logarithm of each query's sum, [B, H, L], wide."""
     padded = _pad_positions(arrays, layout)
 
@@ -158,14 +126,14 @@ def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Arra
     return state.summed / (total * kept_part), (state.highest + jnp.log(total))[..., 0]
 
 
-def _backward(layout: "Layout", saved: tuple[Any, ...], given: jax.Array) -> tuple[_Arrays, None]:
+def _backward(layout: "Layout", saved: tuple[Any, ...], given: jax.Array) -> tuple[Operands, None]:
     """Returns the gradients of the arrays."""
     arrays, masking, result, log_total = saved
     wide = _wide_type(arrays.query)
     delta = jnp.sum(given.astype(wide) * result.astype(wide), axis=-1)
     padded = _pad_positions(arrays, layout)
 
-    def body(place: _Place, gradients: _Arrays) -> _Arrays:
+    def body(place: _Place, gradients: Operands) -> Operands:
         group = place.take(layout, padded, masking)
         rows = _Rows(place.rows(given), place.rows(log_total)[..., None], place.rows(delta)[..., None])
         of_group, of_strips = _zeros_of_group(gradients, place.n_rows), []
@@ -191,11 +159,11 @@ class _Rows(NamedTuple):
         return _Rows(*(rows[:, strip.first : strip.first + strip.n_query] for rows in self))
 
 
-def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: _Arrays) -> tuple[jax.Array, _Arrays]:
+def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Operands) -> tuple[jax.Array, Operands]:
     """Returns the gradient of a strip's queries, [G, n, E], and adds to the other gradients of the group."""
     dropout, wide, dtype = group.dropout, group.wide, group.key.dtype
 
-    def add_block(index: Any, state: tuple[jax.Array, jax.Array, _Arrays]) -> tuple[jax.Array, jax.Array, _Arrays]:
+    def add_block(index: Any, state: tuple[jax.Array, jax.Array, Operands]) -> tuple[jax.Array, jax.Array, Operands]:
         of_content, of_position, gradients = state
         block = _Block(group, strip, index)
         weights = jnp.exp(block.scores() - rows.log_total)
@@ -359,7 +327,7 @@ class _Place:
         """Returns [B, H, ..] with [G, ..] in place."""
         return jax.lax.dynamic_update_slice(array, part[:, None].astype(array.dtype), self._start(array))
 
-    def put(self, everything: _Arrays, group: _Arrays) -> _Arrays:
+    def put(self, everything: Operands, group: Operands) -> Operands:
         """Returns the gradients of all with those of a group in place, or added where heads share them."""
 
         def one(array: jax.Array, part: jax.Array) -> jax.Array:
@@ -369,7 +337,7 @@ class _Place:
 
         return jax.tree.map(one, everything, group)
 
-    def take(self, layout: Layout, arrays: _Arrays, masking: _Masking) -> _Group:
+    def take(self, layout: Layout, arrays: Operands, masking: _Masking) -> _Group:
         """Returns a group of arrays whose positions were padded."""
         start, stop = (jax.lax.dynamic_slice_in_dim(x, self.first_row, self.n_rows) for x in masking.key_range)
         query, scale = self.rows(arrays.query), float(arrays.query.shape[-1] ** -0.5)
@@ -397,7 +365,7 @@ class _Place:
         return [self.first_row, self.head, *[0] * (array.ndim - 2)]
 
 
-def _over_groups(arrays: _Arrays, layout: Layout, body: Callable[[_Place, Carry], Carry], carry: Carry) -> Carry:
+def _over_groups(arrays: Operands, layout: Layout, body: Callable[[_Place, Carry], Carry], carry: Carry) -> Carry:
     """Runs `body` over all groups, the rows of one head one after the other."""
     batch, n_head = arrays.query.shape[:2]
     n_rows = batch
@@ -412,7 +380,7 @@ def _over_groups(arrays: _Arrays, layout: Layout, body: Callable[[_Place, Carry]
     return jax.lax.fori_loop(0, n_head * per_head, step, carry)
 
 
-def _pad_positions(arrays: _Arrays, layout: Layout) -> _Arrays:
+def _pad_positions(arrays: Operands, layout: Layout) -> Operands:
     """Returns the arrays with zeros behind the position keys and scores, where blocks read beyond the last distance."""
 
     def pad(table: jax.Array) -> jax.Array:
@@ -423,7 +391,7 @@ def _pad_positions(arrays: _Arrays, layout: Layout) -> _Arrays:
     return arrays._replace(position_key=position_key, position_score=position_score)
 
 
-def _zero_gradients(arrays: _Arrays) -> _Arrays:
+def _zero_gradients(arrays: Operands) -> Operands:
     """Returns the gradients of all, before any group, of arrays whose positions were padded."""
     wide = _wide_type(arrays.query)
 
@@ -434,7 +402,7 @@ def _zero_gradients(arrays: _Arrays) -> _Arrays:
     return jax.tree.map(zeros, arrays._replace(query=None))._replace(query=jnp.zeros_like(arrays.query))
 
 
-def _zeros_of_group(gradients: _Arrays, n_rows: int) -> _Arrays:
+def _zeros_of_group(gradients: Operands, n_rows: int) -> Operands:
     """Returns the gradients of a group, before any block."""
     wide = _wide_type(gradients.key)
 
@@ -490,7 +458,7 @@ class _Block:
         query, key = self._pairs()
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
-    def add_position_gradients(self, gradients: _Arrays, of_scores: jax.Array) -> tuple[jax.Array | None, _Arrays]:
+    def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
         """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients.
 
         Args:

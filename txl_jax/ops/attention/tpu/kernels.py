@@ -42,7 +42,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from txl_jax.ops.attention.dropout import Dropout, bits
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.problem import Tile
+from txl_jax.ops.attention.problem import Operands, Tile
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
 
 HIDDEN = -1e30  # The score of a pair that is masked; finite, as the difference of two infinities is not a number.
@@ -56,53 +56,31 @@ TN: Contracted = ((0,), (0,))  # [n, m] x [n, e] -> [m, e]
 
 
 def tpu_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    position_key: jax.Array | None = None,
-    *,
-    content_bias: jax.Array | None = None,
-    position_bias: jax.Array | None = None,
-    position_score: jax.Array | None = None,
+    operands: Operands,
     visibility: Visibility,
     dropout: Dropout | None = None,
+    *,
     tile: Tile,
     kernel: str = "mosaic_gather",
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; differentiable in every array.
+    """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
     Args:
-      query: [B, H, L, E].
-      key: [B, H, K, E], memory first.
-      value: [B, H, K, E].
-      position_key: [H, P, E], for the distances K - 1, .. (`Visibility.n_positions`), if any.
-      content_bias: [H, E], u, if any.
-      position_bias: [H, E], v, if any.
-      position_score: must be None (`geometry.refusal`).
-      visibility: which keys a query sees. A query that sees none gets zeros.
-      dropout: dropout on the probabilities, if any.
-      tile: queries and keys of a tile; rounded to what the registers take.
+      operands: Without `position_score` (`geometry.refusal`).
+      tile: Queries and keys of a tile, rounded to what the registers take.
       kernel: "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later): how a tile is skewed.
-      interpret: whether the kernels run interpreted, on any device.
+      interpret: Whether to interpret the kernels, on any device.
     """
-    assert position_score is None, "refused: a score per distance"
-    operands = _Operands(
-        query,
-        key.astype(query.dtype),
-        value.astype(query.dtype),
-        None if position_key is None else position_key.astype(query.dtype),
-        None if content_bias is None else content_bias[:, None, :],
-        None if position_bias is None else position_bias[:, None, :],
-    )
-    batch, n_head, segment_len, width = query.shape
+    assert operands.position_score is None, "refused: a score per distance"
+    batch, n_head, segment_len, width = operands.query.shape
     geometry = Geometry(
         batch=batch,
         n_head=n_head,
         segment_len=segment_len,
         n_keys=visibility.n_keys,
         width=width,
-        n_positions=0 if position_key is None else position_key.shape[1],
+        n_positions=0 if operands.position_key is None else operands.position_key.shape[1],
         tile=round_tile(tile, segment_len=segment_len, n_keys=visibility.n_keys),
         causal=visibility.causal,
         window=visibility.window,
@@ -110,7 +88,11 @@ def tpu_attention(
         n_drawn_head=None if dropout is None else dropout.n_head,
         interpret=interpret,
     )
-    return _attend(geometry, operands, _make_scalars(visibility, dropout)).astype(value.dtype)
+    content_bias, position_bias = (
+        None if bias is None else bias[:, None, :] for bias in (operands.content_bias, operands.position_bias)
+    )
+    arrays = _Operands(*operands[:4], content_bias, position_bias)
+    return _attend(geometry, arrays, _make_scalars(visibility, dropout)).astype(operands.value.dtype)
 
 
 class _Operands(NamedTuple):
@@ -119,9 +101,9 @@ class _Operands(NamedTuple):
     query: Any  # [B, H, L, E]
     key: Any  # [B, H, K, E]
     value: Any  # [B, H, K, E]
-    position_key: Any  # [H, P, E], or None without a term by distance.
-    content_bias: Any  # [H, 1, E], u, or None.
-    position_bias: Any  # [H, 1, E], v, or None.
+    position_key: Any  # [H, P, E], or None.
+    content_bias: Any  # [H, 1, E], or None.
+    position_bias: Any  # [H, 1, E], or None.
 
 
 class _Scalars(NamedTuple):

@@ -1,0 +1,166 @@
+"""Checks of the arguments of attention: shapes, dtypes, and the description of what is visible.
+
+Without them wrong arguments would end in an error of XLA about shapes that the caller never wrote or, as with integers,
+in numbers without a meaning.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.masks import CachedVisibility, Visibility
+from txl_jax.ops.attention.problem import Operands, Position, Ring
+from txl_jax.ops.matmul import Int8
+
+_AXES = {  # Of the arrays, by letters; P of a cache are the columns of its position keys or scores.
+    "query": "BHLE",
+    **dict.fromkeys(("key", "value"), "BHKE"),
+    "position_key": "HPE",
+    **dict.fromkeys(("content_bias", "position_bias"), "HE"),
+    "position_score": "HP",
+}
+_CACHED_AXES = {
+    **dict.fromkeys(("query", "key", "value", "position query"), "BHLE"),
+    "stored key": "BHER",
+    "stored value": "BHRE",
+    "position key": "HEP",
+    "position score": "HP",
+}
+
+
+def operands_fit(operands: Operands, visibility: Visibility) -> None:
+    """Raises `ValueError` for arrays that do not fit each other or the description of what is visible."""
+    given = _given(operands._asdict())
+    biases = [name for name in ("content_bias", "position_bias") if name in given]
+    if biases and "position_key" not in given:
+        raise ValueError(
+            f"{' and '.join(biases)} given and position_key is None; give position_key [H, P, E] too, or no bias"
+        )
+    sizes = _sizes(given["query"].shape, visibility.segment_len)
+    if visibility.mem_len < 0:
+        raise ValueError(
+            f"visibility.mem_len is {visibility.mem_len}; it must be at least 0: keys include the segment's"
+        )
+    sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
+    lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
+    _check_shapes(given, _AXES, sizes, f"with query {given['query'].shape}, {lengths}")
+    _check_types(given, free=("position_score",))
+    _check_visibility(visibility, sizes["B"])
+    if visibility.lengths is not None:
+        _check_integers("lengths", visibility.lengths, (sizes["B"],))
+
+
+def cached_operands_fit(heads: Mapping[str, Any], ring: Ring, position: Position, visibility: CachedVisibility) -> None:
+    """Raises `ValueError` for arguments of `cached_attention` that do not fit each other."""
+    position_query, position_key, position_score = position or (None, None, None)
+    if position is not None and position_key is None and position_score is None:
+        raise ValueError(
+            "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
+        )
+    stored = dict(zip(("stored key", "stored value"), ring, strict=True))
+    of_position = {"position query": position_query, "position key": position_key, "position score": position_score}
+    given = _given({**heads, **stored, **of_position})
+    table = position_score if position_key is None else position_key
+    sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
+    sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]
+    _check_shapes(given, _CACHED_AXES, sizes, f"with query {given['query'].shape} and R {visibility.capacity}")
+    floating = {name: array for name, array in given.items() if not isinstance(array, Int8)}
+    _check_types(floating, free=("stored key", "stored value", "position score"))
+    _check_visibility(visibility, sizes["B"])
+    _check_integers("write_index", visibility.write_index, ())
+
+
+def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays that are not None."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in given.items():
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(f"{name} is a {type(array).__name__}; it must be an array")
+    return given
+
+
+def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
+    """Returns the lengths of the query's axes by letters."""
+    if len(query) != 4 or 0 in query:
+        raise ValueError(f"query has the shape {query}; it must be [B, H, L, E], none of them 0")
+    if query[2] != segment_len:
+        raise ValueError(
+            f"query has the shape {query}, [B, H, L, E], thus L {query[2]}; visibility.segment_len is {segment_len}"
+        )
+    return dict(zip("BHLE", query, strict=True))
+
+
+def _check_shapes(given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str) -> None:
+    for name, array in given.items():
+        expected = tuple(sizes[axis] for axis in of_axes[name])
+        if array.shape != expected:
+            raise ValueError(f"{name} has the shape {array.shape}; {because} it must be {expected}")
+
+
+def _check_types(given: Mapping[str, Any], *, free: tuple[str, ...]) -> None:
+    """Checks that all have the query's type, except those that are converted: scores of distances, and a ring."""
+    of_query = given["query"].dtype
+    for name, array in given.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} has the type {array.dtype.name}; it must be a floating-point type")
+        if array.dtype != of_query and name not in free:
+            raise ValueError(
+                f"{name} has the type {array.dtype.name} and query {of_query.name}; they must be the same: cast one "
+                "with .astype"
+            )
+
+
+def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
+    if visibility.window is not None and visibility.window < 1:
+        raise ValueError(f"visibility.window is {visibility.window}; it must be at least 1, the query's own key")
+    _check_integers("valid", visibility.valid, (batch,))
+    if visibility.document_start is not None:
+        _check_integers("document_start", visibility.document_start, (batch, visibility.segment_len))
+
+
+def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
+    """Checks an array of the visibility: one integer, or one for each row or query."""
+    found, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
+    if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        text = type(given).__name__ if dtype is None else f"{dtype.name} {list(found or ())}"
+        each = ("", ", one number for each row", ", one number for each query")[len(shape)]
+        raise ValueError(f"visibility.{name} is {text}; it must be int32 {list(shape)}{each}")
+
+
+def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
+    """Returns the description of dropout that is passed as such, or as (rate, seed) of `n_head` heads.
+
+    Raises:
+      ValueError: If it is neither, the rate is not in [0, 1), the seed is not one integer, or there are more heads than
+        `Dropout.n_head`.
+    """
+    if dropout is None:
+        return None
+    if isinstance(dropout, tuple) and len(dropout) == 2:
+        dropout = Dropout(dropout[0], _seed(dropout[1]), n_head=n_head)
+    if not isinstance(dropout, Dropout):
+        raise ValueError(f"dropout is {dropout!r}; it must be (rate, seed), such as (0.1, jnp.uint32(7)), or None")
+    # A traced rate has no value yet.
+    if isinstance(dropout.rate, int | float | np.number) and not 0 <= dropout.rate < 1:
+        raise ValueError(f"the rate of dropout is {dropout.rate}; it must be at least 0 and below 1")
+    if dropout.n_head < n_head:  # Rows of the batch would share masks.
+        raise ValueError(
+            f"dropout.n_head is {dropout.n_head} and query has {n_head} heads; it counts those of all devices"
+        )
+    return dropout
+
+
+def _seed(seed: Any) -> jax.Array:
+    if isinstance(seed, int):
+        return jnp.asarray(np.uint32(seed % 2**32))
+    dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
+    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        found = type(seed).__name__ if dtype is None else f"{dtype} {list(shape or ())}"
+        raise ValueError(
+            f"the seed of dropout is {found}; it must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
+        )
+    return jnp.asarray(seed).astype(jnp.uint32)
