@@ -128,7 +128,7 @@ def test_the_mask_by_hand():
     assert mask[1] == [[0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
     visibility = CachedVisibility(jnp.array([2, 1]), jnp.int32(0), 3, 3, document_start=start)
     assert visibility.own_mask().astype(int).tolist() == [[row[2:] for row in rows] for rows in mask]
-    assert visibility.stored_mask().sum(-1).tolist() == [[2, 0, 0], [1, 1, 1]]
+    assert visibility.ring_mask().sum(-1).tolist() == [[2, 0, 0], [1, 1, 1]]
 
 
 def test_tiles_and_kernels_take_no_documents():

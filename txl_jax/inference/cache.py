@@ -66,7 +66,7 @@ def init_cache(
 
     def fill(row: jax.Array, axis: int) -> jax.Array | Int8:
         ring = jnp.broadcast_to(jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:]))
-        return as_stored(ring, dtype, axis=5 - axis)
+        return as_cache_dtype(ring, dtype, axis=5 - axis)
 
     return KVCache(
         keys=tuple(fill(row, 3) for row in rows.keys),
@@ -77,7 +77,7 @@ def init_cache(
     )
 
 
-def as_stored(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Array | Int8:
+def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Array | Int8:
     """Returns keys or values in the cache's dtype. `axis` is E's."""
     return quantize(states, axis=axis) if dtype == jnp.int8 else states.astype(dtype)
 
@@ -171,7 +171,7 @@ def _write_rings(
     """Applies `write_array` (ring, new states in its layout, axis of its slots) to each array of the cache."""
 
     def write_ring(ring: jax.Array | Int8, new: jax.Array, axis: int) -> jax.Array | Int8:
-        stored = as_stored(new, ring.dtype, axis=5 - axis)
+        stored = as_cache_dtype(new, ring.dtype, axis=5 - axis)
         found: jax.Array | Int8 = jax.tree.map(lambda ring, new: write_array(ring, new, axis), ring, stored)
         return found
 
@@ -189,7 +189,7 @@ def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start:
 
     def clear(rings: tuple[Any, ...], fills: tuple[jax.Array, ...], axis: int) -> tuple[Any, ...]:
         here = marked[:, None, None, None]
-        stored = tuple(as_stored(fill, ring.dtype, axis=axis) for ring, fill in zip(rings, fills, strict=True))
+        stored = tuple(as_cache_dtype(fill, ring.dtype, axis=axis) for ring, fill in zip(rings, fills, strict=True))
         found: tuple[Any, ...] = jax.tree.map(lambda ring, fill: jnp.where(here, fill, ring), rings, stored)
         return found
 

@@ -98,15 +98,15 @@ def apply_layers(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> Seg
     The rows of the cache may also be at indices of their own: `write_index` [B].
     """
     model = params.model
-    documents = memory_lib.documents(tokens, model.end_token)
+    documents = memory_lib.documents(tokens, model.end_token)  # None unless data.reset_at keeps documents apart.
     start = None if documents is None else documents.start
     visibility = CachedVisibility(
         cache.valid, cache.write_index, tokens.shape[1], cache.capacity, params.window, document_start=start
     )
     hidden = apply(model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
     keys, values = [], []
-    for layer, stored_keys, stored_values in zip(params.layers, cache.keys, cache.values, strict=True):
-        hidden, key, value = _forward_layer(layer, model, hidden, (stored_keys, stored_values), visibility)
+    for layer, ring_keys, ring_values in zip(params.layers, cache.keys, cache.values, strict=True):
+        hidden, key, value = _forward_layer(layer, model, hidden, (ring_keys, ring_values), visibility)
         hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
         values.append(value)

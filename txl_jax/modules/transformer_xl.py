@@ -90,7 +90,7 @@ class TransformerXL(nn.Module):
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.config.compat.window(mem_len, same_length=same_length)
-        documents = memory_lib.documents(tokens, self.end_token)
+        documents = memory_lib.documents(tokens, self.end_token)  # None unless data.reset_at keeps documents apart.
         start = None if documents is None else documents.start
         visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
         context = LayerContext(

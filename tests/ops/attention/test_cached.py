@@ -30,15 +30,15 @@ def in_ring(stored: np.ndarray, write_index: int) -> np.ndarray:
 @pytest.mark.parametrize("clamp_len", [None, 0, 3, 7, 30])  # Below a segment, inside the ring, above all distances.
 def test_position_scores_alone_match_a_loop_over_pairs(clamp_len, valid, window, x64):
     rng = np.random.default_rng(0)
-    query, key, value, stored_key, stored_value = (rng.normal(size=(B, H, n, E)) for n in (L, L, L, R, R))
+    query, key, value, ring_key, ring_value = (rng.normal(size=(B, H, n, E)) for n in (L, L, L, R, R))
     n_position = table_length(segment_len=L, capacity=R, clamp_len=clamp_len)
     score = rng.normal(size=(H, n_position))  # Of the distances P - 1, .., 0.
 
     distances = np.minimum(np.arange(R + L - 1, -1, -1), n_position - 1)
     expected = oracles.relative_attention(
         query,
-        np.concatenate([stored_key, key], axis=2),
-        np.concatenate([stored_value, value], axis=2),
+        np.concatenate([ring_key, key], axis=2),
+        np.concatenate([ring_value, value], axis=2),
         position_key=np.zeros((H, R + L, E)),
         content_bias=np.zeros((H, E)),
         position_bias=np.zeros((H, E)),
@@ -50,7 +50,7 @@ def test_position_scores_alone_match_a_loop_over_pairs(clamp_len, valid, window,
             query * E**-0.5,
             key,
             value,
-            (in_ring(stored_key, write_index).swapaxes(2, 3), in_ring(stored_value, write_index)),
+            (in_ring(ring_key, write_index).swapaxes(2, 3), in_ring(ring_value, write_index)),
             (query, None, score),
             CachedVisibility(jnp.asarray(valid), jnp.asarray(write_index), L, R, window),
             implementation=REFERENCE,

@@ -78,7 +78,7 @@ def test_a_path_that_cannot_serve_is_refused_by_name(path, words):
 
 def cached(**changes):
     """Arguments of a call over a KV cache, some of them changed."""
-    names = ("query", "key", "value", "stored_key", "stored_value", "position_query", "position_key", "position_score")
+    names = ("query", "key", "value", "ring_key", "ring_value", "position_query", "position_key", "position_score")
     shapes = [(B, H, L, E)] * 3 + [(B, H, E, M), (B, H, M, E), (B, H, L, E), (H, E, M + L), (H, M + L)]
     given = dict(zip(names, arrays(*shapes), strict=True))
     given["visibility"] = CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)
@@ -93,12 +93,12 @@ def cached(**changes):
         ({"query": lambda old: old[0]}, r"query.*\(3, 4, 5\)"),
         ({"visibility": sees(segment_len=3)}, "query.*segment_len is 3"),
         ({"value": lambda old: old[..., 1:]}, r"value.*\(2, 3, 4, 4\)"),
-        ({"stored_key": lambda old: old.swapaxes(2, 3)}, r"stored key.*\(2, 3, 6, 5\)"),
+        ({"ring_key": lambda old: old.swapaxes(2, 3)}, r"ring key.*\(2, 3, 6, 5\)"),
         ({"position_query": lambda old: old[:1]}, r"position query.*\(1, 3, 4, 5\)"),
         ({"position_score": lambda old: old[:, 1:]}, r"position score.*\(3, 9\)"),
         ({"position_key": None, "position_score": None}, "neither keys nor scores"),
         ({"position_key": as_type("bfloat16")}, "position key.*bfloat16"),
-        ({"stored_value": as_type(int)}, "stored value.*int32"),
+        ({"ring_value": as_type(int)}, "ring value.*int32"),
         ({"visibility": sees(valid=jnp.zeros(3, int))}, r"valid is int32 \[3\]"),
         ({"visibility": sees(write_index=0)}, "write_index is int"),
         ({"visibility": sees(window=0)}, "window is 0"),
@@ -116,6 +116,4 @@ def test_a_seed_is_an_integer_of_any_kind():
 
 
 def test_a_ring_and_scores_of_distances_may_be_narrower():
-    jax.eval_shape(
-        lambda: cached_attention(*cached(stored_key=as_type("bfloat16"), position_score=as_type("bfloat16")))
-    )
+    jax.eval_shape(lambda: cached_attention(*cached(ring_key=as_type("bfloat16"), position_score=as_type("bfloat16"))))

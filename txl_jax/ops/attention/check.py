@@ -25,8 +25,8 @@ _AXES = {  # Of the arrays, by letters; P of a cache are the columns of its posi
 }
 _CACHED_AXES = {
     **dict.fromkeys(("query", "key", "value", "position query"), "BHLE"),
-    "stored key": "BHER",
-    "stored value": "BHRE",
+    "ring key": "BHER",
+    "ring value": "BHRE",
     "position key": "HEP",
     "position score": "HP",
 }
@@ -61,15 +61,15 @@ def cached_operands_fit(heads: Mapping[str, Any], ring: Ring, position: Position
         raise ValueError(
             "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
         )
-    stored = dict(zip(("stored key", "stored value"), ring, strict=True))
+    of_ring = dict(zip(("ring key", "ring value"), ring, strict=True))
     of_position = {"position query": position_query, "position key": position_key, "position score": position_score}
-    given = _given({**heads, **stored, **of_position})
+    given = _given({**heads, **of_ring, **of_position})
     table = position_score if position_key is None else position_key
     sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
     sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]
     _check_shapes(given, _CACHED_AXES, sizes, f"with query {given['query'].shape} and R {visibility.capacity}")
     floating = {name: array for name, array in given.items() if not isinstance(array, Int8)}
-    _check_types(floating, free=("stored key", "stored value", "position score"))
+    _check_types(floating, free=("ring key", "ring value", "position score"))
     _check_visibility(visibility, sizes["B"])
     _check_integers("write_index", visibility.write_index, ())
 

@@ -115,16 +115,16 @@ class CachedVisibility:
             return jnp.zeros(0, jnp.int32)
         return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
 
-    def stored_mask(self) -> jax.Array:
+    def ring_mask(self) -> jax.Array:
         """Returns the visible pairs of queries and slots, bool [B, L, R]."""
         row_L, age_R = jnp.arange(self.segment_len, dtype=jnp.int32), self.age()
         shape = self.valid.shape[0], self.segment_len, self.capacity
-        stored_BxLxR = jnp.broadcast_to((age_R[None, :] <= self.valid[:, None])[:, None, :], shape)
+        visible_BxLxR = jnp.broadcast_to((age_R[None, :] <= self.valid[:, None])[:, None, :], shape)
         if self.window is not None:
-            stored_BxLxR &= (row_L[:, None] + age_R[None, :] < self.window)[None]
+            visible_BxLxR &= (row_L[:, None] + age_R[None, :] < self.window)[None]
         if self.document_start is not None:
-            stored_BxLxR &= (self.document_start == 0)[:, :, None]
-        return stored_BxLxR
+            visible_BxLxR &= (self.document_start == 0)[:, :, None]
+        return visible_BxLxR
 
     def own_mask(self) -> jax.Array:
         """Returns the visible pairs within the segment, bool [B, L, L]; [1, L, L] where rows do not differ."""

@@ -63,8 +63,8 @@ def tiled_cached_attention(
     batch, n_head, n_query, _ = query.shape
     n_row, n_heads = _group(batch, n_head, n_query, tile.query)
     if (n_row, n_heads) == (batch, n_head):
-        stored = _Stored(*ring, (0, 0), (batch, n_head), visibility.write_index)
-        return _attend(query, key, value, stored, position, visibility, tile.key)
+        slots = _Ring(*ring, (0, 0), (batch, n_head), visibility.write_index)
+        return _attend(query, key, value, slots, position, visibility, tile.key)
 
     def step(index: jax.Array, attended: jax.Array) -> jax.Array:
         row, head = index % (batch // n_row) * n_row, index // (batch // n_row) * n_heads
@@ -76,10 +76,10 @@ def tiled_cached_attention(
             return None if table is None else lax.dynamic_slice_in_dim(table, head, n_heads, axis=0)
 
         own_position = None if position is None else (part(position[0]), of_heads(position[1]), of_heads(position[2]))
-        stored = _Stored(*ring, (row, head), (n_row, n_heads), visibility.write_index)
+        slots = _Ring(*ring, (row, head), (n_row, n_heads), visibility.write_index)
         valid = lax.dynamic_slice_in_dim(visibility.valid, row, n_row)
         own_visibility = dataclasses.replace(visibility, valid=valid)
-        mine = _attend(part(query), part(key), part(value), stored, own_position, own_visibility, tile.key)
+        mine = _attend(part(query), part(key), part(value), slots, own_position, own_visibility, tile.key)
         return lax.dynamic_update_slice(attended, mine, (row, head, 0, 0))
 
     return lax.fori_loop(0, (batch // n_row) * (n_head // n_heads), step, jnp.zeros(value.shape, value.dtype))
@@ -97,7 +97,7 @@ def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    stored: "_Stored",
+    slots: "_Ring",
     position: Position,
     visibility: CachedVisibility,
     n_key: int,
@@ -117,7 +117,7 @@ def _attend(
     partial = _Partial(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
 
     def block(partial: _Partial, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> _Partial:
-        return _add_block(partial, query, stored.read(oldest, size), position_score, oldest, visibility)
+        return _add_block(partial, query, slots.read(oldest, size), position_score, oldest, visibility)
 
     far, near = _regions(visibility, n_key, None if by_distance is None else by_distance.clamp)
     far_score = by_distance.far() if by_distance is not None and far.n_block else None
@@ -136,13 +136,13 @@ def _attend(
 def _add_block(
     partial: _Partial,
     query: jax.Array,
-    stored: tuple[jax.Array, jax.Array],
+    slots: tuple[jax.Array, jax.Array],
     position_score: jax.Array | None,
     oldest: int | jax.Array,
     visibility: CachedVisibility,
 ) -> _Partial:
     """Adds a block of slots, whose ages begin with `oldest`, to the softmax."""
-    key, value = (part.astype(query.dtype) for part in stored)
+    key, value = (part.astype(query.dtype) for part in slots)
     n_query, n_key = query.shape[2], key.shape[3]
     scores = jnp.einsum("bhle,bhek->bhlk", query, key, preferred_element_type=partial.top.dtype)
     if position_score is not None:
@@ -237,19 +237,12 @@ def _is_cut(oldest: int | jax.Array, n_query: int, window: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """Position scores of a group of heads, by distance.
+    """Position scores of a group of heads, by distance."""
 
-    Attributes:
-      query: [B, H, L, E].
-      key: [H, E, P], or None.
-      score: [H, P], or None.
-      wide: type of the scores.
-    """
-
-    query: jax.Array
-    key: jax.Array | None
-    score: jax.Array | None
-    wide: jnp.dtype
+    query: jax.Array  # [B, H, L, E]
+    key: jax.Array | None  # [H, E, P]
+    score: jax.Array | None  # [H, P]
+    wide: jnp.dtype  # Dtype of the scores.
 
     @property
     def clamp(self) -> int:
@@ -304,22 +297,14 @@ class _Positions:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
-    """A group of rows and heads of a ring.
+class _Ring:
+    """A group of rows and heads of a ring."""
 
-    Attributes:
-      key: [B, H, E, R].
-      value: [B, H, R, E].
-      start: first row and head.
-      size: rows and heads.
-      write_index: the oldest slot.
-    """
-
-    key: jax.Array
-    value: jax.Array
-    start: tuple[int | jax.Array, int | jax.Array]
-    size: tuple[int, int]
-    write_index: jax.Array
+    key: jax.Array  # [B, H, E, R]
+    value: jax.Array  # [B, H, R, E]
+    start: tuple[int | jax.Array, int | jax.Array]  # The first row and head.
+    size: tuple[int, int]  # Rows and heads.
+    write_index: jax.Array  # The oldest slot.
 
     def read(self, oldest: int | jax.Array, n_key: int) -> tuple[jax.Array, jax.Array]:
         """Returns keys [b, h, E, n] and values [b, h, n, E] of the ages from `oldest` down."""

@@ -198,23 +198,14 @@ _attention.defvjp(_save, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Neighbouring queries, and the keys that some of them may see.
+    """Neighbouring queries, and the keys that some of them may see."""
 
-    Attributes:
-      first: the first query.
-      n_query: n, their number.
-      begin: the first key.
-      end: behind the last key.
-      n_key: m, keys of a block. The last block starts early enough to be whole, and hides what it repeats.
-      width: columns of scores by distance that `skew` needs of a block.
-    """
-
-    first: int
-    n_query: int
-    begin: int
-    end: int
-    n_key: int
-    width: int
+    first: int  # The first query.
+    n_query: int  # n, their number.
+    begin: int  # The first key.
+    end: int  # Behind the last key.
+    n_key: int  # m, keys of a block. The last block starts early enough to be whole, and hides what it repeats.
+    width: int  # Columns of scores by distance that `skew` needs of a block.
 
     @property
     def n_blocks(self) -> int:
@@ -224,21 +215,13 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The parts of the scores of one head, static: strips of queries, each with the blocks of keys that it may see.
+    """The parts of the scores of one head, static: strips of queries, each with the blocks of keys that it may see."""
 
-    Attributes:
-      segment_len: L.
-      mem_len: M.
-      window: keys that a query sees at most, on each side; None means no limit.
-      causal: whether keys behind the query are hidden.
-      tile: most queries of a strip and keys of a block.
-    """
-
-    segment_len: int
-    mem_len: int
-    window: int | None
+    segment_len: int  # L
+    mem_len: int  # M
+    window: int | None  # Maximum keys of a query, on each side, or None for no limit.
     causal: bool
-    tile: Tile
+    tile: Tile  # Maximum queries of a strip and keys of a block.
 
     def strips(self) -> list[Strip]:
         """Returns the strips, of nearly equal height."""

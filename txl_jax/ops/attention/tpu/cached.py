@@ -268,21 +268,14 @@ def _add_ring(r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_quer
 
 
 class _Block(NamedTuple):
-    """Keys of one visit.
+    """Keys of one visit."""
 
-    Attributes:
-      first_query: the first query that meets them.
-      first_place: place of the first key.
-      size: number of keys.
-      needed: whether some query sees some key.
-      columns: in the ring, the keys that count, from the first up to the second. None for keys of the segment, where a
-        query sees itself and what is before it.
-    """
-
-    first_query: jax.Array
-    first_place: jax.Array
+    first_query: jax.Array  # The first query that meets them.
+    first_place: jax.Array  # Place of the first key.
     size: int
-    needed: jax.Array
+    needed: jax.Array  # Whether some query sees some key.
+    # The keys of the ring that count, from the first up to the second. None for keys of the segment, where a query sees
+    # itself and what is before it.
     columns: tuple[jax.Array, jax.Array] | None
 
 

@@ -215,34 +215,19 @@ def round_tile(tile: Tile, *, segment_len: int, n_keys: int) -> Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Sizes of one call of the training kernels, all static.
+    """Sizes of one call of the training kernels, all static."""
 
-    Attributes:
-      batch: B.
-      n_head: H.
-      segment_len: L.
-      n_keys: K.
-      width: E.
-      n_positions: P, or 0 without position keys.
-      tile: queries and keys of a tile; multiples of 16 and 128.
-      causal: whether keys behind the query are hidden.
-      window: distances that a query sees, or None for all.
-      rotate: whether a tile is skewed by a rotation, or else by a gather.
-      n_drawn_head: heads of all devices, by which dropout counts, or None without dropout.
-      interpret: whether the kernels run interpreted, on any device.
-    """
-
-    batch: int
-    n_head: int
-    segment_len: int
-    n_keys: int
-    width: int
-    n_positions: int
-    tile: Tile
+    batch: int  # B
+    n_head: int  # H
+    segment_len: int  # L
+    n_keys: int  # K
+    width: int  # E
+    n_positions: int  # P, or 0 without position keys.
+    tile: Tile  # Multiples of 16 queries and 128 keys.
     causal: bool
-    window: int | None
-    rotate: bool
-    n_drawn_head: int | None
+    window: int | None  # Distances that a query sees, or None for all.
+    rotate: bool  # Whether a tile is skewed by a rotation, or else by a gather.
+    n_drawn_head: int | None  # Heads of all devices, by which dropout counts, or None without dropout.
     interpret: bool
 
     @property
@@ -351,31 +336,18 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class CachedSizes:
-    """Sizes of one call of the kernel over a KV cache, all static, in positions.
+    """Sizes of one call of the kernel over a KV cache, all static, in positions."""
 
-    Attributes:
-      heads: heads of a step, which do the same with different numbers.
-      width: E.
-      capacity: R.
-      query_block: queries of a tile.
-      ring_block: slots of a tile.
-      own_block: keys of the segment of a tile.
-      n_own: tiles of the segment's keys.
-      n_positions: P, at most R + L, or 0 without position keys.
-      clamped: whether some pair is further apart than P - 1.
-      window: keys that a query sees at most; None means no limit.
-    """
-
-    heads: int
-    width: int
-    capacity: int
-    query_block: int
-    ring_block: int
-    own_block: int
-    n_own: int
-    n_positions: int
-    clamped: bool
-    window: int | None
+    heads: int  # Heads of a step, which do the same with different numbers.
+    width: int  # E
+    capacity: int  # R
+    query_block: int  # Queries of a tile.
+    ring_block: int  # Slots of a tile.
+    own_block: int  # Keys of the segment of a tile.
+    n_own: int  # Tiles of the segment's keys.
+    n_positions: int  # P, at most R + L, or 0 without position keys.
+    clamped: bool  # Whether some pair is further apart than P - 1.
+    window: int | None  # Maximum keys of a query, or None for no limit.
 
     @classmethod
     def of(
