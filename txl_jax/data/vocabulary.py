@@ -159,8 +159,8 @@ class TextStream:
     that may be the beginning of one is held back, and so are the bytes of a character that is not complete.
 
     >>> stream = TextStream(bytes, ["\n\n", "end"])
-    >>> [stream.add(b"one\n"), stream.add(b"two\ne"), stream.add(b"n"), stream.add(b"ough end."), stream.ended]
-    ['one', '\ntwo\n', '', 'enough ', True]
+    >>> stream.add(b"one\n"), stream.add(b"two\ne"), stream.add(b"n"), stream.add(b"ough end."), stream.ended
+    ('one', '\ntwo\n', '', 'enough ', True)
     """
 
     def __init__(self, decode: Callable[[Any], bytes], stop: Sequence[str]):

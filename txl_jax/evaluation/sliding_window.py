@@ -113,9 +113,11 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
     Past the end of the text windows are padded, so that their targets are predicted from as many tokens as elsewhere.
 
-    >>> batches = window_batches(np.arange(9), attention_len=4, stride=2, batch_size=1)
-    >>> [(batch.inputs.tolist(), batch.targets.tolist()) for batch in batches]
-    [([[0, 1, 2, 3]], [[1, 2, 3, 4]]), ([[2, 3, 4, 5]], [[5, 6]]), ([[4, 5, 6, 7]], [[7, 8]])]
+    >>> for batch in window_batches(np.arange(9), attention_len=4, stride=2, batch_size=1):
+    ...     print("inputs", batch.inputs.tolist(), "targets", batch.targets.tolist())
+    inputs [[0, 1, 2, 3]] targets [[1, 2, 3, 4]]
+    inputs [[2, 3, 4, 5]] targets [[5, 6]]
+    inputs [[4, 5, 6, 7]] targets [[7, 8]]
 
     Raises:
       UserError: If the text has fewer than 2 tokens, the stride or the batch is below 1, or the stride is above A,
