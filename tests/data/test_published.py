@@ -8,7 +8,6 @@ import pytest
 
 from support import ROOT
 from txl_jax.config import CorpusName, DataConfig, Tokenizer
-from txl_jax.data.prepare import BUILDERS
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file, program_of
 from txl_jax.errors import UserError
 
@@ -36,7 +35,6 @@ def test_a_row_is_complete(name):
         assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
     if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
         assert row.vocab_size == 256
-    assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")
 
 
 def test_a_part_is_read_of_one_file_alone():

@@ -183,8 +183,7 @@ def _copies(path: str, cache: Path, *, expand: bool) -> list[str]:
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     """Returns a directory of this machine with copies of a corpus's files in a remote one."""
     root, target = as_path(data_dir), _fetched(data_dir, cache)
-    wanted = {file for layout in corpus.layouts + corpus.own_layouts for files in layout.values() for file in files}
-    wanted = wanted.union(*corpus.packed)
+    wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
     target.mkdir(parents=True, exist_ok=True)
     found: set[str] = set()
     with _reading(root):

@@ -9,6 +9,7 @@ CONTRIBUTING.md lists the steps of adding one.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 
@@ -18,7 +19,6 @@ from txl_jax.config.config_tree import require
 Layout = Mapping[str, tuple[str, ...]]  # From a part to the paths of its files below some directory.
 
 WHOLE = "whole"  # Name of the part that all splits are cut from.
-USE_PREFIX = "name the file with --data.file=PATH, which is not checked"  # Advice: how to run on a part of it.
 ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
 
 
@@ -75,11 +75,21 @@ class PublishedCorpus:
         """Returns the directories that may have its files."""
         return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
 
-    @property
-    def packed(self) -> list[list[str]]:
-        """Returns sets of archives to search for: some that users make of a directory, and official ones."""
+    def file_sets(self, folder: str) -> list[list[str]]:
+        """Returns the sets of files that are the corpus if all are below a directory of this name.
+
+        They are unpacked, in an archive that users make of a directory, or in official archives.
+        """
+        layouts = self.layouts + (self.own_layouts if folder in self.folders else ())
+        unpacked = [list(itertools.chain(*layout.values())) for layout in layouts]
         made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]
-        return made + [[remote.file for remote in source] for source in self.sources if source[0].is_archive]
+        official = [[remote.file for remote in source] for source in self.sources if source[0].is_archive]
+        return unpacked + made + official
+
+    @property
+    def advice(self) -> str:
+        """Returns the end of an error about its files, if it is one file: how to run on a part of it."""
+        return ", or name a part of it with --data.file=PATH, which is not checked" if self.cuts else ""
 
     def url_of(self, path: str) -> str:
         """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
