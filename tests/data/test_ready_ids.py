@@ -139,7 +139,7 @@ def test_an_array_without_ids(read, array, pattern):
 @pytest.mark.parametrize(
     ("name", "content", "pattern"),
     [
-        ("ids.bin", b"123", r"uint16.*\b3 bytes\b"),
+        ("ids.bin", b"123", r"ids\.bin\b.*uint16"),
         ("ids.bin", b"", r"ids\.bin"),
         ("ids.txt", b"1 2 3", r"\.npy\b.*\.bin\b"),
         ("ids.npy", b"1 2 3", r"ids\.npy\b"),

@@ -6,7 +6,6 @@ files of ready-made ids (ready_ids) -> Corpus
 
 import collections
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
+from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
 from txl_jax.config.config_tree import setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data import own_text, subwords, token_store
@@ -22,10 +21,11 @@ from txl_jax.data.byte_tokens import ByteVocabulary, distinct
 from txl_jax.data.published import CORPORA, check_file
 from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
-from txl_jax.data.text import SPLITS, File, Text, read_named, text_blocks, with_bar
+from txl_jax.data.text import SPLITS, Text, checked, file_part, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads
 from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
+from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
 KINDS: tuple[type[Vocabulary], ...] = (
@@ -78,7 +78,8 @@ def read_corpus(
             "--cache_dir=... a folder of this machine"
         )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
-    config = own_text.local_config(config, cache)
+    if own_text.remote_paths(config):
+        config = own_text.local_config(config, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
@@ -109,7 +110,7 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
 
 def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
     """Returns the text as the ids of a store in `folder`, in its own vocabulary or in a given one."""
-    own = _settings(config, ignore_missing=vocabulary is not None)
+    own = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
     # The text that a run was trained on needs no second store.
     store = token_store.find_store(text, own, folder) if vocabulary is not None else None
     if vocabulary is None or store is None or store.vocabulary != dumps(vocabulary):
@@ -117,47 +118,38 @@ def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabular
         store = token_store.open_store(
             text, settings, lambda: vocabulary or make_vocabulary(config, text), folder=folder
         )
-    described = f"{text.description}, {_describe_tokens(config)}"
+    described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
     train, valid, test = (store.splits[split] for split in SPLITS)
     return Corpus(text.name, described, text.digest, vocabulary, train, valid, test, store.sentences)
 
 
-def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
+def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, Any]:
     """Returns the settings that the ids depend on. A file counts by its content."""
-    settings = {
-        field.name: getattr(config.tokenizer, field.name)
-        for field in dataclasses.fields(config.tokenizer)
-        if setting_of(field).shapes_tokens and getattr(config.tokenizer, field.name) is not None
-    }
+    fields = [field.name for field in dataclasses.fields(tokenizer) if setting_of(field).shapes_tokens]
+    settings = {name: value for name in fields if (value := getattr(tokenizer, name)) is not None}
     # They were settings: without them every text would be encoded again.
     settings |= {"lower_case": False, "sentencepiece_vocab": 8000}
     for name in ("vocab_file", "hf_file"):
-        if path := getattr(config.tokenizer, name):
-            try:
-                settings[name] = hashlib.sha256(read_named(path, flag=f"--data.tokenizer.{name}")).hexdigest()
-            except UserError:
-                if not ignore_missing:
-                    raise
+        path = getattr(tokenizer, name)
+        if path and (os.path.isfile(path) or not ignore_missing):
+            settings[name] = storage.sha256(checked(path, flag=f"--data.tokenizer.{name}"))
     return settings
 
 
-def _describe_tokens(config: DataConfig) -> str:
-    tokenizer = config.tokenizer
-    match tokenizer.kind:
-        case Tokenizer.BYTE:
-            return f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}"
-        case Tokenizer.SUBWORD:
-            return "as tokens of a tokenizer.json" if tokenizer.hf_file else "as subwords trained on it"
-        case Tokenizer.CHAR:
-            return "as characters"
+def _describe_tokens(tokenizer: TokenizerConfig) -> str:
     marks = {
         LineMark.EOS: "a mark after each line",
         LineMark.S: "one <S> between sentences",
         LineMark.DOUBLE_S: "<S> before and after each sentence",
         LineMark.NONE: "lines unmarked",
     }
-    return f"as words, {marks[tokenizer.line_mark]}"
+    return {
+        Tokenizer.BYTE: f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}",
+        Tokenizer.CHAR: "as characters",
+        Tokenizer.WORD: f"as words, {marks[tokenizer.line_mark]}",
+        Tokenizer.SUBWORD: "as tokens of a tokenizer.json" if tokenizer.hf_file else "as subwords trained on it",
+    }[tokenizer.kind]
 
 
 # Vocabularies
@@ -195,13 +187,11 @@ def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
 
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     """Reads the first word of each line, in order; adds the line mark before and <unk> after them if missing."""
-    text = read_named(path, flag="--data.tokenizer.vocab_file")
-    lines = "".join(text_blocks([File(path, len(text), lambda: iter([text]))], close_lines=True)).split("\n")
+    file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
+    lines = "".join(text_blocks([file], close_lines=True)).split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
     if not words:
-        raise UserError(
-            f"--data.tokenizer.vocab_file names {path}, which holds no words; give a file with a word on each line"
-        )
+        raise UserError(f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words")
     unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
 

@@ -12,12 +12,13 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from txl_jax.data.text import File, read_named, text_blocks
+from txl_jax.data.text import File, checked, text_blocks
 from txl_jax.data.vocabulary import Vocabulary, escape, id_type, unescape
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
@@ -78,14 +79,14 @@ class SubwordVocabulary(Vocabulary):
                 except UserError as error:
                     raise UserError(f"{file.name}: {error}") from error
 
-    def lines(self) -> Iterator[str]:
-        """Yields the file's content as one line."""
-        yield escape(self.content)
+    def lines(self) -> list[str]:
+        """Returns the file's content as one line."""
+        return [escape(self.content)]
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "SubwordVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        return cls(unescape(lines[0]))
+    def load(cls, lines: list[str], **header: Any) -> "SubwordVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls(unescape(lines[0]), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         self._check_characters(text)
@@ -125,11 +126,9 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        settings = json.dumps(self._settings)
+        lib, settings = package(), json.dumps(self._settings)
         try:
-            return package().Tokenizer.from_str(settings)
-        except MissingPackageError:
-            raise
+            return lib.Tokenizer.from_str(settings)
         except Exception as error:  # The package raises nothing narrower.
             raise UserError(str(error)) from error
 
@@ -221,17 +220,12 @@ def package() -> ModuleType:
 
 def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json; raises `UserError` if the file is not one."""
-    content = read_named(path, flag="--data.tokenizer.hf_file")
+    content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
+    package()
     try:
         return SubwordVocabulary(content.decode("utf-8"))
-    except MissingPackageError:
-        raise
     except ValueError as error:
-        hint = (
-            "for a SentencePiece model, give the tokenizer.json that transformers writes with save_pretrained()"
-            if path.endswith(".model")
-            else "give the tokenizer.json that its save() wrote"
-        )
         raise UserError(
-            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); {hint}"
+            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); give the "
+            "tokenizer.json that its save() writes, or, for a SentencePiece model, save_pretrained() of transformers"
         ) from error

@@ -76,19 +76,14 @@ class WordVocabulary(Vocabulary):
         # Where a line's end opens the next line too, the last one opens nothing.
         yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
 
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {"line_mark": self.line_mark.value, "lower_case": self.lower_case, "unknown": self.unknown}
-
     def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form."""
+        """Returns the words, escaped."""
         return map(escape, self.words)
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "WordVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        words = tuple(map(unescape, lines))
-        return cls(words, LineMark(header["line_mark"]), header["lower_case"], header["unknown"])
+    def load(cls, lines: list[str], **header: Any) -> "WordVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls(tuple(map(unescape, lines)), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
@@ -137,18 +132,14 @@ class CharacterVocabulary(Vocabulary):
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
 
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {"lower_case": self.lower_case}
-
     def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form."""
+        """Returns the characters, escaped."""
         return map(escape, self.characters)
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "CharacterVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        return cls("".join(map(unescape, lines)), header["lower_case"])
+    def load(cls, lines: list[str], **header: Any) -> "CharacterVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls("".join(map(unescape, lines)), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
