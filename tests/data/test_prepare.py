@@ -67,10 +67,14 @@ def write(path, content):
 
 
 def unpacked_from(places, names):
-    found = {}
-    for name, block in read_files(places, {name: places[name].size for name in names}):
-        found[name] = found.get(name, b"") + block
-    return dict.fromkeys(names, b"") | found
+    found = dict.fromkeys(names, b"")
+    for place, block in read_files({place: [place.size] for place in places if place.name in names}):
+        found[place.name] += block
+    return found
+
+
+def names_of(layout):
+    return {part: [place.name for place in places] for part, places in layout.items()}
 
 
 @pytest.fixture(params=["x.zip", "x.tar", "x.tar.gz", "x.tgz"])
@@ -81,7 +85,7 @@ def archive(request, tmp_path):
 
 def test_sizes_and_contents(archive, tmp_path):
     places = open_archive(archive)
-    assert {name: place.size for name, place in places.items()} == {name: len(MEMBERS[name]) for name in MEMBERS}
+    assert {place.name: place.size for place in places} == {name: len(MEMBERS[name]) for name in MEMBERS}
     for wanted in (["box/a.txt", "box/c.txt", "box/b.txt"], ["c.txt"]):
         assert unpacked_from(places, wanted) == {name: MEMBERS[name] for name in wanted}
     assert list(tmp_path.rglob("*")) == [archive], "nothing is unpacked"
@@ -97,7 +101,7 @@ def test_a_tar_is_not_read_beyond_what_is_wanted(tmp_path):
 def test_files_are_found_by_the_ends_of_their_paths(prefix, tmp_path):
     members = {f"{prefix}{name}": content for name, content in MEMBERS.items() if name != "c.txt"}
     moved = opened(tmp_path, "moved.zip", members | {f"{prefix}box/not-b.txt": b"", f"{prefix}b.txt.old": b""})
-    assert fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}]) == {
+    assert names_of(fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}])) == {
         "one": [f"{prefix}box/b.txt"],
         "two": [f"{prefix}box/a.txt", f"{prefix}box/c.txt"],
     }
@@ -167,7 +171,9 @@ def test_links_that_lead_out_and_devices_are_refused(file, kind, target, tmp_pat
 def test_links_that_stay_inside_are_no_harm(file, kind, target, tmp_path):
     write_links(tmp_path / file, {"box/link": target}, kind=kind)
     places = open_archive(tmp_path / file)
-    assert list(places) == ["box/a.txt"] and unpacked_from(places, ["box/a.txt"]) == {"box/a.txt": b"ay"}
+    assert [place.name for place in places] == ["box/a.txt"] and unpacked_from(places, ["box/a.txt"]) == {
+        "box/a.txt": b"ay"
+    }
 
 
 def read_all(path):
@@ -437,7 +443,6 @@ def test_without_files_and_network_every_source_is_asked_once_and_named(name, tm
     assert all(remote.file in message for source in TABLE[name].sources for remote in source)
     assert re.search(rf"{tmp_path / 'data' / TABLE[name].folders[0]}\b.*--data_dir\b", message)
     assert ("--data.file=PATH" in message) == (name in ONE_FILE)
-    assert not (tmp_path / "cache").exists(), "nothing is left"
 
 
 @pytest.mark.parametrize("cache", ["file", "file/below", "/proc/nowhere"])

@@ -34,7 +34,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from txl_jax.config import CorpusName, Heldout
-from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, Facts, Layout, PublishedCorpus, Remote
+from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layout, PublishedCorpus, Remote
 from txl_jax.data.text import File, Text, bar, digest_of
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
@@ -62,15 +62,14 @@ def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = 
     records = folder / f"txl_{name}" / str(PublishedText.VERSION)
     done = records / "dataset_info.json"  # It appears with the complete directory, which is renamed.
     if not done.is_file():
-        find = find_files(corpus, data_dir)
         with storage.writable(folder, what=corpus.title), storage.locked(folder / f".txl_{name}.lock"):
             if not done.is_file():  # Otherwise another process has prepared it while this one waited.
-                _prepare(name, folder, find)
+                _prepare(name, folder, data_dir)
     with _reading_records(records):
         return _open(name, folder, records, heldout)
 
 
-def _prepare(name: CorpusName, folder: Path, find: "Find") -> None:
+def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
     """Writes the records. The caller holds the lock, so partial ones are left over from a killed process."""
     print(f"preparing {CORPORA[name].title} in {folder} (once)", flush=True)
     shutil.rmtree(folder / f"txl_{name}", ignore_errors=True)
@@ -78,7 +77,7 @@ def _prepare(name: CorpusName, folder: Path, find: "Find") -> None:
     for leftover in downloads.rglob("*.tmp.*"):
         shutil.rmtree(leftover)
     try:
-        PublishedText(name, data_dir=folder, find=find).download_and_prepare(download_dir=downloads)
+        PublishedText(name, data_dir=folder, files_in=data_dir).download_and_prepare(download_dir=downloads)
     except RuntimeError as error:  # ArrayRecord could not write: 'write() failed: No space left on device; ...'
         raise OSError(errno.EIO, str(error).partition(";")[0]) from error
     except ValueError:  # The download is not the corpus. After other errors, such as a full disk, it is kept.
@@ -98,8 +97,8 @@ def _open(name: CorpusName, folder: Path, records: Path, heldout: Heldout) -> Te
         split: tuple(_files(f"{name} {of}", metadata["files"][of], functools.partial(source, of), records))
         for split, of in stored.items()
     }
-    sums = [metadata["sha256"][corpus.ranges()[of][0]] for of in stored.values()]
-    digest = sums[0] if corpus.cuts else digest_of(sums)
+    sums = metadata["sha256"]
+    digest = sums[WHOLE] if corpus.cuts else digest_of(sums[of] for of in stored.values())
     size = sum(file.size for split, of in stored.items() if split == of for file in splits[split])
     description = f"{corpus.title}, {size:,} bytes{', validation on the test text' if same else ''}"
     return Text(str(name), description, digest, splits, closed_alphabet=corpus.closed_alphabet)
@@ -135,7 +134,7 @@ def _reading_records(folder: Path) -> Iterator[None]:
 
 
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """A corpus as records of the files that `find` returns, written without TensorFlow.
+    """A corpus as records of the files in `files_in`, or of downloaded ones, written without TensorFlow.
 
     `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for which it needs
     TensorFlow above 1 GB.
@@ -143,8 +142,8 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
 
     VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.
 
-    def __init__(self, name: CorpusName, *, data_dir: Path, find: "Find | None" = None):
-        self.name, self._corpus, self._find = f"txl_{name}", CORPORA[name], find
+    def __init__(self, name: CorpusName, *, data_dir: Path, files_in: str = ""):
+        self.name, self._corpus, self._files_in = f"txl_{name}", CORPORA[name], files_in
         super().__init__(data_dir=data_dir, file_format="array_record")
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -161,45 +160,43 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         self.info.metadata["sha256"] = {part: self._checked_digest(part) for part in self._tallies}
 
     def _shard_iterators_per_split(self, dl_manager: Any) -> dict[str, Any]:
-        assert self._find is not None, "a corpus is prepared by `read`"
-        self._places, stored, shards = self._find(dl_manager), {}, {}
-        layout = fit(self._places, self._corpus.layouts + self._corpus.own_layouts)
-        self._tallies = {part: {name: Tally() for name in names} for part, names in layout.items()}
-        for part, names in layout.items():  # Before any is read.
-            self._check(part, Facts(size=sum(self._places[name].size for name in names)))
-        for split, (part, first, last) in self._corpus.ranges().items():
-            sizes = {
-                name: len(range(place.size)[first:last]) for name, place in self._places.items() if name in layout[part]
-            }
-            counts = {name: -(-size // RECORD_BYTES) for name, size in sizes.items()}
-            stored[split] = [(posixpath.basename(name), size, counts[name]) for name, size in sizes.items()]
-            # All shards take from the same stream.
-            take = functools.partial(itertools.islice, self._records(part, split, sizes, first), SHARD_RECORDS)
-            shards[split] = [take] * max(-(-sum(counts.values()) // SHARD_RECORDS), 1)
+        corpus, stored, shards = self._corpus, {}, {}
+        layout = fit(find_files(corpus, self._files_in, dl_manager), corpus.layouts + corpus.own_layouts)
+        self._tallies = {part: {place: Tally() for place in places} for part, places in layout.items()}
+        for part, places in layout.items():
+            self._check(part, Facts(size=sum(place.size for place in places)))  # Before any is read.
+            sizes = {place: tuple(corpus.cuts.values()) or (place.size,) for place in places}
+            records = self._records(part, sizes)
+            for i, split in enumerate(corpus.cuts or [part]):
+                counts = [-(-sizes[place][i] // RECORD_BYTES) for place in places]
+                names = (posixpath.basename(place.name) for place in places)
+                stored[split] = [*zip(names, (sizes[place][i] for place in places), counts, strict=True)]
+                firsts = range(0, max(sum(counts), 1), SHARD_RECORDS)
+                of_shards = (min(SHARD_RECORDS, sum(counts) - first) for first in firsts)
+                shards[split] = [functools.partial(itertools.islice, records, count) for count in of_shards]
         self.info.metadata["files"] = stored
         return shards
 
-    def _records(self, part: str, split: str, sizes: dict[str, int], first: int) -> Iterator[tuple[int, Any]]:
-        """Yields a split's records, and counts them for the part that they belong to."""
+    def _records(self, part: str, sizes: "dict[Place, tuple[int, ...]]") -> Iterator[tuple[int, dict[str, bytes]]]:
+        """Yields the records of a part's splits, one split after the other, and counts them."""
         counts_words = self._corpus.facts[part].tokens is not None
-        with bar(f"preparing {split}", sum(sizes.values())) as shown:
-            for number, (name, block) in enumerate(read_files(self._places, sizes, first)):
-                self._tallies[part][name].add(block, words=counts_words)
+        with bar(f"preparing {part}", sum(map(sum, sizes.values()))) as shown:
+            for number, (place, block) in enumerate(read_files(sizes)):
+                self._tallies[part][place].add(block, words=counts_words)
                 shown.update(len(block))
                 yield number, {"block": block}
 
     def _checked_digest(self, part: str) -> str:
         """Returns a part's sha256; raises `UserError` if it, or a count, is not the published one."""
         tallies, known = self._tallies[part], self._corpus.facts[part]
-        sums = [tallies[name].sha256.hexdigest() for name in sorted(tallies, key=posixpath.basename)]
-        digest = sums[0] if len(sums) == 1 else digest_of(sums)
+        sums = sorted((posixpath.basename(place.name), tally.sha256.hexdigest()) for place, tally in tallies.items())
+        digest = sums[0][1] if len(sums) == 1 else digest_of(sha256 for _, sha256 in sums)
         lines, words = (sum(counts) for counts in zip(*((t.lines, t.words) for t in tallies.values()), strict=True))
         self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
         if known.tokens is not None and known.sha256 not in (None, digest):
             print(
-                f"note: the {part} split of {self._corpus.title} in {self._places[next(iter(tallies))].path} has as "
-                "many tokens as the published one, but other bytes; scores are comparable only if just its white space "
-                "differs",
+                f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
+                "the published one, but other bytes; scores are comparable only if just its white space differs",
                 flush=True,
             )
         return digest
@@ -207,7 +204,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
     def _check(self, part: str, found: Facts) -> None:
         """Raises `UserError` if a fact of a part is known and another was found."""
         if wrong := _difference(self._corpus.facts[part], found):
-            place, *others = (self._places[name] for name in self._tallies[part])
+            place, *others = self._tallies[part]
             where = f"{place.member} in {place.path}" if place.member else place.path
             more = f" and {len(others)} more" if others else ""
             of = self._corpus.title if self._corpus.cuts else f"the {part} split of {self._corpus.title}"
@@ -253,21 +250,17 @@ class Tally:
 class Place(NamedTuple):
     """Where a file is."""
 
+    name: str  # Its path below a directory, or in its archive, after the archive's name if there are several.
+    size: int  # Bytes.
     path: str  # Of the file, or of the archive that it is a member of.
     member: str  # Its name in the archive; empty for a plain file.
-    size: int  # Bytes.
     url: str  # To get the file or the archive from again.
 
 
-Places = dict[str, Place]  # By name, in the order in which they can be read.
-Find = Callable[[Any], Places]  # From a download manager to the corpus's files.
-Answers = dict[tuple[Remote, ...], str]  # Why a source cannot be used; empty while it may be.
+def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
+    """Opens the corpus's files, in the first directory that has all of them, or downloaded.
 
-
-def find_files(corpus: PublishedCorpus, data_dir: str) -> Find:
-    """Returns what opens the corpus's files, in the first directory that has them, or from sources that answer.
-
-    Raises `UserError`, which names files, directory and answers, if there are neither, or only some of the files.
+    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or they are not official.
     """
     folders, partly = corpus.places(data_dir), list[str]()
     for folder in folders:
@@ -278,17 +271,13 @@ def find_files(corpus: PublishedCorpus, data_dir: str) -> Find:
                 for official in itertools.chain(*corpus.sources):
                     if official.is_archive and official.file in paths:
                         _check_official(paths[official.file], official)
-                files = [(name, path, corpus.url_of(name)) for name, path in paths.items()]
-                return lambda manager: open_files(files)
+                return open_files([(name, path, corpus.url_of(name)) for name, path in paths.items()])
             if len(lacking) < len(names):
                 there, urls = min(set(names) - set(lacking)), " and ".join({corpus.url_of(name): 0 for name in lacking})
                 partly.append(f"{folder} has {there} but lacks {_some(lacking)} of {corpus.title}; add it from {urls}")
     if partly:
         raise UserError(partly[0])
-    answers = {source: _ask(source[0].url) for source in corpus.sources}
-    if all(answers.values()):
-        raise _missing(corpus, folders, answers)
-    return functools.partial(_download, corpus, folders, answers)
+    return _download(corpus, folders, manager)
 
 
 def _check_official(path: str, official: Remote) -> None:
@@ -298,68 +287,54 @@ def _check_official(path: str, official: Remote) -> None:
         raise UserError(f"{path} has {wrong}; get it again from {official.url}")
 
 
-def _ask(url: str) -> str:
-    """Asks a server for a file, as the download manager retries for minutes; returns "URL failed (reason)" or ""."""
-    try:
-        requests.head(url, timeout=_ASK_SECONDS, allow_redirects=True).raise_for_status()
-    except requests.RequestException as error:
-        return _failure(url, error)
-    return ""
-
-
-def _failure(url: str, error: Exception) -> str:
-    """Describes an error without the layers of libraries: "URL failed (ConnectTimeout)"."""
-    is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError)
-    return f"{url} failed ({error if is_short else type(error).__name__})"
-
-
-def _download(corpus: PublishedCorpus, folders: list[str], answers: Answers, manager: Any) -> Places:
-    """Downloads the first source that can be, of those that answered; raises `UserError` if none can."""
-    for source in [source for source, why in answers.items() if not why]:
+def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
+    """Downloads the first source that can be; raises `UserError` if none can."""
+    failed = []
+    for source in corpus.sources:
         files: list[tuple[str, str, str]] = []
+        remote = source[0]
         try:
+            # Asked first, as the manager retries for minutes.
+            requests.head(remote.url, timeout=_ASK_SECONDS, allow_redirects=True).raise_for_status()
             for remote in source:  # One by one, so that the one that fails is known.
                 files.append((remote.file, str(manager.download(remote.url)), remote.url))
                 _check_official(files[-1][1], remote)
             return open_files(files)
         except (tfds.download.DownloadError, NonMatchingChecksumError, requests.RequestException) as error:
-            answers[source] = _failure(remote.url, error)
+            # Others have several lines, of layers of libraries.
+            is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError)
+            failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
         except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
-            answers[source] = functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error))
-    raise _missing(corpus, folders, answers)
-
-
-def _missing(corpus: PublishedCorpus, folders: list[str], answers: Answers) -> UserError:
-    """Returns the error that names which files belong where, and why they were not downloaded."""
+            failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
-    return UserError(
-        f"{corpus.title} is in none of {', '.join(folders)}, and downloading it failed "
-        f"({'; '.join(answers.values())}); put {wanted} into {folders[0]} (--data_dir){corpus.advice}"
+    raise UserError(
+        f"{corpus.title} is in none of {', '.join(folders)}, and downloading it failed ({'; '.join(failed)}); put "
+        f"{wanted} into {folders[0]} (--data_dir){corpus.advice}"
     )
 
 
-def fit(places: Places, layouts: Sequence[Layout]) -> dict[str, list[str]]:
+def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
     A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
     fits (it names what is missing and what is there), or a file is there twice.
     """
-    paths = " and ".join(dict.fromkeys(place.path for place in places.values()))
+    holder = " and ".join(dict.fromkeys(place.path for place in places))
     missing: list[list[str]] = []
     for layout in layouts:
         found = {
-            tail: [name for name in places if f"/{name}".replace("\\", "/").endswith(f"/{tail}")]
+            tail: [place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")]
             for tail in itertools.chain(*layout.values())
         }
-        missing.append([tail for tail, names in found.items() if not names])
+        missing.append([tail for tail, fitting in found.items() if not fitting])
         if missing[-1]:
             continue
-        if twice := next((names for names in found.values() if len(names) > 1), None):
-            raise UserError(f"{paths} holds {twice[0]} and {twice[1]}; remove one, as both could be meant")
-        return {part: [found[tail][0] for tail in tails] for part, tails in layout.items()}
-    urls = " and ".join(dict.fromkeys(place.url for place in places.values()))
-    lacking = _some(min(missing, key=len))
-    raise UserError(f"{paths} has no {lacking} (it holds {_some(list(places))}); get it again from {urls}")
+        if twice := next((fitting for fitting in found.values() if len(fitting) > 1), None):
+            raise UserError(f"{holder} holds {twice[0].name} and {twice[1].name}; remove one, as both could be meant")
+        return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
+    lacking, there = _some(min(missing, key=len)), _some([place.name for place in places])
+    urls = " and ".join(dict.fromkeys(place.url for place in places))
+    raise UserError(f"{holder} has no {lacking} (it holds {there}); get it again from {urls}")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -369,37 +344,38 @@ def _some(names: Sequence[str]) -> str:
 # Files and archives as streams
 
 
-def open_files(files: Sequence[tuple[str, str, str]]) -> Places:
-    """Opens files, given by name, path and URL, and of archives their members; a member of several is archive/member.
+def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
+    """Opens files, given by name, path and URL, and of archives their members.
 
     Raises `UserError` if an archive is damaged or empty, or a member's name leads out of it.
     """
-    places: Places = {}
+    places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
             n_before = len(places)
             for member, size, _ in members(path):
                 name = f"{file}/{member}" if member and len(files) > 1 else member or file
-                places.setdefault(name, Place(path, member, size, url))  # `read_files` takes the first of two as well.
+                places.setdefault(
+                    name, Place(name, size, path, member, url)
+                )  # `read_files` takes the first of two too.
             if len(places) == n_before:
                 raise EOFError("it holds nothing")
-    return places
+    return list(places.values())
 
 
-def read_files(places: Places, sizes: Mapping[str, int], first: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Yields the bytes of files, so many of each from byte `first` on, in blocks of a record after the file's name.
+def read_files(sizes: Mapping[Place, Sequence[int]]) -> Iterator[tuple[Place, bytes]]:
+    """Yields the bytes of files in pieces of these sizes, each in blocks of a record. The last block may be shorter.
 
     An archive is read no further than needed. Raises `UserError` if it is damaged, or a file became shorter.
     """
-    for path, url in dict.fromkeys((places[name].path, places[name].url) for name in sizes):
-        wanted = {places[name].member: name for name in sizes if places[name].path == path}
+    for (path, url), places in itertools.groupby(sizes, key=lambda place: (place.path, place.url)):
+        wanted = {place.member: place for place in places}
         with _reading(path, url):
             for member, _, open_member in members(path):
-                if name := wanted.pop(member, ""):
+                if place := wanted.pop(member, None):
                     with open_member() as stream:
-                        for _ in _blocks(stream, first):  # They belong to another split.
-                            pass
-                        yield from ((name, block) for block in _blocks(stream, sizes[name]))
+                        for size in sizes[place]:
+                            yield from ((place, block) for block in _blocks(stream, size))
                 if not wanted:
                     break
 

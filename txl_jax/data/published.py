@@ -96,17 +96,6 @@ class PublishedCorpus:
         urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
         return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 
-    def ranges(self) -> dict[str, tuple[str, int, int | None]]:
-        """Returns for each split its part, and of the part's bytes the first and the one after the last."""
-        if not self.cuts:
-            return {part: (part, 0, None) for part in self.facts}
-        ranges: dict[str, tuple[str, int, int | None]] = {}
-        first = 0
-        for split, size in self.cuts.items():
-            ranges[split] = (WHOLE, first, first + size)
-            first += size
-        return ranges
-
 
 def _mahoney(
     name: CorpusName, *, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
