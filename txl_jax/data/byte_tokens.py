@@ -46,11 +46,6 @@ class ByteVocabulary(Vocabulary):
         return cls(distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines)
 
     @property
-    def size(self) -> int:
-        """Returns V, the number of tokens."""
-        return len(self.symbols)
-
-    @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first symbol."""
         kept = self.symbols if self.newlines is Newlines.KEEP else self.symbols.replace(b"\n", b"")

@@ -129,6 +129,10 @@ class IdVocabulary(Vocabulary):
         """Returns the size, which is all."""
         return {"size": self.size}
 
+    def lines(self) -> tuple[()]:
+        """Returns no tokens."""
+        return ()
+
     @classmethod
     def load(cls, lines: list[str], **header: Any) -> "IdVocabulary":
         """Builds a vocabulary from its `header`."""

@@ -25,14 +25,23 @@ _ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved 
 
 
 class Vocabulary(Protocol):
-    """A map between text and token ids. Kinds are dataclasses that derive from it and share the methods with a body."""
+    """A map between text and token ids. Kinds are dataclasses that share the methods with a body.
+
+    The first field is the tokens, the others are settings.
+    """
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
     measure: ClassVar[Measure]  # Usual measure of a loss per token.
 
     @property
+    def _tokens(self) -> Sequence[Any]:
+        """Returns the value of the first field."""
+        return getattr(self, dataclasses.fields(self)[0].name)  # type: ignore[arg-type]
+
+    @property
     def size(self) -> int:
         """Returns V, the number of tokens."""
+        return len(self._tokens)
 
     @property
     def start(self) -> np.ndarray:
@@ -92,7 +101,7 @@ class Vocabulary(Protocol):
 
     def lines(self) -> Iterable[str]:
         """Returns the tokens of the saved form, without newlines."""
-        return ()
+        return map(escape, self._tokens)
 
     @classmethod
     def load(cls, lines: list[str], **header: Any) -> Self:

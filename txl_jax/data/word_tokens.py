@@ -10,7 +10,7 @@ import numpy as np
 
 from txl_jax.config import LineMark
 from txl_jax.data.text import File, text_blocks
-from txl_jax.data.vocabulary import MARKS, Vocabulary, escape, id_type, unescape
+from txl_jax.data.vocabulary import MARKS, Vocabulary, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -34,11 +34,6 @@ class WordVocabulary(Vocabulary):
         _check_distinct(self.words, self.unknown, self.kind)
         if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
             raise UserError(f"a vocabulary with line mark {self.line_mark} lacks the word {MARKS[self.line_mark]}")
-
-    @property
-    def size(self) -> int:
-        """Returns V, the number of tokens."""
-        return len(self.words)
 
     @property
     def start(self) -> np.ndarray:
@@ -75,10 +70,6 @@ class WordVocabulary(Vocabulary):
                 pending = ids
         # Where a line's end opens the next line too, the last one opens nothing.
         yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
-
-    def lines(self) -> Iterator[str]:
-        """Returns the words, escaped."""
-        return map(escape, self.words)
 
     @classmethod
     def load(cls, lines: list[str], **header: Any) -> "WordVocabulary":
@@ -118,11 +109,6 @@ class CharacterVocabulary(Vocabulary):
         _check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
 
     @property
-    def size(self) -> int:
-        """Returns V, the number of tokens."""
-        return len(self.characters)
-
-    @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first character."""
         return self._encode(next(c for c in ("\n", " ", self.characters[0]) if c in self.characters))
@@ -131,10 +117,6 @@ class CharacterVocabulary(Vocabulary):
     def unknown_id(self) -> int:
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
-
-    def lines(self) -> Iterator[str]:
-        """Returns the characters, escaped."""
-        return map(escape, self.characters)
 
     @classmethod
     def load(cls, lines: list[str], **header: Any) -> "CharacterVocabulary":
