@@ -18,6 +18,7 @@ from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 # What the saved form must not take for the end of a line, or for one of its own escapes.
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
@@ -46,25 +47,21 @@ def test_a_foreign_id_is_named(foreign):
 
 
 def test_symbols_and_characters_must_be_distinct():
-    unknown = "\N{REPLACEMENT CHARACTER}"
     for symbols in (b"", b"ba", b"aa"):
         with pytest.raises(UserError, match=re.escape(str([*symbols]))):
             ByteVocabulary(symbols)
-    for characters in ("", "abc", f"a{unknown}a"):
-        with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{unknown}'.*\b{len({*characters})}\b"):
+    for characters in ("", "abc", f"a{UNKNOWN}a"):
+        with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{UNKNOWN}'.*\b{len({*characters})}\b"):
             CharacterVocabulary(characters)
 
 
 def test_what_an_unprompted_text_follows():
-    unknown = "\N{REPLACEMENT CHARACTER}"
-    assert ByteVocabulary(b"\n a").start.tolist() == [0]
-    assert ByteVocabulary(b" a").start.tolist() == [0]
-    assert ByteVocabulary(b"!a").start.tolist() == [0]
+    assert all(ByteVocabulary(symbols).start.tolist() == [0] for symbols in (b"\n a", b" a", b"!a"))
     assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")], "never the newline that is dropped"
     assert ByteVocabulary(b"\nab", Newlines.DROP).start.tolist() == [1]
-    assert CharacterVocabulary(f"a {unknown}\n").start.tolist() == [3]
-    assert CharacterVocabulary(f"a {unknown}").start.tolist() == [1]
-    assert CharacterVocabulary(f"a{unknown}").start.tolist() == [0]
+    assert CharacterVocabulary(f"a {UNKNOWN}\n").start.tolist() == [3]
+    assert CharacterVocabulary(f"a {UNKNOWN}").start.tolist() == [1]
+    assert CharacterVocabulary(f"a{UNKNOWN}").start.tolist() == [0]
     starts = [words_of(line_mark).start.tolist() for line_mark in LineMark]
     assert starts == [[1], [4], [4], [0]] and [words_of(line_mark).mark for line_mark in LineMark] == [1, 4, 4, None]
 

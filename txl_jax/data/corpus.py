@@ -6,8 +6,9 @@ files of ready-made ids (ready_ids) -> Corpus
 
 import collections
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from txl_jax.config.config_tree import setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data import own_text, subwords, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary, distinct
-from txl_jax.data.published import CORPORA, check_file
+from txl_jax.data.published import check_file
 from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import SPLITS, Text, checked, file_part, text_blocks, with_bar
@@ -78,12 +79,13 @@ def read_corpus(
             "--cache_dir=... a folder of this machine"
         )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
-    if own_text.remote_paths(config):
-        config = own_text.local_config(config, cache)
+    files_in = data_dir
+    if is_remote(data_dir) or own_text.remote_paths(config):
+        config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
-        corpus = _encoded(config, _read_text(config, data_dir, cache), cache / "tokens", vocabulary)
+        corpus = _encoded(config, _read_text(config, files_in, cache), cache / "tokens", vocabulary)
     for split in SPLITS:
         if (size := len(getattr(corpus, split))) < 2:  # The first token is only an input, so there is no target.
             raise UserError(
@@ -101,8 +103,6 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
         return own_text.read_python_stdlib(config)
     if config.corpus is CorpusName.TEXT or config.file:
         return own_text.read_own_text(config)
-    if is_remote(data_dir):
-        data_dir = own_text.local_folder(CORPORA[config.corpus], data_dir, cache)
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
     return prepare.read(config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout)
@@ -116,7 +116,7 @@ def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabular
     if vocabulary is None or store is None or store.vocabulary != dumps(vocabulary):
         settings = own if vocabulary is None else own | {"vocabulary": digest(vocabulary)}
         store = token_store.open_store(
-            text, settings, lambda: vocabulary or make_vocabulary(config, text), folder=folder
+            text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=folder
         )
     described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
@@ -155,9 +155,8 @@ def _describe_tokens(tokenizer: TokenizerConfig) -> str:
 # Vocabularies
 
 
-def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
+def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
     """Builds the vocabulary of a text from its training split, or reads the one that the config names."""
-    tokenizer = config.tokenizer
     match tokenizer.kind:
         case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.
             files = (file for split in SPLITS for file in with_bar(f"counting {split}", text.splits[split]))
@@ -166,16 +165,14 @@ def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
         case Tokenizer.BYTE:
             return ByteVocabulary.all_bytes(tokenizer.newlines)
         case Tokenizer.CHAR:
-            counts = _count(text, split=iter)
-            ranked = rank(counts, min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
+            ranked = rank(_count(text, iter), min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
             return CharacterVocabulary("".join(ranked))
         case Tokenizer.WORD:
-            unknown, first = UNKNOWN_WORD, [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else []
+            unknown, mark = UNKNOWN_WORD, [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else []
             if tokenizer.vocab_file:
-                words, unknown = _given_words(tokenizer.vocab_file, first)
+                words, unknown = _given_words(tokenizer.vocab_file, mark)
             else:
-                counts = _count(text, split=str.split)
-                words = rank(counts, min_count=tokenizer.min_count, unknown=unknown, first=first)
+                words = rank(_count(text, str.split), min_count=tokenizer.min_count, unknown=unknown, first=mark)
             return WordVocabulary(tuple(words), tokenizer.line_mark, unknown=unknown)
         case Tokenizer.SUBWORD if tokenizer.hf_file:
             return subwords.given_tokenizer(tokenizer.hf_file)
@@ -196,14 +193,12 @@ def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
 
 
-def _count(text: Text, *, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
-    counts: collections.Counter[str] = collections.Counter()
-    for block in text_blocks(with_bar("counting", text.splits["train"]), close_lines=False):
-        counts.update(split(block))
-    return counts
+def _count(text: Text, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
+    blocks = text_blocks(with_bar("counting", text.splits["train"]), close_lines=False)
+    return collections.Counter(itertools.chain.from_iterable(map(split, blocks)))
 
 
-def rank(counts: collections.Counter[str], *, min_count: int, unknown: str, first: Iterable[str] = ()) -> list[str]:
+def rank(counts: Mapping[str, int], *, min_count: int, unknown: str, first: Sequence[str] = ()) -> list[str]:
     """Ranks tokens: `first`, then by decreasing count, equal ones in the order in which they were counted.
 
     Tokens rarer than `min_count` count as `unknown`, which is always there.
@@ -212,6 +207,5 @@ def rank(counts: collections.Counter[str], *, min_count: int, unknown: str, firs
     ['a', 'b', 'r', '?']
     """
     kept = collections.Counter({token: count for token, count in counts.items() if count >= min_count})
-    kept[unknown] += sum(count for token, count in counts.items() if count < min_count)
-    first = list(first)
-    return first + [token for token, _ in kept.most_common() if token not in first]
+    kept[unknown] += sum(count for count in counts.values() if count < min_count)
+    return [*first] + [token for token, _ in kept.most_common() if token not in first]

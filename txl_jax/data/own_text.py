@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
-from txl_jax.data.published import PublishedCorpus
+from txl_jax.data.published import CORPORA, PublishedCorpus
 from txl_jax.data.text import SPLITS, File, Text, checked, digest_of, expanded, file_part, with_bar
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import as_path, download, is_remote, matching, modified, names, remote_error, size
@@ -82,29 +82,28 @@ def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tupl
 
     With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
     """
-    sizes = [os.path.getsize(path) for path in paths]
-    total = sum(sizes)
-    borders = [0, total * 90 // 100, total * 95 // 100, total]
-    if at_lines:
-        borders[1:3] = [_line_start(paths, sizes, border) for border in borders[1:3]]
-    ranges = zip(SPLITS, borders, borders[1:], strict=False)
-    return {split: tuple(_between(paths, sizes, first, last)) for split, first, last in ranges}
+    total = sum(map(os.path.getsize, paths))
+    inner = [total * 90 // 100, total * 95 // 100]
+    borders = [0, *([_line_start(paths, border) for border in inner] if at_lines else inner), total]
+    ranges = zip(SPLITS, itertools.pairwise(borders), strict=True)
+    return {split: tuple(_between(paths, first, last)) for split, (first, last) in ranges}
 
 
-def _between(paths: Sequence[str], sizes: Sequence[int], first: int, last: int) -> Iterator[File]:
+def _between(paths: Sequence[str], first: int, last: int) -> Iterator[File]:
     """Yields the parts of files between two positions in their concatenation."""
     start = 0
-    for path, length in zip(paths, sizes, strict=True):
-        low, high = max(first - start, 0), min(last - start, length)
+    for path in paths:
+        size = os.path.getsize(path)
+        low, high = max(first - start, 0), min(last - start, size)
         if low < high:
             yield file_part(path, low, high)
-        start += length
+        start += size
 
 
-def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
+def _line_start(paths: Sequence[str], border: int) -> int:
     """Returns the first position from `border` on at which a line begins, or a word, or at least a character."""
     first = max(border - 1, 0)  # The byte before the border decides whether a line begins there already.
-    files = _between(paths, sizes, first, first + _BORDER_WINDOW)
+    files = _between(paths, first, first + _BORDER_WINDOW)
     window = b"".join(block for file in files for block in file.blocks())
     for white in (b"\n", b" "):
         if (found := window.find(white)) >= 0:
@@ -145,6 +144,25 @@ def _digest(files: Iterable[File]) -> str:
 # Copies of remote files
 
 
+def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
+    """Returns a config and a `data_dir` of files on this machine: remote ones are copied into the cache.
+
+    Raises `UserError` if one cannot be read.
+    """
+    local: dict[str, Any] = {}
+    try:
+        for name, paths in remote_paths(config).items():
+            is_list = isinstance(config_tree.get(config, name), tuple)
+            urls = itertools.chain(*(_expanded(path) if is_list and is_remote(path) else [path] for path in paths))
+            copies = tuple(_copy(as_path(url), cache) if is_remote(url) else url for url in urls)
+            local[name] = copies if is_list else copies[0]
+        if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
+            data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
+    except OSError as error:
+        raise remote_error("read", error.filename, error) from error
+    return config_tree.replace(config, local), data_dir
+
+
 def remote_paths(config: DataConfig) -> dict[str, tuple[str, ...]]:
     """Returns the paths of each setting that names remote files, by its dotted name."""
     names = (leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path)
@@ -153,58 +171,36 @@ def remote_paths(config: DataConfig) -> dict[str, tuple[str, ...]]:
     return {name: each for name, each in paths.items() if any(map(is_remote, each))}
 
 
-def local_config(config: DataConfig, cache: Path) -> DataConfig:
-    """Returns a config whose files are all on this machine: remote ones are copied into the cache."""
-    local: dict[str, Any] = {}
-    for name, paths in remote_paths(config).items():
-        is_list = isinstance(config_tree.get(config, name), tuple)
-        copies = tuple(itertools.chain(*(_copies(path, cache, expand=is_list) for path in paths)))
-        local[name] = copies if is_list else copies[0]
-    return config_tree.replace(config, local)
-
-
-def _copies(path: str, cache: Path, *, expand: bool) -> list[str]:
-    """Returns the local files of a path, or with `expand` of a pattern, in order of name; a local path as it is."""
-    if not is_remote(path):
-        return [path]
-    url = as_path(path)
-    with _reading(url):
-        urls = matching(url) if expand and glob.has_magic(path) else [url]
-        if not urls:
-            raise UserError(f"no object matches {path}; check the pattern")
-        return [_copy(each, os.path.dirname(each), cache) for each in urls]
+def _expanded(pattern: str) -> list[str]:
+    if not glob.has_magic(pattern):
+        return [pattern]
+    if not (urls := matching(as_path(pattern))):
+        raise UserError(f"no object matches {pattern}; check the pattern")
+    return urls
 
 
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     """Returns a directory of this machine with copies of a corpus's files in a remote one."""
     root = as_path(data_dir)
     wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
-    found: set[str] = set()
-    with _reading(root):
-        for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
-            with contextlib.suppress(FileNotFoundError):
-                there = names(os.path.join(place, folder).rstrip("/"))
-                found |= {os.path.join(place, folder, each) for each in there if os.path.join(folder, each) in wanted}
-        for url in sorted(found):
-            _copy(url, root, cache)
+    for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
+        with contextlib.suppress(FileNotFoundError):
+            there = names(os.path.join(place, folder).rstrip("/"))
+            for name in wanted & {os.path.join(folder, each) for each in there}:
+                _copy(os.path.join(place, name), cache, root)
     return str(_copy_of(root, cache))
-
-
-@contextlib.contextmanager
-def _reading(url: str) -> Iterator[None]:
-    """Turns an error of object storage into a `UserError`."""
-    try:
-        yield
-    except OSError as error:
-        raise remote_error("read", url, error) from error
 
 
 def _copy_of(folder: str, cache: Path) -> Path:
     return cache / "fetched" / hashlib.sha256(folder.encode()).hexdigest()[:16]
 
 
-def _copy(url: str, root: str, cache: Path) -> str:
-    """Downloads an object below `root`, under a temporary name first, unless there is a copy of its size and time."""
+def _copy(url: str, cache: Path, root: str | None = None) -> str:
+    """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
+
+    Copies have the same places below that of `root` (by default the object's folder) as the objects.
+    """
+    root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
     time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
     if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), time):

@@ -52,9 +52,8 @@ _FACTS = {  # In the order in which they are checked.
 
 
 def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
-    """Reads a published corpus, checked against its published facts.
+    """Reads a published corpus, prepared in the directory `tfds` of `cache_dir` from files in `data_dir` or downloaded.
 
-    Unless it is prepared in the directory `tfds` of `cache_dir` already, its files are searched for in `data_dir`.
     Raises `UserError` if the files are missing and cannot be downloaded, or are not the published ones, if the prepared
     corpus is corrupted, or `cache_dir` cannot be written to.
     """

@@ -1,11 +1,8 @@
 """The published corpora: a row each, with URLs of their files, facts to check them by, and default settings.
 
 A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all splits are cut from.
-Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others).
-One that could not be confirmed is None, and then the content decides.
-
-No other code knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
-CONTRIBUTING.md lists the steps of adding one.
+Sizes and checksums are those that public code states. One that could not be confirmed is None, and then the content
+decides. No other code knows a corpus by its name. CONTRIBUTING.md lists the steps of adding one.
 """
 
 import dataclasses
@@ -98,19 +95,17 @@ class PublishedCorpus:
 
 
 def _mahoney(
-    name: CorpusName, *, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
+    name: CorpusName, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
+    folders = "http://mattmahoney.net/dc", "https://data.deepai.org"
     return PublishedCorpus(
         title=str(name),
         contents=contents,
         folders=(str(name),),
         layouts=({WHOLE: (str(name),)},),
         facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
-        sources=tuple(
-            (Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),)
-            for folder in ("http://mattmahoney.net/dc", "https://data.deepai.org")
-        ),
+        sources=tuple((Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),) for folder in folders),
         defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)),
         vocab_size=vocab_size,
         cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
@@ -123,9 +118,10 @@ def _by_split(pattern: str) -> Layout:
 
 
 def _wikitext(
-    name: CorpusName, *, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
+    name: CorpusName, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
 ) -> PublishedCorpus:
     """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
+    folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",
         contents="words",
@@ -133,10 +129,7 @@ def _wikitext(
         layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
         own_layouts=(_by_split("{}.txt"),),
         facts={"train": Facts(tokens=train_tokens), "valid": Facts(tokens=217_646), "test": Facts(tokens=245_569)},
-        sources=tuple(
-            (Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),)
-            for folder in ("https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext")
-        ),
+        sources=tuple((Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),) for folder in folders),
         # Every line ends in <eos>, empty ones too.
         defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
         vocab_size=vocab_size,
@@ -170,10 +163,7 @@ _PTB = PublishedCorpus(
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
     # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
-    defaults=DataConfig(
-        corpus=CorpusName.PTB,
-        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS),
-    ),
+    defaults=DataConfig(corpus=CorpusName.PTB, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
     vocab_size=10_000,
 )
 
@@ -183,6 +173,7 @@ _SHARDS: Layout = {
     "test": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",),
 }
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
+_R13_SHA256 = "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e"
 
 _LM1B = PublishedCorpus(
     title="One Billion Word",
@@ -197,13 +188,7 @@ _LM1B = PublishedCorpus(
         "test": Facts(lines=6_075),
     },
     sources=tuple(
-        (
-            Remote(
-                f"{folder}/{_R13}.tar.gz",
-                size=1_792_209_805,
-                sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
-            ),
-        )
+        (Remote(f"{folder}/{_R13}.tar.gz", size=1_792_209_805, sha256=_R13_SHA256),)
         for folder in (
             "http://www.statmt.org/lm-benchmark",
             "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling",

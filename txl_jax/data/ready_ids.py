@@ -1,7 +1,6 @@
 """Ready-made token ids: files of ids as a text, ids as tokens without a text, and the ids of callers' documents.
 
-Files are .npy arrays of any integer type, or .bin files of uint16, little-endian, like nanoGPT's. They are
-memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
+Files are memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
 """
 
 import dataclasses
@@ -25,11 +24,10 @@ _LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
 
 
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
-    """Opens the user's files of ids: one, split 90/5/5 by position (borders are rounded down), or one per split.
+    """Opens the user's files of ids, one, split 90/5/5 by position, or one per split, as the fields of a `Corpus`.
 
     Without a test file the validation ids are the test split too. `vocabulary` is a trained run's, or None for the
-    config's: its tokenizer.json, or numbers up to its size. Returns the fields of a `Corpus`, the splits memory-mapped
-    and read-only. Raises `UserError` if a file is missing or has no ids, or an id is outside the vocabulary.
+    config's. Raises `UserError` if a file is missing or has no ids, or an id is outside the vocabulary.
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}

@@ -1,10 +1,8 @@
-"""Subword tokens of the package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
+"""Subword tokens of the optional package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
 
-The package is optional (`pip install '.[tokenizers]'`), and no network is used. Padding, truncation, templates ("[CLS]
-... [SEP]") and dropout in the file have no effect. A special token in the text, such as <|endoftext|>, is that token.
-
-Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because it finds the same merges each time, on
-any number of threads, so that all hosts of a run get the same vocabulary. Unigram training does not.
+Padding, truncation, templates ("[CLS] ... [SEP]") and dropout in the file have no effect. A special token in the text,
+such as <|endoftext|>, is that token. Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because
+it finds the same merges each time, on any number of threads, so that all hosts get the same vocabulary.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
 
-Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it. Equally
-frequent ones keep the order of first occurrence, as in the original release. A vocabulary is saved as text: a title
-with its kind and settings, and a line per token.
+Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it, and
+equally frequent ones by first occurrence, as in the original release.
 """
 
 import codecs
