@@ -108,8 +108,8 @@ class SubwordVocabulary(Vocabulary):
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
                 raise UserError(
-                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
-                    "unknown ones, so that it would vanish; give another tokenizer, or remove it from the text"
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), which would vanish; give "
+                    "another tokenizer, or remove it from the text"
                 )
         self._kept.update(text)
 
@@ -162,26 +162,14 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     Any UTF-8 text comes back from its tokens exactly. Raises `UserError` if size is below 256 or the text is not UTF-8.
     """
     if size < 256:
-        raise UserError(
-            f"data.tokenizer.vocab_size must be at least 256 for subwords, which include all bytes, got {size}"
-        )
-    lib, errors = package(), list[UserError]()
+        raise UserError(f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}")
+    lib = package()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
-    trainer = lib.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-
-    def paragraphs() -> Iterator[str]:
-        try:
-            yield from _paragraphs(text_blocks(files, close_lines=False))
-        except UserError as error:  # The package would wrap it.
-            errors.append(error)
-
-    tokenizer.train_from_iterator(paragraphs(), trainer)
-    if errors:
-        raise errors[0]
+    alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
+    trainer = lib.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_paragraphs(text_blocks(files, close_lines=False)), trainer)
     return SubwordVocabulary(tokenizer.to_str())
 
 
