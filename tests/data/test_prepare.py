@@ -193,27 +193,6 @@ def test_an_archive_cut_anywhere_is_reported_as_damaged_or_lacking_a_file(file, 
             read_all(write(tmp_path / file, whole[:length]))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("file", ["x.zip", "x.tar.gz"])
-def test_flipped_bits_give_the_right_text_or_a_clear_error(file, tmp_path):
-    members = {"a": b"one two three\n" * 5, "b": b"four"}
-    whole = miniature.archive(file, members)
-    messages = set()
-    for offset in range(len(whole)):
-        for bit in range(8):
-            damaged = bytearray(whole)
-            damaged[offset] ^= 1 << bit
-            (tmp_path / file).write_bytes(damaged)
-            try:
-                found = read_all(tmp_path / file)
-                # Some bytes, such as the date, do not matter, and an empty file is refused by its size.
-                assert found == members or b"" in found.values()
-            except ValueError as error:
-                messages.add(str(error))
-    assert any(URL in message for message in messages)
-    assert all(str(tmp_path / file) in message for message in messages)
-
-
 def test_a_member_of_another_size_and_one_with_a_password(tmp_path):
     path, whole = tmp_path / "x.zip", miniature.archive("x.zip", {"a": b"text"})
     entry, start = whole.index(b"PK\x01\x02"), whole.index(b"PK\x03\x04")

@@ -80,7 +80,7 @@ def read_corpus(
         )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     files_in = data_dir
-    if is_remote(data_dir) or own_text.remote_paths(config):
+    if is_remote(data_dir) or own_text.remote_paths(config):  # Otherwise all files are on this machine already.
         config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))

@@ -159,7 +159,7 @@ def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, 
         if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
             data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
     except OSError as error:
-        raise remote_error("read", error.filename, error) from error
+        raise remote_error("read", error.filename or "a remote file", error) from error
     return config_tree.replace(config, local), data_dir
 
 

@@ -272,7 +272,7 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
                         _check_official(paths[official.file], official)
                 return open_files([(name, path, corpus.url_of(name)) for name, path in paths.items()])
             if len(lacking) < len(names):
-                there, urls = min(set(names) - set(lacking)), " and ".join({corpus.url_of(name): 0 for name in lacking})
+                there, urls = min(set(names) - set(lacking)), " and ".join(dict.fromkeys(map(corpus.url_of, lacking)))
                 partly.append(f"{folder} has {there} but lacks {_some(lacking)} of {corpus.title}; add it from {urls}")
     if partly:
         raise UserError(partly[0])
