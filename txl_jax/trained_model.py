@@ -274,7 +274,7 @@ class LanguageModel:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the token ids [T] of a text; raises `UserError` if it has characters that the vocabulary lacks."""
-        return ready_ids.encode(self.vocabulary, text)
+        return ready_ids.token_ids(self.vocabulary, text)
 
     def decode(self, tokens: Any) -> str:
         """Returns the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import text_of
-from support.own_text import data_config, own_text
+from support.own_text import own_text
 from support.published_corpora import place_official
-from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
+from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
 from txl_jax.data import corpus
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
@@ -73,12 +73,10 @@ def test_words(poem, read):
 # Stores
 
 
-def test_stores_lie_in_the_cache(poem, tmp_path):
+def test_stores_lie_in_the_cache_or_the_data(poem, tmp_path):
     read_corpus(own_text(**poem), str(tmp_path / "data"), str(tmp_path / "cache"))
     read_corpus(own_text(**poem), str(tmp_path / "data"))
-    assert stores(tmp_path / "cache") == stores(tmp_path / "data" / "prepared")
-    (name,) = stores(tmp_path / "cache")
-    assert name.startswith("text-")
+    assert stores(tmp_path / "cache") == stores(tmp_path / "data" / "prepared") == [OWN_TEXT["byte"]]
 
 
 def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
@@ -118,46 +116,36 @@ def test_the_folders_of_a_published_corpus_are_those_of_earlier_runs(tmp_path, m
 
 def test_what_changes_the_tokens_is_another_store(poem, tmp_path, read):
     (tmp_path / "vocab.txt").write_text("the\ncat\n")
-    for count, fields in enumerate(
-        (
-            {},
-            {"newlines": Newlines.DROP},
-            {"kind": Tokenizer.CHAR},
-            {"kind": Tokenizer.CHAR, "min_count": 2},
-            {"kind": Tokenizer.WORD},
-            {"kind": Tokenizer.WORD, "line_mark": LineMark.S},
-            {"kind": Tokenizer.WORD, "vocab_file": str(tmp_path / "vocab.txt")},
-        ),
-        start=1,
-    ):
+    changes = [
+        {},
+        {"newlines": Newlines.DROP},
+        *({"kind": Tokenizer.CHAR, "min_count": count} for count in (1, 2)),
+        *({"kind": Tokenizer.WORD, "line_mark": mark} for mark in (LineMark.EOS, LineMark.S)),
+        {"kind": Tokenizer.WORD, "vocab_file": str(tmp_path / "vocab.txt")},
+    ]
+    for count, fields in enumerate(changes, start=1):
         read(own_text(**poem, **fields))
         assert len(stores(tmp_path / "cache")) == count, fields
     (tmp_path / "train").write_text("another text\n")
     read(own_text(**poem))
-    assert len(stores(tmp_path / "cache")) == 8
+    assert len(stores(tmp_path / "cache")) == len(changes) + 1
 
 
 def test_a_vocabulary_file_is_known_by_its_content(poem, tmp_path, read):
-    words, same = tmp_path / "words", tmp_path / "same"
-    config = own_text(kind=Tokenizer.WORD, vocab_file=str(words), **poem)
-    words.write_text("the\nsat\n")
-    same.write_text("the\nsat\n")
-    assert read(config).vocabulary.words == ("<eos>", "the", "sat", "<unk>")
-    read(own_text(kind=Tokenizer.WORD, vocab_file=str(same), **poem))
-    assert len(stores(tmp_path / "cache")) == 1
-    words.write_text("the\ncat\n")
-    assert texts(read(config))[1] == b"<unk> <unk> <unk> \n"
-    assert len(stores(tmp_path / "cache")) == 2
+    for name, content in (("words", "the\nsat\n"), ("same", "the\nsat\n"), ("words", "the\ncat\n")):
+        (tmp_path / name).write_text(content)
+        corpus = read(own_text(kind=Tokenizer.WORD, vocab_file=str(tmp_path / name), **poem))
+        assert corpus.vocabulary.words == ("<eos>", *content.split(), "<unk>")
+    assert texts(corpus)[1] == b"<unk> <unk> <unk> \n" and len(stores(tmp_path / "cache")) == 2
 
 
 # A given vocabulary, as of a run that scores
 
 
-@pytest.mark.parametrize("fields", [{}, {"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD}, {"vocab_file": "words"}])
-def test_the_text_of_a_run_needs_no_second_store(fields, poem, tmp_path, read):
-    if "vocab_file" in fields:
-        (tmp_path / "words").write_text("the\nsat\n")
-        fields = {"kind": Tokenizer.WORD, "vocab_file": str(tmp_path / "words")}
+@pytest.mark.parametrize("fields", [{}, {"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD, "vocab_file": "words"}])
+def test_the_text_of_a_run_needs_no_second_store(fields, poem, tmp_path, read, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words").write_text("the\nsat\n")
     config = own_text(**fields, **poem)
     trained = read(config)
     scored = read(config, vocabulary=trained.vocabulary)
@@ -215,11 +203,11 @@ def test_penn_treebank_as_own_text(data_dir, read):
 
 
 def words(text, **fields):
-    return list(make_vocabulary(data_config(kind=Tokenizer.WORD, **fields), text).words)
+    return list(make_vocabulary(TokenizerConfig(kind=Tokenizer.WORD, **fields), text).words)
 
 
 def characters(text, **fields):
-    return make_vocabulary(data_config(kind=Tokenizer.CHAR, **fields), text).characters
+    return make_vocabulary(TokenizerConfig(kind=Tokenizer.CHAR, **fields), text).characters
 
 
 # Bytes
@@ -227,14 +215,14 @@ def characters(text, **fields):
 
 def test_own_text_has_all_bytes():
     for newlines in Newlines:
-        assert make_vocabulary(data_config(newlines=newlines), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
+        assert make_vocabulary(TokenizerConfig(newlines=newlines), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
 
 
 def test_a_closed_alphabet_is_counted_over_all_splits():
     text = text_of(["cab\n", "é"], "bax", "y\n", closed_alphabet=True)
-    assert make_vocabulary(DataConfig(), text) == ByteVocabulary(bytes(sorted("\nabcxyé".encode())))
-    dropped = make_vocabulary(data_config(newlines=Newlines.DROP), text)
-    assert dropped == ByteVocabulary(bytes(sorted("abcxyé".encode())), Newlines.DROP)
+    for newlines, symbols in ((Newlines.KEEP, "\nabcxyé"), (Newlines.DROP, "abcxyé")):
+        expected = ByteVocabulary(bytes(sorted(symbols.encode())), newlines)
+        assert make_vocabulary(TokenizerConfig(newlines=newlines), text) == expected
 
 
 # Words
@@ -260,10 +248,7 @@ def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, min_co
 
 
 def test_an_unknown_word_and_a_mark_in_the_text_are_those_tokens():
-    text = text_of("a <unk> b <unk>\n")
-    assert words(text) == ["<eos>", "<unk>", "a", "b"]
-    vocabulary = make_vocabulary(data_config(kind=Tokenizer.WORD), text)
-    assert vocabulary.encode(b"a <unk> c <unk>").tolist() == [2, 1, 1, 1]
+    assert words(text_of("a <unk> b <unk>\n")) == ["<eos>", "<unk>", "a", "b"]
     assert words(text_of("a <eos> b <eos>")) == ["<eos>", "a", "b", "<unk>"]
     assert words(text_of("a <S> b <eos>"), line_mark=LineMark.S) == ["<S>", "a", "b", "<eos>", "<unk>"]
 
@@ -296,8 +281,8 @@ def given_words(tmp_path):
     def read(content, **fields):
         path = tmp_path / "vocab.txt"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        config = data_config(kind=Tokenizer.WORD, vocab_file=str(path), **fields)
-        return make_vocabulary(config, text_of("never counted"))
+        tokenizer = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path), **fields)
+        return make_vocabulary(tokenizer, text_of("never counted"))
 
     return read
 
@@ -327,7 +312,7 @@ def test_a_file_without_words_is_named(content, given_words, tmp_path):
 
 
 def test_subwords_are_trained_on_the_training_split():
-    own = make_vocabulary(data_config(kind=Tokenizer.SUBWORD, vocab_size=258), text_of("ab ab abab\n" * 9))
+    own = make_vocabulary(TokenizerConfig(kind=Tokenizer.SUBWORD, vocab_size=258), text_of("ab ab abab\n" * 9))
     assert own.size == 258 and b"ab" in own.names()
 
 
@@ -335,7 +320,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
     for path in (tmp_path / "absent", tmp_path):
         for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):
             with pytest.raises(UserError, match=rf"--data\.tokenizer\.{field}\b.*{path}\b"):
-                make_vocabulary(data_config(kind=kind, **{field: str(path)}), text_of("a"))
+                make_vocabulary(TokenizerConfig(kind=kind, **{field: str(path)}), text_of("a"))
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])

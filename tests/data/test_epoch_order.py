@@ -17,7 +17,8 @@ def shuffled(starts, seed):
 
 def stream(made, epoch, length):
     """The places of an epoch's whole stream."""
-    return made.places(epoch, np.arange(length)).tolist()
+    inputs, targets = made(epoch, np.array(0), length - 1)
+    return [*inputs.tolist(), int(targets[-1])]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
@@ -29,8 +30,7 @@ def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
     for i in range(1, 20):
         wrong = starts.copy()
         wrong[i] = wrong[i - 1] - 1
-        first = (i - 1) // chunk * chunk  # Of the chunk in which they decrease.
-        with pytest.raises(ValueError, match=rf"\b{first}\b.*\b{first + chunk}\b"):
+        with pytest.raises(ValueError, match="decrease"):
             shuffled(wrong, 4)
 
 
@@ -65,13 +65,10 @@ def test_the_numbers_are_those_of_runs_that_exist():
     assert random_permutation(1111, 1, 12).tolist() == [3, 0, 6, 10, 7, 8, 11, 1, 9, 5, 4, 2]
 
 
-@pytest.mark.parametrize("starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64)])
-def test_starts_are_one_axis_of_signed_integers(starts):
-    with pytest.raises(ValueError, match=rf"\b{starts.dtype}\b.*{re.escape(str(starts.shape))}"):
-        ShuffledSentences(starts, n_tokens=0, seed=0)
-
-
-@pytest.mark.parametrize("starts", [[0, 5, 9], [0, 5, 11], [-1, 5, 10]])
-def test_starts_must_be_those_of_the_text(starts):
-    with pytest.raises(ValueError, match=rf"{starts[0]}\b.*\b{starts[-1]}\b.*\b10\b"):
-        ShuffledSentences(np.array(starts), n_tokens=10, seed=0)
+@pytest.mark.parametrize(
+    "starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64), [0, 5, 9], [0, 11], [-1, 10]]
+)
+def test_starts_are_one_axis_of_signed_integers_that_span_the_text(starts):
+    starts = np.array(starts)
+    with pytest.raises(ValueError, match=rf"\b10, got {starts.dtype} of shape {re.escape(str(starts.shape))}"):
+        ShuffledSentences(starts, n_tokens=10, seed=0)

@@ -8,7 +8,6 @@ import pytest
 
 from support import ROOT
 from txl_jax.config import CorpusName, DataConfig, Tokenizer
-from txl_jax.data.prepare import BUILDERS
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file, program_of
 from txl_jax.errors import UserError
 
@@ -22,7 +21,7 @@ def test_a_row_is_complete(name):
     row = CORPORA[name]
     row.defaults.validate()
     assert row.defaults.corpus is name and row.vocab_size > 1
-    assert {part for part, _, _ in row.ranges().values()} == set(row.facts)
+    assert set(row.facts) == ({WHOLE} if row.cuts else {"train", "valid", "test"})
     assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
     assert row.contents and not row.contents.endswith(".")
     assert sum(row.cuts.values()) in (0, row.facts.get(WHOLE, Facts(size=0)).size)
@@ -36,7 +35,6 @@ def test_a_row_is_complete(name):
         assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
     if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
         assert row.vocab_size == 256
-    assert (BUILDERS[name].NAME, BUILDERS[name].name) == (name, f"txl_{name}")
 
 
 def test_a_part_is_read_of_one_file_alone():
@@ -54,11 +52,7 @@ def test_the_official_facts():
     for name in (CorpusName.ENWIK8, CorpusName.TEXT8):
         row = CORPORA[name]
         assert row.closed_alphabet and row.facts[WHOLE].size == 100_000_000 and row.facts[WHOLE].sha256
-        assert row.ranges() == {
-            "train": (WHOLE, 0, 90_000_000),
-            "valid": (WHOLE, 90_000_000, 95_000_000),
-            "test": (WHOLE, 95_000_000, 100_000_000),
-        }
+        assert row.cuts == {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}
     for name, tokens in {
         CorpusName.PTB: [929_589, 73_760, 82_430],
         CorpusName.WIKITEXT103: [103_227_021, 217_646, 245_569],
@@ -67,9 +61,8 @@ def test_the_official_facts():
         assert [CORPORA[name].facts[split].tokens for split in ("train", "valid", "test")] == tokens
     assert CORPORA[CorpusName.LM1B].facts["train"] == Facts(lines=30_301_028)
     for layout in CORPORA[CorpusName.LM1B].layouts:
-        assert len(layout["train"]) == 99
-        assert layout["train"][0].endswith("training-monolingual.tokenized.shuffled/news.en-00001-of-00100")
-        assert layout["train"][-1].endswith("/news.en-00099-of-00100")
+        names = [name.rpartition("monolingual.tokenized.shuffled/news.en")[2] for name in layout["train"]]
+        assert names == [f"-{i:05}-of-00100" for i in range(1, 100)]
         assert layout["test"][0].endswith("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050")
         assert layout["valid"][0].endswith("/news.en.heldout-00001-of-00050")
 

@@ -186,18 +186,13 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
-def test_a_memory_mapped_text_reads_the_same(kind, dtype, tmp_path):
-    """Arrays of the same types and shapes, whatever the text's type."""
+def test_types_and_shapes_are_the_same_whatever_the_texts_type(kind, dtype):
     text = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000, dtype=dtype)
-    text.tofile(tmp_path / "ids")
-    mapped = np.memmap(tmp_path / "ids", dtype, "r")
     constructor, given_beside = KINDS[kind]
-    others = {"batch_size": 3, "segment_len": 7, **given_beside(1000)}
-    in_memory, on_disk = (constructor(ids, **others).segments(5, 99) for ids in (text, mapped))
-    assert_equal(in_memory, on_disk)
-    assert [values.dtype for values in on_disk] == [np.int32, np.int32, np.float32, bool]
-    assert [values.shape for values in on_disk] == [(99, 3, 7)] * 3 + [(99, 3)]
-    assert all(type(values) is np.ndarray and values.flags.c_contiguous for values in on_disk)
+    found = constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(5, 99)
+    assert [values.dtype for values in found] == [np.int32, np.int32, np.float32, bool]
+    assert [values.shape for values in found] == [(99, 3, 7)] * 3 + [(99, 3)]
+    assert all(type(values) is np.ndarray and values.flags.c_contiguous for values in found)
 
 
 class IndexingForbidden(np.ndarray):
@@ -232,15 +227,10 @@ def test_a_text_of_exactly_one_segment_and_one_token_less():
 @pytest.mark.parametrize(
     ("shape", "sizes", "named"),
     [
-        ((0,), {}, r"\(0,\)"),
-        ((1,), {}, r"\(1,\)"),
-        ((4, 5), {}, r"\(4, 5\)"),
+        *((shape, {}, re.escape(str(shape))) for shape in ((0,), (1,), (4, 5))),
         ((50,), {"batch_size": 0}, r"batch_size\D*\b0\b"),
         ((50,), {"segment_len": -1}, "segment_len.*-1"),
-        ((50,), {"own": [6]}, r"\[6\].*batch_size.*\b6\b"),
-        ((50,), {"own": [-1, 2]}, r"\[-1, 2\]"),
-        ((50,), {"own": [2, 1]}, r"\[2, 1\]"),
-        ((50,), {"own": [3, 3]}, r"\[3, 3\]"),
+        *(((50,), {"own": own}, re.escape(str(own))) for own in ([6], [-1, 2], [2, 1], [3, 3])),
     ],
 )
 def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
@@ -256,7 +246,7 @@ def test_other_settings_that_cannot_be():
         with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
             training_segments(numbered(50), **sizes, roll=roll, sentence_starts=np.array([0, 50]))
     for stride in (-1, 3):
-        with pytest.raises(ValueError, match=rf"stride\D*{stride}\b.*segment_len.*\b2\b"):
+        with pytest.raises(ValueError, match=rf"segment_len=2\b.*stride={stride}\b"):
             training_segments(numbered(50), **sizes, stride=stride)
     for first_step, count in ((-1, 2), (0, 0)):
         with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):

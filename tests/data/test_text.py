@@ -1,11 +1,11 @@
-"""Tests bytes to text: blocks come early, errors name file and offset; test_word_tokens has any cutting into blocks."""
+"""Tests bytes to text: errors name file and offset; test_word_tokens has any cutting into blocks."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks
-from txl_jax.data.text import File, text_blocks
+from txl_jax.data.text import text_blocks
 from txl_jax.errors import UserError
 
 # Every kind of white space that cuts, one that does not, and characters of one to four bytes.
@@ -13,23 +13,6 @@ TEXTS = st.text(
     st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀") | st.characters(codec="utf-8", exclude_characters="\0")
 )
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
-
-
-@pytest.mark.parametrize("white", ["\n", " ", "\t", "\r"])
-def test_blocks_come_while_a_file_is_read(white):
-    """A block is handed on as soon as white space in it ends a word."""
-    read = []
-
-    def blocks():
-        for block in (b"one", f"{white}two".encode(), f"{white}three".encode()):
-            read.append(block)
-            yield block
-
-    coming = text_blocks([File("some.txt", 13, blocks)], close_lines=False)
-    joined = ""
-    while white not in joined:
-        joined += next(coming)
-    assert joined == f"one{white}" and len(read) == 2
 
 
 @pytest.mark.parametrize("character", ["a", "é", "日", "😀"])

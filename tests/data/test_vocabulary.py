@@ -18,62 +18,56 @@ from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 # What the saved form must not take for the end of a line, or for one of its own escapes.
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
 
 
+THREE = (
+    ByteVocabulary.of(b"abc"),
+    CharacterVocabulary(f"a{UNKNOWN}é"),
+    WordVocabulary(("a", "<unk>", "<eos>")),
+)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
 def test_decoding_takes_any_integers(dtype):
-    assert ByteVocabulary.of(b"abc").decode(np.array([[2, 0], [1, 1]], dtype)) == b"cabb"
-    assert (
-        CharacterVocabulary("a\N{REPLACEMENT CHARACTER}é").decode(np.array([[2, 0], [2, 2]], dtype)).decode() == "éaéé"
-    )
-    assert words_of(LineMark.EOS).decode(np.array([[2, 0], [1, 5]], dtype)) == b"cat the \nsat "
-    for vocabulary in (ByteVocabulary.of(b"abc"), words_of(LineMark.EOS)):
-        assert vocabulary.decode([]) == b""
+    decoded = [vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() for vocabulary in THREE]
+    assert decoded == ["caac", "éaaé", "\na a \n"]
+    assert all(vocabulary.decode([]) == b"" for vocabulary in THREE)
 
 
 @pytest.mark.parametrize("foreign", [-1, 3])
 def test_a_foreign_id_is_named(foreign):
-    for three in (
-        ByteVocabulary.of(b"abc"),
-        CharacterVocabulary("a\N{REPLACEMENT CHARACTER}é"),
-        WordVocabulary(("a", "<unk>", "<eos>")),
-    ):
+    for vocabulary in THREE:
         with pytest.raises(UserError, match=rf"{foreign}\b.*\b0\b.*\b2\b"):
-            three.decode([0, foreign])
+            vocabulary.decode([0, foreign])
 
 
 def test_symbols_and_characters_must_be_distinct():
-    unknown = "\N{REPLACEMENT CHARACTER}"
     for symbols in (b"", b"ba", b"aa"):
         with pytest.raises(UserError, match=re.escape(str([*symbols]))):
             ByteVocabulary(symbols)
-    for characters in ("", "abc", f"a{unknown}a"):
-        with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{unknown}'.*\b{len({*characters})}\b"):
+    for characters in ("", "abc", f"a{UNKNOWN}a"):
+        with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{UNKNOWN}'.*\b{len({*characters})}\b"):
             CharacterVocabulary(characters)
 
 
 def test_what_an_unprompted_text_follows():
-    unknown = "\N{REPLACEMENT CHARACTER}"
-    assert ByteVocabulary(b"\n a").start.tolist() == [0]
-    assert ByteVocabulary(b" a").start.tolist() == [0]
-    assert ByteVocabulary(b"!a").start.tolist() == [0]
+    assert all(ByteVocabulary(symbols).start.tolist() == [0] for symbols in (b"\n a", b" a", b"!a"))
     assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")], "never the newline that is dropped"
     assert ByteVocabulary(b"\nab", Newlines.DROP).start.tolist() == [1]
-    assert CharacterVocabulary(f"a {unknown}\n").start.tolist() == [3]
-    assert CharacterVocabulary(f"a {unknown}").start.tolist() == [1]
-    assert CharacterVocabulary(f"a{unknown}").start.tolist() == [0]
+    assert CharacterVocabulary(f"a {UNKNOWN}\n").start.tolist() == [3]
+    assert CharacterVocabulary(f"a {UNKNOWN}").start.tolist() == [1]
+    assert CharacterVocabulary(f"a{UNKNOWN}").start.tolist() == [0]
     starts = [words_of(line_mark).start.tolist() for line_mark in LineMark]
     assert starts == [[1], [4], [4], [0]] and [words_of(line_mark).mark for line_mark in LineMark] == [1, 4, 4, None]
 
 
 def test_a_byte_and_a_character_are_called_what_they_are():
     assert ByteVocabulary(b"\n\x80\xc3").names() == [b"\n", b"\x80", b"\xc3"]
-    assert CharacterVocabulary("a\n\N{REPLACEMENT CHARACTER}é").names() == [
-        c.encode() for c in "a\n\N{REPLACEMENT CHARACTER}é"
-    ]
+    assert CharacterVocabulary(f"a\n{UNKNOWN}é").names() == [c.encode() for c in f"a\n{UNKNOWN}é"]
 
 
 def test_the_id_of_unknown_tokens():

@@ -46,11 +46,6 @@ class ByteVocabulary(Vocabulary):
         return cls(distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines)
 
     @property
-    def size(self) -> int:
-        """Returns V, the number of tokens."""
-        return len(self.symbols)
-
-    @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first symbol."""
         kept = self.symbols if self.newlines is Newlines.KEEP else self.symbols.replace(b"\n", b"")
@@ -72,18 +67,14 @@ class ByteVocabulary(Vocabulary):
         """Returns the text of ids."""
         return np.frombuffer(self.symbols, np.uint8)[check_ids(ids, self.size)].tobytes()
 
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {"newlines": self.newlines.value}
-
     def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form."""
+        """Returns the byte values, as numbers."""
         return map(str, self.symbols)
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "ByteVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        return cls(bytes(map(int, lines)), Newlines(header["newlines"]))
+    def load(cls, lines: list[str], **header: Any) -> "ByteVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls(bytes(map(int, lines)), **header)
 
     def _of_bytes(self, block: bytes, where: str, offset: int) -> np.ndarray:
         dropped = b"\n" if self.newlines is Newlines.DROP else b""

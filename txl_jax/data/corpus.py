@@ -6,26 +6,27 @@ files of ready-made ids (ready_ids) -> Corpus
 
 import collections
 import dataclasses
-import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer
+from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
 from txl_jax.config.config_tree import setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data import own_text, subwords, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary, distinct
-from txl_jax.data.published import CORPORA, check_file
+from txl_jax.data.published import check_file
 from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
-from txl_jax.data.text import SPLITS, File, Text, read_named, text_blocks, with_bar
+from txl_jax.data.text import SPLITS, Text, checked, file_part, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads
 from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
+from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
 KINDS: tuple[type[Vocabulary], ...] = (
@@ -78,11 +79,13 @@ def read_corpus(
             "--cache_dir=... a folder of this machine"
         )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
-    config = own_text.local_config(config, cache)
+    files_in = data_dir
+    if is_remote(data_dir) or own_text.remote_paths(config):  # Otherwise all files are on this machine already.
+        config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
-        corpus = _encoded(config, _read_text(config, data_dir, cache), cache / "tokens", vocabulary)
+        corpus = _encoded(config, _read_text(config, files_in, cache), cache / "tokens", vocabulary)
     for split in SPLITS:
         if (size := len(getattr(corpus, split))) < 2:  # The first token is only an input, so there is no target.
             raise UserError(
@@ -100,8 +103,6 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
         return own_text.read_python_stdlib(config)
     if config.corpus is CorpusName.TEXT or config.file:
         return own_text.read_own_text(config)
-    if is_remote(data_dir):
-        data_dir = own_text.local_folder(CORPORA[config.corpus], data_dir, cache)
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
     return prepare.read(config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout)
@@ -109,63 +110,53 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
 
 def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
     """Returns the text as the ids of a store in `folder`, in its own vocabulary or in a given one."""
-    own = _settings(config, ignore_missing=vocabulary is not None)
+    own = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
     # The text that a run was trained on needs no second store.
     store = token_store.find_store(text, own, folder) if vocabulary is not None else None
     if vocabulary is None or store is None or store.vocabulary != dumps(vocabulary):
         settings = own if vocabulary is None else own | {"vocabulary": digest(vocabulary)}
         store = token_store.open_store(
-            text, settings, lambda: vocabulary or make_vocabulary(config, text), folder=folder
+            text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=folder
         )
-    described = f"{text.description}, {_describe_tokens(config)}"
+    described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
     train, valid, test = (store.splits[split] for split in SPLITS)
     return Corpus(text.name, described, text.digest, vocabulary, train, valid, test, store.sentences)
 
 
-def _settings(config: DataConfig, *, ignore_missing: bool) -> dict[str, Any]:
+def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, Any]:
     """Returns the settings that the ids depend on. A file counts by its content."""
-    settings = {
-        field.name: getattr(config.tokenizer, field.name)
-        for field in dataclasses.fields(config.tokenizer)
-        if setting_of(field).shapes_tokens and getattr(config.tokenizer, field.name) is not None
-    }
+    fields = [field.name for field in dataclasses.fields(tokenizer) if setting_of(field).shapes_tokens]
+    settings = {name: value for name in fields if (value := getattr(tokenizer, name)) is not None}
     # They were settings: without them every text would be encoded again.
     settings |= {"lower_case": False, "sentencepiece_vocab": 8000}
     for name in ("vocab_file", "hf_file"):
-        if path := getattr(config.tokenizer, name):
-            try:
-                settings[name] = hashlib.sha256(read_named(path, flag=f"--data.tokenizer.{name}")).hexdigest()
-            except UserError:
-                if not ignore_missing:
-                    raise
+        path = getattr(tokenizer, name)
+        if path and (os.path.isfile(path) or not ignore_missing):
+            settings[name] = storage.sha256(checked(path, flag=f"--data.tokenizer.{name}"))
     return settings
 
 
-def _describe_tokens(config: DataConfig) -> str:
-    tokenizer = config.tokenizer
-    match tokenizer.kind:
-        case Tokenizer.BYTE:
-            return f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}"
-        case Tokenizer.SUBWORD:
-            return "as tokens of a tokenizer.json" if tokenizer.hf_file else "as subwords trained on it"
-        case Tokenizer.CHAR:
-            return "as characters"
+def _describe_tokens(tokenizer: TokenizerConfig) -> str:
     marks = {
         LineMark.EOS: "a mark after each line",
         LineMark.S: "one <S> between sentences",
         LineMark.DOUBLE_S: "<S> before and after each sentence",
         LineMark.NONE: "lines unmarked",
     }
-    return f"as words, {marks[tokenizer.line_mark]}"
+    return {
+        Tokenizer.BYTE: f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}",
+        Tokenizer.CHAR: "as characters",
+        Tokenizer.WORD: f"as words, {marks[tokenizer.line_mark]}",
+        Tokenizer.SUBWORD: "as tokens of a tokenizer.json" if tokenizer.hf_file else "as subwords trained on it",
+    }[tokenizer.kind]
 
 
 # Vocabularies
 
 
-def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
+def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
     """Builds the vocabulary of a text from its training split, or reads the one that the config names."""
-    tokenizer = config.tokenizer
     match tokenizer.kind:
         case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.
             files = (file for split in SPLITS for file in with_bar(f"counting {split}", text.splits[split]))
@@ -174,16 +165,14 @@ def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
         case Tokenizer.BYTE:
             return ByteVocabulary.all_bytes(tokenizer.newlines)
         case Tokenizer.CHAR:
-            counts = _count(text, split=iter)
-            ranked = rank(counts, min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
+            ranked = rank(_count(text, iter), min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
             return CharacterVocabulary("".join(ranked))
         case Tokenizer.WORD:
-            unknown, first = UNKNOWN_WORD, [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else []
+            unknown, mark = UNKNOWN_WORD, [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else []
             if tokenizer.vocab_file:
-                words, unknown = _given_words(tokenizer.vocab_file, first)
+                words, unknown = _given_words(tokenizer.vocab_file, mark)
             else:
-                counts = _count(text, split=str.split)
-                words = rank(counts, min_count=tokenizer.min_count, unknown=unknown, first=first)
+                words = rank(_count(text, str.split), min_count=tokenizer.min_count, unknown=unknown, first=mark)
             return WordVocabulary(tuple(words), tokenizer.line_mark, unknown=unknown)
         case Tokenizer.SUBWORD if tokenizer.hf_file:
             return subwords.given_tokenizer(tokenizer.hf_file)
@@ -195,25 +184,21 @@ def make_vocabulary(config: DataConfig, text: Text) -> Vocabulary:
 
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     """Reads the first word of each line, in order; adds the line mark before and <unk> after them if missing."""
-    text = read_named(path, flag="--data.tokenizer.vocab_file")
-    lines = "".join(text_blocks([File(path, len(text), lambda: iter([text]))], close_lines=True)).split("\n")
+    file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
+    lines = "".join(text_blocks([file], close_lines=True)).split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
     if not words:
-        raise UserError(
-            f"--data.tokenizer.vocab_file names {path}, which holds no words; give a file with a word on each line"
-        )
+        raise UserError(f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words")
     unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
 
 
-def _count(text: Text, *, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
-    counts: collections.Counter[str] = collections.Counter()
-    for block in text_blocks(with_bar("counting", text.splits["train"]), close_lines=False):
-        counts.update(split(block))
-    return counts
+def _count(text: Text, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
+    blocks = text_blocks(with_bar("counting", text.splits["train"]), close_lines=False)
+    return collections.Counter(itertools.chain.from_iterable(map(split, blocks)))
 
 
-def rank(counts: collections.Counter[str], *, min_count: int, unknown: str, first: Iterable[str] = ()) -> list[str]:
+def rank(counts: Mapping[str, int], *, min_count: int, unknown: str, first: Sequence[str] = ()) -> list[str]:
     """Ranks tokens: `first`, then by decreasing count, equal ones in the order in which they were counted.
 
     Tokens rarer than `min_count` count as `unknown`, which is always there.
@@ -222,6 +207,5 @@ def rank(counts: collections.Counter[str], *, min_count: int, unknown: str, firs
     ['a', 'b', 'r', '?']
     """
     kept = collections.Counter({token: count for token, count in counts.items() if count >= min_count})
-    kept[unknown] += sum(count for token, count in counts.items() if count < min_count)
-    first = list(first)
-    return first + [token for token, _ in kept.most_common() if token not in first]
+    kept[unknown] += sum(count for count in counts.values() if count < min_count)
+    return [*first] + [token for token, _ in kept.most_common() if token not in first]

@@ -10,7 +10,6 @@ The reset bits of a's, b's and c's first steps empty the row's memory. Positions
 the memory that holds them is emptied before the row is used again, so a document's results are those that it has alone.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -49,13 +48,13 @@ class Call(NamedTuple):
     parts: list[Part]
 
 
-@dataclasses.dataclass
-class _Row:
-    """A document that is being read."""
+class _Piece(NamedTuple):
+    """At most L positions of a document."""
 
     number: int
-    document: Pairs
-    position: int = 0
+    pairs: Pairs
+    begins: bool
+    ends: bool
 
 
 class DocumentRows:
@@ -80,11 +79,9 @@ class DocumentRows:
           vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
         """
         self._source = source
-        self._rows: list[_Row | None] = [None] * batch_size
+        self._rows = [self._pieces(segment_len) for _ in range(batch_size)]
         self._shape = segments_per_call, batch_size, segment_len
-        # Axes of an input beyond [S, B, L], and its dtype.
-        self._input = ((), np.dtype(np.int32)) if vectors is None else ((vectors[0],), vectors[1])
-        self._at_most = _LOOKAHEAD * batch_size
+        self._vectors = vectors
         self._begun = 0
         self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
         self.ended = False  # Whether no more documents come.
@@ -92,52 +89,46 @@ class DocumentRows:
 
     def next_call(self) -> Call | None:
         """Returns the segments to read next, or None if no document may begin before others are delivered."""
-        n_segment, batch_size, _ = self._shape
-        call = Call(self._padding(), n_segment, [])
-        for segment in range(n_segment):
-            busy = False
-            for row in range(batch_size):
-                self._begin(row, call, segment)
-                reading = self._rows[row]
-                if reading is not None:
-                    busy = True
-                    call.parts.append(self._read(reading, call.segments, segment, row))
-                    if call.parts[-1].ends:
-                        self._rows[row] = None
-            if not busy:
+        call = Call(self._padding(), self._shape[0], [])
+        for segment in range(call.n_segments):
+            pieces = list(map(next, self._rows))
+            if not any(pieces):
                 return call._replace(n_segments=segment) if call.parts else None
+            for row, piece in enumerate(pieces):
+                if piece is not None:
+                    length = len(piece.pairs.inputs)
+                    call.segments.inputs[segment, row, :length] = piece.pairs.inputs
+                    call.segments.targets[segment, row, :length] = piece.pairs.targets
+                    call.segments.weights[segment, row, :length] = 1
+                    call.segments.reset[segment, row] = piece.begins
+                    call.parts.append(Part(piece.number, segment, row, length, piece.ends))
         return call
 
-    def _begin(self, row: int, call: Call, segment: int) -> None:
-        """Gives a free row its next document. Documents without positions end at once."""
-        while self._rows[row] is None and not self.ended and self._begun - self.delivered < self._at_most:
-            try:
-                document = next(self._source, None)
-            except UserError as error:  # The documents before it are read first.
-                self.error, document = error, None
-            if document is None:
-                self.ended = True
-                return
-            if len(document.inputs):
-                self._rows[row] = _Row(self._begun, document)
-            else:
-                call.parts.append(Part(self._begun, segment, row, 0, True))
-            self._begun += 1
+    def _pieces(self, size: int) -> Iterator[_Piece | None]:
+        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin."""
+        while True:
+            if (document := self._next_document()) is None:
+                yield None
+                continue
+            number, length = self._begun - 1, len(document.inputs)
+            for first in range(0, max(length, 1), size):
+                pairs = Pairs(document.inputs[first : first + size], document.targets[first : first + size])
+                yield _Piece(number, pairs, first == 0, first + size >= length)
 
-    def _read(self, reading: _Row, segments: Segments, segment: int, row: int) -> Part:
-        """Writes a row's next positions into the segments."""
-        first, document = reading.position, reading.document
-        inputs = document.inputs[first : first + self._shape[2]]
-        length = len(inputs)
-        segments.inputs[segment, row, :length] = inputs
-        segments.targets[segment, row, :length] = document.targets[first : first + length]
-        segments.weights[segment, row, :length] = 1
-        segments.reset[segment, row] = first == 0
-        reading.position += length
-        return Part(reading.number, segment, row, length, reading.position == len(document.inputs))
+    def _next_document(self) -> Pairs | None:
+        if self.ended or self._begun >= self.delivered + _LOOKAHEAD * len(self._rows):
+            return None
+        document = None
+        try:
+            document = next(self._source, None)
+        except UserError as error:  # The documents before it are read first.
+            self.error = error
+        self.ended = document is None
+        self._begun += not self.ended
+        return document
 
     def _padding(self) -> Segments:
         """Returns segments of padding, in arrays of their own: those of an earlier call may still be in transfer."""
-        shape, (size, dtype) = self._shape, self._input
-        inputs = np.zeros((*shape, *size), dtype)
+        shape = self._shape
+        inputs = np.zeros((*shape, self._vectors[0]), self._vectors[1]) if self._vectors else np.zeros(shape, np.int32)
         return Segments(inputs, np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], bool))

@@ -1,18 +1,9 @@
 """Order of the training tokens in an epoch: sequential, rolled, or shuffled by sentences.
 
+All published rows but lm1b read the text in its own order (`sequential`): their reader may skip the rest of this file.
+
 A stream of T tokens holds T - 1 *pairs*: pair q has the stream's token q as input and token q + 1 as target. An
 `EpochOrder` maps pairs of the epoch's stream to positions in the text, as a pure function of (seed, epoch, pair).
-
-- `Sequential`: the stream is the text.
-- `RandomRoll`: ranges of pairs are rotated by random numbers. With pairs 0 .. 4 and 5 .. 10 as two ranges, rotated by 3
-  and 1, the targets are
-
-      4 5 1 2 3 | 7 8 9 10 11 6
-
-  and the input of each is still the token before it in the text, also where a range wraps: no transition is invented.
-  Only the context jumps there, from the range's last token to its first, without a reset bit. (Press's own code rotates
-  tokens instead of pairs, and so asks for a row's first token after its last one.)
-- `ShuffledSentences`: the stream is the text's sentences in random order, concatenated.
 
 Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will always produce the
 same random integer stream" (its docstring). numpy promises no such thing of `Generator` (NEP 19), whose `permutation`
@@ -20,33 +11,19 @@ and `integers` may change with a version, so neither is used: a resumed run keep
 """
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
-
-class EpochOrder(Protocol):
-    """A map from the pairs of an epoch's stream to positions in the text."""
-
-    def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the positions of inputs and targets of `length` consecutive pairs from each of `first` on.
-
-        Args:
-          first: int64 [...], indices of pairs.
-
-        Returns:
-          Two int64 [..., length].
-        """
+# (epoch, indices of pairs int64 [...], length L) -> the positions in the text of the inputs and of the targets of L
+# consecutive pairs from each index on, two int64 [..., L].
+EpochOrder = Callable[[int, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sequential:
-    """The text's own order in every epoch; pairs past its end map to positions past its end."""
-
-    def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `EpochOrder.pairs`."""
-        place = first[..., None] + np.arange(length)
-        return place, place + 1
+def sequential(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Is the text's own order in every epoch; pairs past its end map to positions past its end."""
+    place = first[..., None] + np.arange(length)
+    return place, place + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,18 +31,25 @@ class RandomRoll:
     """A rotation of each range of pairs by a random number of its own in each epoch.
 
     With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
-    improve language models"); with a single range the whole stream is rotated.
+    improve language models"); with a single range the whole stream is rotated. With pairs 0 .. 4 and 5 .. 10 as two
+    ranges, rotated by 3 and 1, the targets are
+
+        4 5 1 2 3 | 7 8 9 10 11 6
+
+    and the input of each is still the token before it in the text, also where a range wraps: no transition is invented.
+    Only the context jumps there, from the range's last token to its first, without a reset bit. (Press's own code
+    rotates tokens instead of pairs, and so asks for a row's first token after its last one.)
 
     >>> order = RandomRoll(np.array([0, 5, 11]), seed=3)
-    >>> order.pairs(0, np.array([0, 5]), 5)[1].tolist()
+    >>> order(0, np.array([0, 5]), 5)[1].tolist()
     [[5, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
     """
 
     edges: np.ndarray  # int64 [R + 1], increasing: range r holds the pairs edges[r] .. edges[r + 1] - 1.
     seed: int
 
-    def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `EpochOrder.pairs`; consecutive pairs must lie within one range."""
+    def __call__(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Is an `EpochOrder`; consecutive pairs must lie within one range."""
         index = np.searchsorted(self.edges, first, side="right") - 1
         start, size = self.edges[index], np.diff(self.edges)
         shift = (random_words(self.seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
@@ -77,40 +61,33 @@ class RandomRoll:
 class ShuffledSentences:
     """The sentences of the text in a random order per epoch; tokens before the first sentence stay in front.
 
-    The order of an epoch is computed when its first pair is asked for and cached until another epoch is: 12 bytes a
-    sentence. One Billion Word (30.3 million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a server.
+    The order of an epoch is cached until another epoch is asked for: 12 bytes a sentence. One Billion Word (30.3
+    million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a server.
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
         """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not fit the text."""
-        if starts.ndim != 1 or starts.dtype.kind != "i" or not 2 <= len(starts) <= np.iinfo(np.int32).max:
+        is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
+        is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
+        chunks = (starts[i : i + CHUNK + 1] for i in range(0, len(starts), CHUNK)) if is_of_text else ()
+        if not is_of_text or any(np.any(np.diff(chunk) < 0) for chunk in chunks):
+            ends = f"{starts.ravel()[:1].tolist()} to {starts.ravel()[-1:].tolist()}"
             raise ValueError(
-                f"the sentence starts are {starts.dtype} of shape {starts.shape}; give one axis of signed integers: "
-                "one for each sentence, and the end of the last"
+                "sentence_starts must be signed integers on one axis that never decrease, from the text's beginning to "
+                f"its length, {n_tokens}, got {starts.dtype} of shape {starts.shape} from {ends}"
             )
-        if starts[0] < 0 or starts[-1] != n_tokens:
-            raise ValueError(
-                f"the sentence starts run from {starts[0]} to {starts[-1]} and the text has {n_tokens} tokens; they "
-                "must begin inside it and end with its length (do they belong to another text?)"
-            )
-        for i in range(0, len(starts), CHUNK):
-            if np.any(np.diff(starts[i : i + CHUNK + 1]) < 0):
-                raise ValueError(f"the sentence starts decrease among numbers {i} to {i + CHUNK}; they must be sorted")
         self._starts, self._seed = starts, seed
         self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
 
-    def pairs(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `EpochOrder.pairs`."""
-        place = self.places(epoch, first[..., None] + np.arange(length + 1))
-        return place[..., :-1], place[..., 1:]
-
-    def places(self, epoch: int, position: np.ndarray) -> np.ndarray:
-        """Maps positions in the epoch's stream to positions in the text, both int64 [...]."""
+    def __call__(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Is an `EpochOrder`."""
         sentence, begin = self._prepare(epoch)
+        position = first[..., None] + np.arange(length + 1)
         # A search per token: np.searchsorted starts each search where the last one ended, and scanning on from one
         # search per run of positions took as long (0.5 ms for 224 x 33 positions among 30 million sentences).
         rank = np.searchsorted(begin, position, side="right") - 1
-        return np.where(rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank]))
+        place = np.where(rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank]))
+        return place[..., :-1], place[..., 1:]
 
     def _prepare(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sentence at each rank, int32 [n], and where ranks start in the epoch's stream, int64 [n + 1]."""
@@ -131,10 +108,8 @@ def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
 def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Returns int32 [n], a permutation of 0 .. n - 1 seeded by (seed, epoch).
 
-    Each number lies in the low bits of a word whose high bits are random, and the words are sorted. No two are
-    equal, so every sorting algorithm gives the same order, and sorting values takes a tenth of the time of an argsort
-    (0.2 s for 30 million, with AVX-512). Where high bits agree, the smaller number comes first: of 30 million numbers
-    some 800 pairs.
+    Each number lies in the low bits of a word whose high bits are random, and the words are sorted. No two are equal,
+    so every sorting algorithm gives the same order, in a tenth of an argsort's time (0.2 s for 30 million, AVX-512).
     """
     bits = np.uint64(n.bit_length())
     words = random_words(seed, epoch, n)

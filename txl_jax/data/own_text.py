@@ -1,15 +1,10 @@
 """Text of this machine: the user's own files, parts of a corpus, and the source of Python's standard library.
 
-Ids are memory-mapped and archives are read at random, so remote files are copied first:
-
-    <cache_dir>/fetched/<digest of URL, size and time>/<name>
-    <cache_dir>/fetched/<digest of data_dir>/                  a published corpus, its files in the folders of data_dir
-
-An object that was replaced is copied again. You can delete the directory at any time.
+Ids are memory-mapped and archives are read at random, so remote files are copied first, to `fetched` in the cache, and
+again when the object was replaced. You can delete the directory at any time.
 """
 
 import contextlib
-import dataclasses
 import glob
 import hashlib
 import itertools
@@ -20,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, TokenizerConfig
-from txl_jax.data.published import PublishedCorpus
+from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
+from txl_jax.data.published import CORPORA, PublishedCorpus
 from txl_jax.data.text import SPLITS, File, Text, checked, digest_of, expanded, file_part, with_bar
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import as_path, download, is_remote, matching, modified, names, remote_error, size
@@ -35,9 +30,9 @@ _BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to t
 def read_own_text(config: DataConfig) -> Text:
     """Reads one file, split 90/5/5, or the user's own files, a list per split, each concatenated in the order given.
 
-    With a published corpus the file is a part of it. A name with * or ? in a list matches any number of files, in the
-    order of their names. Raises `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or
-    ends in empty lines, each of which would be a token.
+    With a published corpus the file is a part of it. A pattern in a list matches files in the order of their names.
+    Raises `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in empty lines,
+    each of which would be a token.
     """
     if config.file:
         path = checked(config.file, flag="--data.file")
@@ -60,12 +55,11 @@ def read_own_text(config: DataConfig) -> Text:
 
 def read_python_stdlib(config: DataConfig) -> Text:
     """Reads the modules of the running Python's standard library in the order of their paths, split 90/5/5."""
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    root, paths = sysconfig.get_paths()["stdlib"], list[str]()
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_DIRS]
-        # is_file: some distributions leave dangling links behind.
-        found += [path for name in files if name.endswith(".py") and (path := Path(folder, name)).is_file()]
-    paths = [str(path) for path in sorted(found, key=lambda path: path.relative_to(root).as_posix())]
+        subfolders[:] = set(subfolders) - STDLIB_SKIPPED_DIRS
+        paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
+    paths = sorted(filter(os.path.isfile, paths))  # Some distributions leave dangling links behind.
     if not paths:
         raise UserError(
             f"the standard library at {root} holds no .py files (it may be packed in an archive); "
@@ -88,29 +82,28 @@ def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tupl
 
     With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
     """
-    sizes = [os.path.getsize(path) for path in paths]
-    total = sum(sizes)
-    borders = [0, total * 90 // 100, total * 95 // 100, total]
-    if at_lines:
-        borders[1:3] = [_line_start(paths, sizes, border) for border in borders[1:3]]
-    ranges = zip(SPLITS, borders, borders[1:], strict=False)
-    return {split: tuple(_between(paths, sizes, first, last)) for split, first, last in ranges}
+    total = sum(map(os.path.getsize, paths))
+    inner = [total * 90 // 100, total * 95 // 100]
+    borders = [0, *([_line_start(paths, border) for border in inner] if at_lines else inner), total]
+    ranges = zip(SPLITS, itertools.pairwise(borders), strict=True)
+    return {split: tuple(_between(paths, first, last)) for split, (first, last) in ranges}
 
 
-def _between(paths: Sequence[str], sizes: Sequence[int], first: int, last: int) -> Iterator[File]:
+def _between(paths: Sequence[str], first: int, last: int) -> Iterator[File]:
     """Yields the parts of files between two positions in their concatenation."""
     start = 0
-    for path, length in zip(paths, sizes, strict=True):
-        low, high = max(first - start, 0), min(last - start, length)
+    for path in paths:
+        size = os.path.getsize(path)
+        low, high = max(first - start, 0), min(last - start, size)
         if low < high:
             yield file_part(path, low, high)
-        start += length
+        start += size
 
 
-def _line_start(paths: Sequence[str], sizes: Sequence[int], border: int) -> int:
+def _line_start(paths: Sequence[str], border: int) -> int:
     """Returns the first position from `border` on at which a line begins, or a word, or at least a character."""
     first = max(border - 1, 0)  # The byte before the border decides whether a line begins there already.
-    files = _between(paths, sizes, first, first + _BORDER_WINDOW)
+    files = _between(paths, first, first + _BORDER_WINDOW)
     window = b"".join(block for file in files for block in file.blocks())
     for white in (b"\n", b" "):
         if (found := window.find(white)) >= 0:
@@ -151,76 +144,72 @@ def _digest(files: Iterable[File]) -> str:
 # Copies of remote files
 
 
-def local_config(config: DataConfig, cache: Path) -> DataConfig:
-    """Returns a config whose files are all on this machine: remote ones are copied into the cache."""
+def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
+    """Returns a config and a `data_dir` of files on this machine: remote ones are copied into the cache.
 
-    def local(settings: DataConfig | TokenizerConfig, name: str) -> Any:
-        given = getattr(settings, name)
-        if isinstance(given, tuple):
-            return tuple(copy for path in given for copy in _copies(path, cache, expand=True))
-        return given and _copies(given, cache, expand=False)[0]
+    Raises `UserError` if one cannot be read.
+    """
+    local: dict[str, Any] = {}
+    try:
+        for name, paths in remote_paths(config).items():
+            is_list = isinstance(config_tree.get(config, name), tuple)
+            urls = itertools.chain(*(_expanded(path) if is_list and is_remote(path) else [path] for path in paths))
+            copies = tuple(_copy(as_path(url), cache) if is_remote(url) else url for url in urls)
+            local[name] = copies if is_list else copies[0]
+        if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
+            data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
+    except OSError as error:
+        raise remote_error("read", error.filename or "a remote file", error) from error
+    return config_tree.replace(config, local), data_dir
 
-    tokenizer = {name: local(config.tokenizer, name) for name in ("vocab_file", "hf_file")}
-    files = {name: local(config, name) for name in ("file", *SPLITS)}
-    return dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, **tokenizer), **files)
+
+def remote_paths(config: DataConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the paths of each setting that names remote files, by its dotted name."""
+    names = (leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path)
+    given = {name: config_tree.get(config, name) or () for name in names}
+    paths = {name: (value,) if isinstance(value, str) else value for name, value in given.items()}
+    return {name: each for name, each in paths.items() if any(map(is_remote, each))}
 
 
-def _copies(path: str, cache: Path, *, expand: bool) -> list[str]:
-    """Returns the local files of a path, or with `expand` of a pattern, in order of name; a local path as it is."""
-    if not is_remote(path):
-        return [path]
-    url, copies = as_path(path), []
-    with _reading(url):
-        urls = matching(url) if expand and glob.has_magic(path) else [url]
-        if not urls:
-            raise UserError(f"no object matches {path}; check the pattern")
-        for each in urls:
-            identity = f"{each} {size(each)} {modified(each)}"
-            copies.append(_fetch(each, _fetched(identity, cache) / os.path.basename(each)))
-    return copies
+def _expanded(pattern: str) -> list[str]:
+    if not glob.has_magic(pattern):
+        return [pattern]
+    if not (urls := matching(as_path(pattern))):
+        raise UserError(f"no object matches {pattern}; check the pattern")
+    return urls
 
 
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     """Returns a directory of this machine with copies of a corpus's files in a remote one."""
-    root, target = as_path(data_dir), _fetched(data_dir, cache)
-    wanted = {file for layout in corpus.layouts + corpus.own_layouts for files in layout.values() for file in files}
-    wanted = wanted.union(*corpus.packed)
-    target.mkdir(parents=True, exist_ok=True)
-    found: set[str] = set()
-    with _reading(root):
-        for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
-            with contextlib.suppress(FileNotFoundError):
-                there = names(os.path.join(place, folder).rstrip("/"))
-                found |= {os.path.join(place, folder, each) for each in there if os.path.join(folder, each) in wanted}
-        for url in sorted(found):
-            _fetch(url, target / os.path.relpath(url, root))
-    return str(target)
+    root = as_path(data_dir)
+    wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
+    for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
+        with contextlib.suppress(FileNotFoundError):
+            there = names(os.path.join(place, folder).rstrip("/"))
+            for name in wanted & {os.path.join(folder, each) for each in there}:
+                _copy(os.path.join(place, name), cache, root)
+    return str(_copy_of(root, cache))
 
 
-@contextlib.contextmanager
-def _reading(url: str) -> Iterator[None]:
-    """Turns an error of object storage into a `UserError`."""
-    try:
-        yield
-    except OSError as error:
-        raise remote_error("read", url, error) from error
+def _copy_of(folder: str, cache: Path) -> Path:
+    return cache / "fetched" / hashlib.sha256(folder.encode()).hexdigest()[:16]
 
 
-def _fetched(identity: str, cache: Path) -> Path:
-    return cache / "fetched" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+def _copy(url: str, cache: Path, root: str | None = None) -> str:
+    """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
 
-
-def _fetch(url: str, local: Path) -> str:
-    """Downloads an object under a temporary name first, unless there is a copy of its size and time."""
+    Copies have the same places below that of `root` (by default the object's folder) as the objects.
+    """
+    root = root or os.path.dirname(url)
+    local = _copy_of(root, cache) / os.path.relpath(url, root)
     time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
-    if local.exists() and (local.stat().st_size, local.stat().st_mtime) == (size(url), time):
-        return str(local)
-    local.parent.mkdir(parents=True, exist_ok=True)
-    part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
-    try:
-        download(url, part)
-        os.utime(part, (time, time))
-        os.replace(part, local)
-    finally:
-        part.unlink(missing_ok=True)
+    if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), time):
+        local.parent.mkdir(parents=True, exist_ok=True)
+        part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
+        try:
+            download(url, part)
+            os.utime(part, (time, time))
+            os.replace(part, local)
+        finally:
+            part.unlink(missing_ok=True)
     return str(local)

@@ -21,17 +21,13 @@ class Prefetcher:
         """Starts no work yet.
 
         Args:
-          segments: (first step, count) -> block, like `SegmentReader.segments`. Called on the background thread only,
-            so it may also put the block on the devices. It must enter its own jax context, such as a mesh, because a
-            context holds only on the thread that entered it.
+          segments: (first step, count) -> block. It is called on the background thread only, so it may also put the
+            block on the devices, but must enter its own jax context, such as a mesh.
           segments_per_call: S.
           steps: No block that ends after this step is prefetched.
           depth: Number of blocks to prefetch beyond the one asked for. 0 disables prefetching.
         """
-        self._segments = segments
-        self._count = segments_per_call
-        self._steps = steps
-        self._depth = depth
+        self._segments, self._count, self._steps, self._depth = segments, segments_per_call, steps, depth
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="segments")
 

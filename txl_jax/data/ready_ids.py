@@ -1,14 +1,12 @@
 """Ready-made token ids: files of ids as a text, ids as tokens without a text, and the ids of callers' documents.
 
-Files are .npy arrays of any integer type, or .bin files of uint16, little-endian, like nanoGPT's. They are
-memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
+Files are memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
 """
 
 import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,11 +24,10 @@ _LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
 
 
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
-    """Opens the user's files of ids: one, split 90/5/5 by position (borders are rounded down), or one per split.
+    """Opens the user's files of ids, one, split 90/5/5 by position, or one per split, as the fields of a `Corpus`.
 
     Without a test file the validation ids are the test split too. `vocabulary` is a trained run's, or None for the
-    config's: its tokenizer.json, or numbers up to its size. Returns the fields of a `Corpus`, the splits memory-mapped
-    and read-only. Raises `UserError` if a file is missing or has no ids, or an id is outside the vocabulary.
+    config's. Raises `UserError` if a file is missing or has no ids, or an id is outside the vocabulary.
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
@@ -64,32 +61,19 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
 
 def _open(name: str, paths: Sequence[str]) -> np.memmap:
     """Maps the one file of a split."""
-    found = expanded(paths, flag=f"--data.{name}")
-    if len(found) > 1:
-        raise UserError(
-            f"--data.{name} names {len(found)} files and ids are mapped from one; concatenate them into one"
-        )
-    path = found[0]
-    match Path(path).suffix:
-        case ".npy":
-            try:
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise UserError(f"{path} is no whole .npy file ({error}); write it with numpy.save") from error
-            if not isinstance(array, np.memmap) or array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-                raise UserError(
-                    f"{path} is an array of type {array.dtype} and shape {array.shape}; give integer ids along one axis"
-                )
-            return array
-        case ".bin":
-            dtype, size = np.dtype("<u2"), Path(path).stat().st_size
-            if size % dtype.itemsize:
-                raise UserError(
-                    f"{path} must have 2 bytes for each id (uint16), got {size} bytes. Give the whole file, or ids of "
-                    "another type as .npy (numpy.save)."
-                )
-            return np.memmap(path, dtype, mode="r")
-    raise UserError(f"{path} is neither a .npy nor a .bin file; ids are read from these (--data.tokenizer.kind=id)")
+    path, *others = expanded(paths, flag=f"--data.{name}")
+    if others:
+        raise UserError(f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
+    known = "ids are read from .npy files of integers along one axis (numpy.save) and .bin files of uint16"
+    try:
+        array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {known}") from error
+    is_ids = isinstance(array, np.memmap) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+    if not path.endswith((".npy", ".bin")) or not is_ids:
+        found = f"type {array.dtype} and shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise UserError(f"{path} has {found}; {known}")
+    return array
 
 
 def _scan(array: np.memmap, name: str) -> tuple[str, int]:
@@ -143,10 +127,14 @@ class IdVocabulary(Vocabulary):
         """Returns the size, which is all."""
         return {"size": self.size}
 
+    def lines(self) -> tuple[()]:
+        """Returns no tokens."""
+        return ()
+
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "IdVocabulary":
+    def load(cls, lines: list[str], **header: Any) -> "IdVocabulary":
         """Builds a vocabulary from its `header`."""
-        return cls(header["size"])
+        return cls(**header)
 
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()
@@ -162,24 +150,17 @@ class IdVocabulary(Vocabulary):
 # Documents that callers pass
 
 
-def encode(vocabulary: Vocabulary, text: str | bytes) -> np.ndarray:
-    """Returns the token ids [T] of a text; raises `UserError` if it has characters that the vocabulary lacks."""
-    content = text.encode() if isinstance(text, str) else text
-    try:
-        return vocabulary.encode(content)
-    except ValueError as error:
-        raise UserError(f"the text {content[:40]!r} cannot be read by this model: {error}") from None
-
-
 def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
     """Returns the token ids [T] of a document; raises `UserError` for text or ids that the vocabulary lacks."""
     if isinstance(document, str | bytes):
-        return encode(vocabulary, document)
+        content = document.encode() if isinstance(document, str) else document
+        try:
+            return vocabulary.encode(content)
+        except ValueError as error:
+            raise UserError(f"the text {content[:40]!r} cannot be read by this model: {error}") from None
     ids = np.asarray(document)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise UserError(
-            f"a document is an array of type {ids.dtype} and shape {ids.shape}; give a text, or integer ids [T]"
-        )
+        raise UserError(f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")
     return check_ids(ids, vocabulary.size).astype(np.int32)
 
 
@@ -187,7 +168,7 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     """Returns the ids [1] of a token by its id or text; raises `UserError` for a text of another number of tokens."""
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
     if len(ids) != 1:
-        raise UserError(f"first is {token!r}, which this model reads as {len(ids)} tokens; give one token")
+        raise UserError(f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
     return ids
 
 
@@ -205,14 +186,13 @@ def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
         ids = vocabulary.encode(content).tolist()
     except ValueError as error:
         raise UserError(f"{name} cannot be read by this model: {error}") from None
-    if len(ids) == 1 and ids[0] != vocabulary.unknown_id:
-        return int(ids[0])
-    became = "its unknown token" if ids == [vocabulary.unknown_id] else f"{len(ids)} tokens"
-    found = ", ".join(repr(names[token].decode(errors="backslashreplace")) for token in ids[:8])
-    raise UserError(
-        f"{name} is {text!r}, which this model reads as {became} ({found or 'nothing'}); give the text of one token of "
-        "its vocabulary"
-    )
+    if len(ids) != 1 or ids[0] == vocabulary.unknown_id:
+        found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
+        raise UserError(
+            f"{name} must be the text of one token of the vocabulary, got {text!r}, which this model reads as {found} "
+            f"({len(ids)} tokens)"
+        )
+    return int(ids[0])
 
 
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:
@@ -222,8 +202,8 @@ def joined(vocabulary: Vocabulary, context: Document, continuation: Document) ->
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
         text = b"".join(part.encode() if isinstance(part, str) else part for part in (context, continuation))
-        ids = encode(vocabulary, text)
-        return ids, max(len(ids) - len(encode(vocabulary, context)), 0)
+        ids = token_ids(vocabulary, text)
+        return ids, max(len(ids) - len(token_ids(vocabulary, context)), 0)
     parts = token_ids(vocabulary, context), token_ids(vocabulary, continuation)
     return np.concatenate(parts), len(parts[1])
 

@@ -8,27 +8,17 @@ these targets, step by step:
     row 1:   7 8 9 | 10 11 .      the last position is padding, of weight 0
 
 and training (n = 3, since only 3 of a row's 5 fill whole segments) the targets 1 2 3 and 4 5 6, again in each epoch.
+Other orders of an epoch (`txl_jax.data.epoch_order`) move the skipped targets. In these variants, targets in
+brackets have weight 0:
 
-Variants, all for the same 12 tokens:
+    evaluation, 2 warm-up tokens      row 0:    1  2  3 | 4 5  6 | .  . .
+                                      row 1:   (5  6) 7 | 8 9 10 | 11 . .
+    training, stride 2                row 0:   1 2 3 | (3) 4 5
+                                      row 1:   6 7 8 | (8) 9 10
+    training, `Roll.ROWS` by 3 and 1  row 0:   4 5 1       of 4 5 1 2 3
+                                      row 1:   7 8 9       of 7 8 9 10 11 6
 
-- Evaluation with 2 warm-up tokens: rows begin up to 2 targets earlier. Positions in brackets have weight 0.
-
-      row 0:    1  2  3 | 4 5  6 | .  . .
-      row 1:   (5  6) 7 | 8 9 10 | 11 . .
-
-- Training, `Roll.STREAM`, rolled by 8: the targets 9 10 11 1 2 .. 8 are split into rows like a text.
-- Training, `Roll.ROWS`, rolled by 3 and by 1: row 0 owns the targets 1 .. 5 and row 1 the targets 6 .. 11, and of its
-  rolled targets each row reads the whole segments, 4 5 1 and 7 8 9. Skipped this time are 2 3 and 10 11 6.
-- Training with stride 2: targets that a segment reads again, in brackets, have weight 0.
-
-      row 0:   1 2 3 | (3) 4 5
-      row 1:   6 7 8 | (8) 9 10
-
-- Training with shuffled sentences: the sentences are concatenated in a new order in each epoch, and the stream of T
-  tokens is split into rows like a text.
-
-A roll moves the skipped targets, so that every target is read in the long run (see `txl_jax.data.epoch_order`). All
-processes draw the same random numbers, and each reads its `own` rows.
+All processes draw the same random numbers, and each reads its `own` rows.
 """
 
 import dataclasses
@@ -38,12 +28,12 @@ from typing import NamedTuple
 import numpy as np
 
 from txl_jax.config import Roll
-from txl_jax.data.epoch_order import EpochOrder, RandomRoll, Sequential, ShuffledSentences
+from txl_jax.data.epoch_order import EpochOrder, RandomRoll, ShuffledSentences, sequential
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
 
-class Rows(NamedTuple):
+class RowRanges(NamedTuple):
     """The pairs (input, target) that each row reads in one pass: pair q has target q + 1. int64 [B] each."""
 
     first: np.ndarray  # The first pair.
@@ -59,9 +49,9 @@ class SegmentReader:
     batch_size: int  # B, rows over all processes.
     segment_len: int  # L
     stride: int  # New positions of each segment after a row's first; those before were read already.
-    rows: Rows  # Of all processes.
+    rows: RowRanges  # Of all processes.
     own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned, or None for all.
-    order: EpochOrder = dataclasses.field(default_factory=Sequential)  # From an epoch's pairs to positions in the text.
+    order: EpochOrder = sequential  # From an epoch's pairs to positions in the text.
     repeats: bool = False  # Whether another epoch follows a pass; otherwise only padding does.
 
     @property
@@ -90,7 +80,7 @@ class SegmentReader:
           ValueError: If a step is negative or a count below 1.
         """
         if first_step < 0 or count < 1:
-            raise ValueError(f"{count} segments from step {first_step}; ask for at least 1, from step 0 or later")
+            raise ValueError(f"count must be at least 1 and first_step at least 0, got {count} and {first_step}")
         epoch_S, index_S = np.divmod(np.arange(first_step, first_step + count), self.n_segments)
         parts = [self._within_epoch(epoch, index_S[epoch_S == epoch]) for epoch in np.unique(epoch_S).tolist()]
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
@@ -120,7 +110,7 @@ class SegmentReader:
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
         again_SxL = (index_S[:, None] > 0) & (np.arange(self.segment_len) < self.segment_len - self.stride)
         counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
-        input_SxBxL, target_SxBxL = self.order.pairs(epoch, pair_SxBxL[..., 0], self.segment_len)
+        input_SxBxL, target_SxBxL = self.order(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
             inputs=self._take(input_SxBxL, real_SxBxL),
             targets=self._take(target_SxBxL, real_SxBxL),
@@ -155,7 +145,7 @@ def training_segments(
       batch_size: B, over all processes.
       segment_len: L.
       stride: Positions by which a row advances from segment to segment, or None for L. In all but its first segment of
-        an epoch, only that many are scored, the last ones.
+        an epoch, only the last `stride` positions are scored.
       seed: Seed of rolls and shuffling.
       roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same targets in each.
       sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
@@ -170,19 +160,18 @@ def training_segments(
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
     if not 1 <= stride <= segment_len:
-        raise UserError(f"stride is {stride} and segment_len is {segment_len}; give a stride between 1 and that")
+        raise UserError(f"stride must lie between 1 and {segment_len=}, got {stride=}")
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
     if row_len < segment_len:
         raise UserError(
-            f"the training text has {len(tokens)} tokens and one segment of all rows takes batch_size x segment_len = "
-            f"{batch_size} x {segment_len} = {batch_size * segment_len} and one more; lower --train.batch_size or "
-            "--train.segment_len, or give a longer text"
+            f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}, "
+            f"got {len(tokens)}. Lower --train.batch_size or --train.segment_len, or give a longer text."
         )
     if sentence_starts is not None and roll is not Roll.NONE:
-        raise ValueError(f"sentence_starts are given and roll is {roll}; shuffled sentences need no roll")
+        raise ValueError(f"sentence_starts need no roll, got roll={roll}")
     first_B = np.arange(batch_size) * row_len
-    order: EpochOrder = Sequential()
+    order: EpochOrder = sequential
     if sentence_starts is not None:
         order = ShuffledSentences(sentence_starts, n_tokens=len(tokens), seed=seed)
     elif roll is Roll.STREAM:
@@ -190,7 +179,7 @@ def training_segments(
     elif roll is Roll.ROWS:
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B, order = edges[:-1], RandomRoll(edges, seed)
-    rows = Rows(first_B, first_B, first_B + row_len)
+    rows = RowRanges(first_B, first_B, first_B + row_len)
     return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True)
 
 
@@ -222,22 +211,20 @@ def evaluation_segments(
     """
     _check(tokens, batch_size, segment_len, own)
     if warmup_tokens < 0:
-        raise UserError(f"warmup_tokens is {warmup_tokens}; it cannot be negative")
+        raise UserError(f"warmup_tokens must be at least 0, got {warmup_tokens}")
     n_pairs = len(tokens) - 1
     row_len = -(-n_pairs // batch_size)
     scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
     end_B = np.minimum(scored_B + row_len, n_pairs)
     first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
-    return SegmentReader(tokens, batch_size, segment_len, segment_len, Rows(first_B, scored_B, end_B), own)
+    return SegmentReader(tokens, batch_size, segment_len, segment_len, RowRanges(first_B, scored_B, end_B), own)
 
 
 def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | np.ndarray | None) -> None:
     if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(
-            f"the tokens are {tokens.dtype} of shape {tokens.shape}; give integer ids, one axis of at least 2"
-        )
+        raise UserError(f"tokens must be at least 2 integer ids [T], got {tokens.dtype} of shape {tokens.shape}")
     if batch_size < 1 or segment_len < 1:
-        raise ValueError(f"batch_size is {batch_size} and segment_len is {segment_len}; both must be at least 1")
+        raise ValueError(f"batch_size and segment_len must be at least 1, got {batch_size=} and {segment_len=}")
     rows = range(batch_size) if own is None else [int(row) for row in own]
     if list(rows) != sorted(set(rows) & set(range(batch_size))):
-        raise ValueError(f"own rows are {rows} and batch_size is {batch_size}; rows ascend from 0 to below that")
+        raise ValueError(f"own rows must ascend within 0 to {batch_size - 1}, got {rows} ({batch_size=})")

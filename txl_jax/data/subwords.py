@@ -1,10 +1,8 @@
-"""Subword tokens of the package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
+"""Subword tokens of the optional package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
 
-The package is optional (`pip install '.[tokenizers]'`), and no network is used. Padding, truncation, templates ("[CLS]
-... [SEP]") and dropout in the file have no effect. A special token in the text, such as <|endoftext|>, is that token.
-
-Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because it finds the same merges each time, on
-any number of threads, so that all hosts of a run get the same vocabulary. Unigram training does not.
+Padding, truncation, templates ("[CLS] ... [SEP]") and dropout in the file have no effect. A special token in the text,
+such as <|endoftext|>, is that token. Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because
+it finds the same merges each time, on any number of threads, so that all hosts get the same vocabulary.
 """
 
 import dataclasses
@@ -12,12 +10,13 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from txl_jax.data.text import File, read_named, text_blocks
+from txl_jax.data.text import File, checked, text_blocks
 from txl_jax.data.vocabulary import Vocabulary, escape, id_type, unescape
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
@@ -78,14 +77,14 @@ class SubwordVocabulary(Vocabulary):
                 except UserError as error:
                     raise UserError(f"{file.name}: {error}") from error
 
-    def lines(self) -> Iterator[str]:
-        """Yields the file's content as one line."""
-        yield escape(self.content)
+    def lines(self) -> list[str]:
+        """Returns the file's content as one line."""
+        return [escape(self.content)]
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "SubwordVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        return cls(unescape(lines[0]))
+    def load(cls, lines: list[str], **header: Any) -> "SubwordVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls(unescape(lines[0]), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         self._check_characters(text)
@@ -109,8 +108,8 @@ class SubwordVocabulary(Vocabulary):
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
                 raise UserError(
-                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}) and none for "
-                    "unknown ones, so that it would vanish; give another tokenizer, or remove it from the text"
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), which would vanish; give "
+                    "another tokenizer, or remove it from the text"
                 )
         self._kept.update(text)
 
@@ -125,11 +124,9 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        settings = json.dumps(self._settings)
+        lib, settings = package(), json.dumps(self._settings)
         try:
-            return package().Tokenizer.from_str(settings)
-        except MissingPackageError:
-            raise
+            return lib.Tokenizer.from_str(settings)
         except Exception as error:  # The package raises nothing narrower.
             raise UserError(str(error)) from error
 
@@ -165,26 +162,14 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     Any UTF-8 text comes back from its tokens exactly. Raises `UserError` if size is below 256 or the text is not UTF-8.
     """
     if size < 256:
-        raise UserError(
-            f"data.tokenizer.vocab_size must be at least 256 for subwords, which include all bytes, got {size}"
-        )
-    lib, errors = package(), list[UserError]()
+        raise UserError(f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}")
+    lib = package()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
-    trainer = lib.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-
-    def paragraphs() -> Iterator[str]:
-        try:
-            yield from _paragraphs(text_blocks(files, close_lines=False))
-        except UserError as error:  # The package would wrap it.
-            errors.append(error)
-
-    tokenizer.train_from_iterator(paragraphs(), trainer)
-    if errors:
-        raise errors[0]
+    alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
+    trainer = lib.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_paragraphs(text_blocks(files, close_lines=False)), trainer)
     return SubwordVocabulary(tokenizer.to_str())
 
 
@@ -221,17 +206,12 @@ def package() -> ModuleType:
 
 def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json; raises `UserError` if the file is not one."""
-    content = read_named(path, flag="--data.tokenizer.hf_file")
+    content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
+    package()
     try:
         return SubwordVocabulary(content.decode("utf-8"))
-    except MissingPackageError:
-        raise
     except ValueError as error:
-        hint = (
-            "for a SentencePiece model, give the tokenizer.json that transformers writes with save_pretrained()"
-            if path.endswith(".model")
-            else "give the tokenizer.json that its save() wrote"
-        )
         raise UserError(
-            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); {hint}"
+            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); give the "
+            "tokenizer.json that its save() writes, or, for a SentencePiece model, save_pretrained() of transformers"
         ) from error

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import glob
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 import tqdm
 
@@ -56,14 +56,14 @@ def with_bar(description: str, files: Iterable[File]) -> Iterator[File]:
     """Yields the files, with a bar that shows how far their bytes are read."""
     files = list(files)
     with bar(description, sum(file.size for file in files)) as shown:
+
+        def blocks(file: File) -> Iterator[bytes]:
+            for block in file.blocks():
+                yield block
+                shown.update(len(block))
+
         for file in files:
-            yield dataclasses.replace(file, blocks=functools.partial(_advance, file, shown))
-
-
-def _advance(file: File, shown: tqdm.tqdm) -> Iterator[bytes]:
-    for block in file.blocks():
-        yield block
-        shown.update(len(block))
+            yield dataclasses.replace(file, blocks=functools.partial(blocks, file))
 
 
 # Files that the user names
@@ -88,46 +88,26 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
 
 def checked(path: str, *, flag: str) -> str:
     """Returns the path of a file that the user named; raises `UserError` if it is missing, a directory or empty."""
-    if os.path.isdir(path):
-        raise UserError(f"{flag} names {path}, which is a directory; name the files in it, for example {path}/*.txt")
-    if not os.path.exists(path):
-        raise UserError(f"{flag} names {path}, which does not exist; give the path of a text file")
-    if not os.path.getsize(path):
-        raise UserError(f"{flag} names {path}, which is empty; give a file that holds text")
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        wrong = "is a directory" if os.path.isdir(path) else "is empty" if os.path.exists(path) else "does not exist"
+        raise UserError(f"{flag} must name a file that is not empty, got {path}, which {wrong}")
     return path
 
 
-def expanded(names: Sequence[str], *, flag: str) -> list[str]:
-    """Returns the files of names and patterns; raises `UserError` as `checked`, or if no file matches a pattern."""
-    paths = []
-    for name in names:
-        found = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
-        if not found:
-            raise UserError(f"{flag} names {name}, which no file matches; check the pattern")
-        paths += [checked(path, flag=flag) for path in found]
-    return paths
-
-
-def read_named(path: str, *, flag: str) -> bytes:
-    """Returns the content of a file that the user named; raises `UserError` if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{flag} names {path}, which cannot be read ({error.strerror}); check the path") from error
+def expanded(names: Iterable[str], *, flag: str) -> list[str]:
+    """Returns the files of names and patterns; raises `UserError` as `checked`."""
+    found = ([name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names)
+    return [checked(path, flag=flag) for path in itertools.chain(*found)]
 
 
 # UTF-8
 
 
 def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
-    """Yields the files' text in blocks that cut neither a character nor a word of usual length.
+    """Yields the files' text, UTF-8, in blocks that cut neither a character nor a word of usual length.
 
-    Args:
-      files: UTF-8.
-      close_lines: Whether a last line without a newline gets one, so that the line ends with its file.
-
-    Raises:
-      UserError: If a byte is not UTF-8, or zero: the file is not text. Names file and offset.
+    With `close_lines` a last line without a newline gets one, so that the line ends with its file. Raises `UserError`,
+    which names file and offset, for a byte that is zero or not UTF-8.
     """
     for file in files:
         rest, offset = b"", file.offset
@@ -142,30 +122,24 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
 
 
 def _last_border(block: bytes) -> int:
-    """Returns where to cut: after the last newline, else white space, else, in a very long word, before a character."""
+    """Returns where to cut: after the last white space, or, in a very long word, before a character."""
     # White space at the very end stays with the next block: a line without its newline leaves a remainder.
-    for white, end in ((b"\n", None), (b" ", -1), (b"\t", -1), (b"\r", -1)):
-        if (found := block.rfind(white, 0, end)) >= 0:
-            return found + 1
-    if len(block) < _LONGEST_WORD:
-        return 0
-    start = len(block) - 1
-    while start > 0 and block[start] & 0xC0 == 0x80:  # Inside a character of several bytes.
-        start -= 1
-    return start
+    border = max(block.rfind(b"\n"), *(block.rfind(white, 0, -1) for white in (b" ", b"\t", b"\r"))) + 1
+    if not border and len(block) >= _LONGEST_WORD:
+        border = len(block) - 1
+        while border > 0 and block[border] & 0xC0 == 0x80:  # Inside a character of several bytes.
+            border -= 1
+    return border
 
 
 def _decode(block: bytes, name: str, offset: int) -> str:
-    if (zero := block.find(b"\0")) >= 0:
-        raise UserError(
-            f"{name} holds a zero byte at offset {offset + zero}, so it is no text; give a text file, or read its "
-            "bytes as they are with --data.tokenizer.kind=byte"
-        )
     try:
+        if (zero := block.find(b"\0")) >= 0:
+            raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "no text has a zero byte")
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{name} is not UTF-8: byte {block[error.start]:#04x} at offset {offset + error.start}; convert it (iconv "
-            "-f LATIN1 -t UTF-8, for example), or read its bytes as they are with --data.tokenizer.kind=byte"
+            f"{name} must be text in UTF-8, got byte {block[error.start]:#04x} at offset {offset + error.start}. "
+            "Convert it (iconv -f LATIN1 -t UTF-8, for example), or read its bytes with --data.tokenizer.kind=byte."
         ) from None
     return text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text

@@ -1,16 +1,15 @@
 """Token stores: the ids of a text as memory-mapped arrays, written once and kept.
 
-A store is a directory of plain .npy files, the vocabulary and a summary:
+A store is a directory:
 
 train.npy, valid.npy, test.npy   ids, one axis, of the smallest type that holds them
 sentences.npy                    int64 [n + 1]: the start of each line of the training text, and the end of the last
 vocabulary.txt                   the vocabulary
-store.json                       sizes and sha256 of the others, written last: a directory without it is not a store
+store.json                       sizes and sha256 of the others, written last
 
 Its name has the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text or setting never
-finds an old store. It is written under a temporary name and renamed, and with a lock one process writes while others
-wait. Every byte is checked when a store is opened (docs/faults.md has the cost): a bit that flipped on a disk would be
-learned unnoticed.
+finds an old store. Every byte is checked when a store is opened (docs/faults.md has the cost): a bit that flipped on a
+disk would be learned unnoticed.
 """
 
 import dataclasses
@@ -64,9 +63,7 @@ def open_store(
         with storage.writable(folder, what="the tokens of the text"), storage.locked(folder / f".{path.name}.lock"):
             if not _is_whole(path):  # Else another process has written it while this one waited.
                 if path.exists():
-                    print(
-                        f"the tokens in {path} are damaged, or of an older version: they are written again", flush=True
-                    )
+                    print(f"the tokens in {path} are damaged or of an older version and written again", flush=True)
                 _write(path, text, make_vocabulary())
     return _load(path)
 

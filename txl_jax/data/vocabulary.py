@@ -1,11 +1,11 @@
 """Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
 
-Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it. Equally
-frequent ones keep the order of first occurrence, as in the original release. A vocabulary is saved as text: a title
-with its kind and settings, and a line per token.
+Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it, and
+equally frequent ones by first occurrence, as in the original release.
 """
 
 import codecs
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,24 +13,34 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from txl_jax.config import LineMark
+from txl_jax.config import LineMark, Newlines
 from txl_jax.data.text import File, text_blocks
 from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
+_ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved form that are not plain JSON.
 
 
 class Vocabulary(Protocol):
-    """A map between text and token ids. Kinds derive from it; they share the methods that have a body."""
+    """A map between text and token ids. Kinds are dataclasses that share the methods with a body.
+
+    The first field is the tokens, the others are settings.
+    """
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
     measure: ClassVar[Measure]  # Usual measure of a loss per token.
 
     @property
+    def _tokens(self) -> Sequence[Any]:
+        """Returns the value of the first field."""
+        return getattr(self, dataclasses.fields(self)[0].name)  # type: ignore[arg-type]
+
+    @property
     def size(self) -> int:
         """Returns V, the number of tokens."""
+        return len(self._tokens)
 
     @property
     def start(self) -> np.ndarray:
@@ -84,16 +94,17 @@ class Vocabulary(Protocol):
         return ()
 
     def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {}
+        """Returns the settings of the saved form: the fields after the tokens."""
+        fields = dataclasses.fields(self)[1:]  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.init}
 
-    def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form, without newlines."""
-        return iter(())
+    def lines(self) -> Iterable[str]:
+        """Returns the tokens of the saved form, without newlines."""
+        return map(escape, self._tokens)
 
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> Self:
-        """Builds a vocabulary from its `header` and `lines`."""
+    def load(cls, lines: list[str], **header: Any) -> Self:
+        """Builds a vocabulary from its `lines` and its `header`."""
 
 
 def id_type(size: int) -> np.dtype:
@@ -112,9 +123,10 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     try:
         if not title.startswith(TITLE):
             raise ValueError("another title")
-        kind, header = title.removeprefix(f"{TITLE} ").split(" ", 1)
-        loader = {cls.kind: cls.load for cls in kinds}[kind]
-        return loader(json.loads(header), lines)
+        kind, settings = title.removeprefix(f"{TITLE} ").split(" ", 1)
+        header = dict(json.loads(settings))
+        header |= {name: enum(header[name]) for name, enum in _ENUMS.items() if name in header}
+        return {cls.kind: cls for cls in kinds}[kind].load(lines, **header)
     except MissingPackageError:
         raise
     except (KeyError, IndexError, TypeError, ValueError) as error:

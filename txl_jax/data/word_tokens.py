@@ -10,7 +10,7 @@ import numpy as np
 
 from txl_jax.config import LineMark
 from txl_jax.data.text import File, text_blocks
-from txl_jax.data.vocabulary import MARKS, Vocabulary, escape, id_type, unescape
+from txl_jax.data.vocabulary import MARKS, Vocabulary, id_type, unescape
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -34,11 +34,6 @@ class WordVocabulary(Vocabulary):
         _check_distinct(self.words, self.unknown, self.kind)
         if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
             raise UserError(f"a vocabulary with line mark {self.line_mark} lacks the word {MARKS[self.line_mark]}")
-
-    @property
-    def size(self) -> int:
-        """Returns V, the number of tokens."""
-        return len(self.words)
 
     @property
     def start(self) -> np.ndarray:
@@ -76,19 +71,10 @@ class WordVocabulary(Vocabulary):
         # Where a line's end opens the next line too, the last one opens nothing.
         yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
 
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {"line_mark": self.line_mark.value, "lower_case": self.lower_case, "unknown": self.unknown}
-
-    def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form."""
-        return map(escape, self.words)
-
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "WordVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        words = tuple(map(unescape, lines))
-        return cls(words, LineMark(header["line_mark"]), header["lower_case"], header["unknown"])
+    def load(cls, lines: list[str], **header: Any) -> "WordVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls(tuple(map(unescape, lines)), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
@@ -123,11 +109,6 @@ class CharacterVocabulary(Vocabulary):
         _check_distinct(self.characters, UNKNOWN_CHARACTER, self.kind)
 
     @property
-    def size(self) -> int:
-        """Returns V, the number of tokens."""
-        return len(self.characters)
-
-    @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first character."""
         return self._encode(next(c for c in ("\n", " ", self.characters[0]) if c in self.characters))
@@ -137,18 +118,10 @@ class CharacterVocabulary(Vocabulary):
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
 
-    def header(self) -> dict[str, Any]:
-        """Returns the settings of the saved form."""
-        return {"lower_case": self.lower_case}
-
-    def lines(self) -> Iterator[str]:
-        """Yields the tokens of the saved form."""
-        return map(escape, self.characters)
-
     @classmethod
-    def load(cls, header: dict[str, Any], lines: list[str]) -> "CharacterVocabulary":
-        """Builds a vocabulary from its `header` and `lines`."""
-        return cls("".join(map(unescape, lines)), header["lower_case"])
+    def load(cls, lines: list[str], **header: Any) -> "CharacterVocabulary":
+        """Builds a vocabulary from its saved form."""
+        return cls("".join(map(unescape, lines)), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
