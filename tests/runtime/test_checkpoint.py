@@ -104,7 +104,7 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
         step, restored, notes = checkpoints.restore(abstract(state))
         assert (step, notes, checkpoints.latest_step()) == (7, {"loss": 0.5, "name": "run"}, 7)
         assert_equal(restored, state)
-        assert checkpoints.notes(7) == notes
+        assert checkpoints.notes() == notes
         assert_equal(checkpoints.restore(make_state(8))[1], state)  # Arrays serve as well as their shapes.
     assert lines == []
     assert process_wide_hooks() == hooks, "a library changes no filters and hooks of the process"
@@ -124,7 +124,7 @@ def test_reading_changes_nothing(two_steps, open_checkpoints):
     before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")}
     with open_checkpoints(keep=1) as checkpoints:
         assert checkpoints.restore(abstract(make_state()))[0] == 200
-        checkpoints.notes(100)
+        checkpoints.notes()
     assert {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")} == before
 
 
@@ -210,14 +210,11 @@ def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_c
     with open_checkpoints() as checkpoints:
         assert checkpoints.restore(abstract(make_state()))[0] == 100
         assert str(two_steps / "200") in lines[-1]
-        (two_steps / "100" / DIGESTS).unlink()
+        (two_steps / "100" / DIGESTS).rename(two_steps / "kept")
         assert checkpoints.restore(abstract(make_state()))[0] == 200
         assert str(two_steps / "200") in lines[-1]
-
-
-def test_verified_steps_are_kept_before_unverified_ones(two_steps, open_checkpoints):
-    (two_steps / "200" / DIGESTS).unlink()
-    with open_checkpoints(keep=2) as checkpoints:
+        (two_steps / "kept").rename(two_steps / "100" / DIGESTS)
+    with open_checkpoints(keep=2) as checkpoints:  # They are kept longer, too.
         checkpoints.save(300, make_state(300), {})
     assert step_names(two_steps) == ["100", "300"]
 
@@ -255,10 +252,7 @@ def test_a_fallen_back_run_replaces_the_damaged_step(two_steps, open_checkpoints
     assert step_names(two_steps) == ["200", "250"]
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_saving_an_existing_step_replaces_it(damaged, two_steps, open_checkpoints):
-    if damaged:
-        flip_byte(two_steps / "200" / "notes" / "metadata")
+def test_saving_an_existing_step_replaces_it(two_steps, open_checkpoints):
     with open_checkpoints() as checkpoints:
         checkpoints.save(200, make_state(201), {"loss": 9.0})
         step, restored, notes = checkpoints.restore(abstract(make_state()))
@@ -272,7 +266,7 @@ def test_a_replacement_cut_short_leaves_the_earlier_step(two_steps, open_checkpo
     (two_steps / "200.orbax-checkpoint-tmp-5").mkdir()
     with open_checkpoints() as checkpoints:
         assert checkpoints.latest_step() == 200
-        assert checkpoints.notes(200) == {"loss": 2.0}
+        assert checkpoints.notes() == {"loss": 2.0}
         step, restored, _ = checkpoints.restore(abstract(make_state()))
         assert step == 200
         assert_equal(restored, make_state(200))
@@ -295,9 +289,7 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
     assert (step_names(two_steps), lines) == (["100", "200"], [])
 
 
-def test_arguments_that_cannot_be(two_steps, open_checkpoints):
-    with open_checkpoints() as checkpoints, pytest.raises(CheckpointError, match=r"\bstep 3\b.*\b100, 200\b"):
-        checkpoints.notes(3)
+def test_arguments_that_cannot_be():
     for directory, keep, pattern in (("x", 0, r"\bkeep\D*\b0\b"), ("memory://x/y", 1, "memory://x/y")):
         with pytest.raises(ValueError, match=pattern):
             Checkpointer(directory, keep=keep, log=print)
@@ -346,25 +338,21 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
     assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
 
 
-def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
+def test_directory_that_cannot_be_made_or_read(tmp_path, open_checkpoints, monkeypatch):
+    def denied(folder, **unused):
+        raise PermissionError(13, "Permission denied", folder)
+
     (tmp_path / "latest").write_text("a file")
     with open_checkpoints() as checkpoints:
         with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
             checkpoints.save(1, make_state(), {})
         with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
             checkpoints.restore(make_state())
-    assert (tmp_path / "latest").read_text() == "a file"
-
-
-def test_directory_that_may_not_be_read(two_steps, open_checkpoints, monkeypatch):
-    def denied(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("txl_jax.runtime.storage.names", denied)
-    with open_checkpoints() as checkpoints:
+        monkeypatch.setattr("txl_jax.runtime.storage.names", denied)
         for act in (checkpoints.sweep, checkpoints.latest_step):
-            with pytest.raises(CheckpointError, match=rf"{two_steps}\b.*\bPermission denied\b"):
+            with pytest.raises(CheckpointError, match=r"/latest\b.*\bPermission denied\b"):
                 act()
+    assert (tmp_path / "latest").read_text() == "a file"
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoints, lines, monkeypatch):
@@ -437,7 +425,7 @@ def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
     saved.save(200, scaled(8), {"at": 8})
     saved.wait()
     assert names(bucket) == ["200.again-2"]
-    assert saved.notes(200) == {"at": 8}
+    assert saved.notes() == {"at": 8}
 
 
 @pytest.mark.full
@@ -445,11 +433,11 @@ def test_a_folder_is_never_named_before_one_that_is_there(bucket):
     """After a kill between the digests of the new one and the removal of the old the new one must count."""
     for name in ("200.again-1", "300"):
         (bucket / name / checkpoint.COMMIT).write_bytes(b"")
-    written = [os.path.basename(checkpoint.new_step_folder(bucket, step)) for step in (100, 200, 300)]
+    written = [checkpoint.new_step_folder(bucket, step) for step in (100, 200, 300)]
     assert written == ["100", "200.again-2", "300.again-1"]
     for name in written:
         (bucket / name / checkpoint.COMMIT).write_bytes(b"")
-    assert [os.path.basename(each.path) for each in checkpoint.find_steps(bucket)] == [
+    assert [os.path.basename(path) for _, path in checkpoint.find_steps(bucket)] == [
         *("300.again-1", "300", "200.again-2", "200.again-1", "100")
     ]
 
