@@ -32,7 +32,7 @@ from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
-from txl_jax.config.config_tree import Config, check_fields, setting
+from txl_jax.config.config_tree import Config, setting
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.published import check_file, default_data
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
@@ -71,10 +71,6 @@ class Plan(Config):
     )
 
     stopped: ClassVar[str] = "the same command resumes from there"
-
-    def validate(self) -> None:
-        """Raises `UserError` for a setting out of range."""
-        check_fields(self, "")
 
 
 @dataclasses.dataclass(frozen=True)
