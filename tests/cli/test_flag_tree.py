@@ -27,7 +27,7 @@ def parsed(*words, base=None):
         ("--notrain.same_length", "train.same_length", False),
         ("--model.cutoffs=20,40", "model.cutoffs", (20, 40)),
         ("--model.tie_projs=False,true,1", "model.tie_projs", (False, True, True)),
-        ("--data.train=a.txt,b.txt", "data.train", ("a.txt", "b.txt")),
+        ("--data.train=/a.txt,/b.txt", "data.train", ("/a.txt", "/b.txt")),
     ],
 )
 def test_every_kind_of_value(word, name, value):
@@ -47,8 +47,8 @@ def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
     assert parsed("--data.tokenizer.kind=byte", base=base).data == data_config()
     characters = parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data
     assert characters == data_config(kind=Tokenizer.CHAR, min_count=2)
-    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "words", "data.tokenizer.min_count": 1})
-    assert parsed("--data.tokenizer.vocab_file=words", base=base) == from_file
+    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1})
+    assert parsed("--data.tokenizer.vocab_file=/words", base=base) == from_file
 
 
 def test_a_flag_wins_over_a_preset():

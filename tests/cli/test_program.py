@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -88,10 +89,20 @@ def test_a_plan_is_checked_before_anything_is_run(start, capsys, words, code, me
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
-    compared = []
-    monkeypatch.setattr(distributed, "assert_same_on_all", lambda value, complaint: compared.append(value))
-    start("--from=here", hosts="join")
-    assert compared == ["--lengths=1,2 --member="]
+    done, several = [], other_hosts.Several(2, "a test", {})
+    monkeypatch.setattr(other_hosts, "announced", lambda environment: several)
+    monkeypatch.setattr(other_hosts, "join", done.append)
+    monkeypatch.setattr(distributed, "assert_same_on_all", lambda value, complaint: done.append(value))
+    assert start("--from=here", "--coordinator=a:1", hosts="join")[0] == 0
+    assert done == [several, "--lengths=1,2 --member="]
+
+
+def test_a_program_of_one_host_refuses_others_and_one_of_each_host_does_not_ask(start, monkeypatch, capsys):
+    for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    assert start("--from=here", run=pytest.fail)[0] == 1
+    assert re.search(r"one host.*\b2 processes", capsys.readouterr().err)
+    assert start("--from=here", hosts="each")[0] == 0
 
 
 def interrupt(plan, job):
@@ -237,20 +248,19 @@ def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, mon
 
 
 def test_all_meet_as_soon_as_they_have_joined(ended, monkeypatch):
-    monkeypatch.setattr(other_hosts, "announced", lambda *unused: other_hosts.Several(2, "a test", {}))
-    monkeypatch.setattr(other_hosts, "_given", dict)
     monkeypatch.setattr(other_hosts, "_redirect_output", lambda **unused: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: ended.append("joined"))
-    other_hosts.join()
+    other_hosts.join(other_hosts.Several(2, "a test", {}))
     assert ended == ["joined", "together"]
 
 
 @pytest.mark.parametrize("error", [UserError("lengths is 0; give more"), FileNotFoundError(2, "No such file", "a.txt")])
 def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, error):
-    assert guarded(mock.Mock(side_effect=error)) == 1
+    with pytest.raises(SystemExit, match="1"), guarded():
+        raise error
     assert capsys.readouterr().err == f"error: {error}\n"
-    with pytest.raises(ValueError, match="shapes"):
-        guarded(mock.Mock(side_effect=ValueError("shapes differ")))
+    with pytest.raises(ValueError, match="shapes"), guarded():
+        raise ValueError("shapes differ")
     assert capsys.readouterr().err == ""
 
 
@@ -353,5 +363,5 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_
     (tmp_path / "file").write_text("")
     assert kept_in(given=str(tmp_path / "file" / "inner")) is None
     line = capsys.readouterr().out
-    assert line.count("\n") == 1 and f"{tmp_path / 'file'}, which is a file" in line
+    assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
     assert kept_in(str(tmp_path / "a-typo")) and os.listdir(tmp_path) == ["file"]
