@@ -47,8 +47,6 @@ _TRAINED = "Settings that are not given are those of the trained run, instead of
 # JAX compiles dozens of programs for a run; those that take less would gain little.
 _MIN_COMPILE_SECONDS = 0.1
 
-# Plans
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Config):
@@ -142,9 +140,6 @@ class TrainPlan(WatchPlan, TextPlan):
     per_token: bool = setting(False, "With --input: writes a record per token instead of one per document.")
 
     stopped: ClassVar[str] = "its scores were not written"
-
-
-# Programs
 
 
 def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.MappingProxyType({})) -> NoReturn:
@@ -249,9 +244,6 @@ def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) 
     except UserError as error:
         fail(error)
         sys.exit(2)
-
-
-# What a command line says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,9 +393,6 @@ def _default_workdir(job: Job) -> str:
     return workdir
 
 
-# Trained runs
-
-
 def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     """Scores or samples with a trained run."""
     if (workdir := plan.workdir) is None:
@@ -460,9 +449,6 @@ def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     return None
 
 
-# Errors
-
-
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
     """Turns an error that the user can mend into one sentence and an exit code; others keep their traceback."""
@@ -506,9 +492,6 @@ def exit_code_for(error: BaseException) -> int | None:
 def fail(error: BaseException | str) -> None:
     """Prints one sentence on the error stream."""
     print(f"{other_hosts.prefix()}error: {error}", file=sys.stderr, flush=True)
-
-
-# The compilation cache
 
 
 def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:
