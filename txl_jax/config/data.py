@@ -146,9 +146,7 @@ class DataConfig(Config, prefix="data."):
         shapes_tokens=True,
     )
     heldout: Heldout = setting(
-        Heldout.SEPARATE,
-        "One Billion Word: held-out shard for validation.",
-        only_with={"corpus": (CorpusName.LM1B,)},
+        Heldout.SEPARATE, "One Billion Word: held-out shard for validation.", only_with={"corpus": (CorpusName.LM1B,)}
     )
     order: Order = setting(Order.STREAM, "Order of the training text in an epoch.")
     roll: Roll = setting(Roll.NONE, "Rotation of the training text, or of each row, by a random offset each epoch.")

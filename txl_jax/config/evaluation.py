@@ -6,12 +6,7 @@ import enum
 from txl_jax.config.config_tree import Config, free_setting
 from txl_jax.config.training import Recurrence
 
-__all__ = [
-    "CacheDType",
-    "EvalConfig",
-    "GenerateConfig",
-    "WeightDType",
-]
+__all__ = ["CacheDType", "EvalConfig", "GenerateConfig", "WeightDType"]
 
 
 class CacheDType(enum.StrEnum):

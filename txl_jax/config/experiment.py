@@ -27,11 +27,7 @@ from txl_jax.config.training import (
 )
 from txl_jax.errors import UserError
 
-__all__ = [
-    "COMPAT_PRESETS",
-    "ExperimentConfig",
-    "InitVocabulary",
-]
+__all__ = ["COMPAT_PRESETS", "ExperimentConfig", "InitVocabulary"]
 
 # Settings by dotted name, on top of the defaults, that make this model the one of another implementation.
 COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {

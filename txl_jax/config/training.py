@@ -43,15 +43,9 @@ class OptimizerName(enum.StrEnum):
     MUON = "muon"  # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), all else by Adam.
 
 
-# Optimizers that hold Adam's two moments, of all parameters or of some.
 ADAM_B1 = 0.9  # Adam beta 1, of every rule: decay of the first moment.
-_WITH_ADAM = (
-    OptimizerName.ADAM,
-    OptimizerName.ADAMW,
-    OptimizerName.LAMB,
-    OptimizerName.LAMB_NVIDIA,
-    OptimizerName.MUON,
-)
+# Optimizers that hold Adam's two moments, of all parameters or of some.
+_WITH_ADAM = tuple(name for name in OptimizerName if name not in (OptimizerName.ADAFACTOR, OptimizerName.LION))
 _WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.ADAM)
 
 
