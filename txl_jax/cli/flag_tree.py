@@ -71,8 +71,7 @@ def given(flag_values: flags.FlagValues = FLAGS, cls: type = ExperimentConfig) -
 def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
     """Returns `base` with the preset and the settings that were given, what follows from them, and absolute paths.
 
-    Raises:
-      UserError: If a value has another type than its setting, or no installed package opens a URL.
+    Raises `UserError` if no installed package opens a URL.
     """
     if compat := flag_values["compat"].value:
         base = apply_preset(base, compat)
@@ -124,9 +123,7 @@ class Parsed(NamedTuple):
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
     """Parses a command line. Prints a note for each of its flags that a flagfile behind it overrides.
 
-    Raises:
-      UserError: If a flag is unknown (with the nearest names), a value has the wrong kind, a word is not a flag, or a
-        flagfile does not exist (with all names).
+    Raises `UserError` for an unknown flag (with the nearest names), a value of the wrong kind or a stray word.
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))
@@ -171,8 +168,7 @@ class _Word(NamedTuple):
 def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
     """Yields the words, flagfiles replaced by their lines. absl would find no bare name inside a file.
 
-    Raises:
-      UserError: If a file does not exist (with the packaged names), cannot be read, or includes itself.
+    Raises `UserError` if a file does not exist (with all names), cannot be read, or includes itself.
     """
     words = iter(words)
     for word in words:
@@ -221,7 +217,7 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
         yield _Word(f"--{flag}={format_value(value)}", f"preset {name}: ")
 
 
-class SettingParser(flags.ArgumentParser):
+class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
     """Parses the text of a flag into a value of its setting's type."""
 
     def __init__(self, type: FieldType):
@@ -238,6 +234,10 @@ class SettingParser(flags.ArgumentParser):
             return tuple(map(self._entry, flags.ListParser().parse(argument)))
         return self._entry(argument)
 
+    def serialize(self, value: Any) -> str:
+        """Inverts `parse`."""
+        return format_value(value)
+
     def _entry(self, text: str) -> Any:
         kind = self._type.kind
         try:
@@ -249,11 +249,6 @@ class SettingParser(flags.ArgumentParser):
             raise ValueError(f"{text!r} is not {expected}") from None
 
 
-class _Serializer(flags.ArgumentSerializer):
-    def serialize(self, value: Any) -> str:
-        return format_value(value)
-
-
 def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> None:
     name, text = flag_name(leaf), leaf.setting.help
     if leaf.setting.repeated:
@@ -262,4 +257,4 @@ def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> Non
         flags.DEFINE_bool(name, default, text, flag_values=flag_values)
     else:
         parser = SettingParser(leaf.type)
-        flags.DEFINE(parser, name, default, text, flag_values=flag_values, serializer=_Serializer())
+        flags.DEFINE(parser, name, default, text, flag_values=flag_values, serializer=parser)

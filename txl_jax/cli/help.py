@@ -40,12 +40,8 @@ def help_text(
 ) -> str:
     """Formats the flags of a program with their defaults, as wide as the terminal, 80 to 120 columns.
 
-    Args:
-      own: Names of the flags that the project defines, in order.
-      groups: Groups of settings to show, such as "model" and "model.dropout", or None for all.
-      flag_values: The flags.
-      note: A line above the groups.
-      required: Names of the flags whose default the program would not use.
+    `own` are the project's flags in order, `groups` the groups to show (None means all), `note` a line above them, and
+    `required` the flags without a default that the program would use.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}

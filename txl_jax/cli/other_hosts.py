@@ -68,13 +68,10 @@ def environment() -> dict[str, str]:
 
 
 def join(found: Several) -> None:
-    """Joins the other processes. To be called before JAX touches a device.
+    """Joins the other processes, before JAX touches a device; raises `ConnectionError` if they do not all connect.
 
     The standard output of all but the first is dropped, and so is the output of libraries (Gloo prints each
     connection).
-
-    Raises:
-      ConnectionError: If they did not all connect.
     """
     global _number
     _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
@@ -121,15 +118,10 @@ def check_same(plan: Any) -> None:
 
 
 def leave(code: int, *, together: bool) -> int:
-    """Ends this process if it is one of several; returns the exit code.
+    """Ends this process if it is one of several; returns the exit code if it is not, or if all end `together`.
 
-    Args:
-      code: The exit code.
-      together: Whether all of them end here. Otherwise this one leaves at once, so that the others find it gone: an
-        orderly end would wait for them, and they for this one.
-
-    Raises:
-      Exception: If another process is lost (see `lost_another`) and the code is 0: no error has been printed yet.
+    Otherwise this one leaves at once, so that the others find it gone: an orderly end would wait for them, and they for
+    this one. If another process is lost, the error is raised unless the code says that one was printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -171,8 +163,7 @@ def lost_another(error: BaseException) -> bool:
 def announced(environment: Mapping[str, str]) -> Several | None:
     """Returns the processes that environment variables announce, or None if this one is by itself.
 
-    Raises:
-      UserError: If some of the three flags or variables are missing, or they contradict each other.
+    Raises `UserError` if some of the three flags or variables are missing, or they contradict each other.
     """
     return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
@@ -241,8 +232,7 @@ def _has_tpu() -> bool:
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
     """Returns an attribute from a Cloud TPU machine's metadata server, or an empty text if it has no such attribute.
 
-    Raises:
-      UserError: If the server does not answer. Taken for one host, each host of a slice would wait for the others.
+    It raises `UserError` if the server does not answer: taken for one host, each host of a slice would wait for others.
     """
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"

@@ -12,7 +12,6 @@ import platform
 import signal
 import sys
 import traceback
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
@@ -102,11 +101,7 @@ class WatchPlan(Plan):
     wandb_project: str | None = setting(None, "Project of Weights & Biases that gets the records too.")
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns the arguments `sinks` and `profile_steps` of a training job.
-
-        Raises:
-          UserError: If profile_steps is not a pair of numbers, or wandb is not installed.
-        """
+        """Returns the arguments `sinks` and `profile_steps` of training; raises `UserError` if they cannot be used."""
         if len(self.profile_steps) not in (0, 2):
             given = config_tree.format_value(self.profile_steps)
             raise UserError(f"--profile_steps is {given}; give the first and the last update, as 10,15")
@@ -142,7 +137,7 @@ class TrainPlan(WatchPlan, TextPlan):
     stopped: ClassVar[str] = "its scores were not written"
 
 
-def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] = types.MappingProxyType({})) -> NoReturn:
+def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] | None = None) -> NoReturn:
     """Runs a corpus's program, the whole of `python -m experiments.NAME`, and exits.
 
     Args:
@@ -181,13 +176,13 @@ def main(
     groups: Collection[str] | None = (),
     hosts: Literal["alone", "join", "each"] = "alone",
     takes_words: bool = False,
-    aliases: Mapping[str, str] = types.MappingProxyType({}),
+    aliases: Mapping[str, str] | None = None,
 ) -> NoReturn:
     """Runs a program, the whole of `python -m experiments.NAME`, and exits.
 
     Args:
-      run: Called as `run(plan, job)`. Returns the exit code, or None for 0, or for 128 + the number of the signal that
-        stopped it. It may raise `Interrupted`.
+      run: `run(plan, job)` returns the exit code. None means 0, or 128 + the number of the signal that stopped it, as
+        `Interrupted` does.
       plan: The program's settings; each is a flag.
       config: The config that the flags change, or None if the program has no flags for a config.
       by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
@@ -201,7 +196,7 @@ def main(
         other_hosts.define_flags()
     if config is not None:
         flag_tree.define(config)
-    for alias, name in aliases.items():
+    for alias, name in (aliases or {}).items():
         flags.DEFINE_alias(alias, name)
     parsed = _parse(plan, groups, takes_words)
     with guarded():
@@ -259,14 +254,10 @@ class Job:
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
 
     def config(self, run: Run | None = None) -> ExperimentConfig:
-        """Returns the flags over the defaults; all processes call it.
+        """Returns the flags over the defaults, or over what a run to train has recorded; all processes call it.
 
-        Args:
-          run: The run to train, if any. If it is recorded, its record replaces the defaults. Otherwise, with
-            `init_from`, the settings of the model that it begins with replace the same defaults.
-
-        Raises:
-          UserError: If settings cannot go together, or describe another model than the weights.
+        For a new run with `init_from`, settings of the model there replace the same defaults. Raises `UserError` if
+        settings cannot go together, or describe another model than the weights.
         """
         base = self.defaults if run is None or run.is_new else _without_old_files(run.config)
         config = distributed.run_on_all(lambda: _config(base))
@@ -287,11 +278,7 @@ class Job:
         return config_of_words(self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True)
 
     def config_of(self, trained: Run | Weights) -> ExperimentConfig:
-        """Returns the settings of a trained model and the flags over them, so that no flagfile is needed.
-
-        Raises:
-          UserError: If the flags would change the model or its tokens.
-        """
+        """Returns the flags over a trained model's settings; raises `UserError` if they change model or tokens."""
 
         def over_trained() -> ExperimentConfig:
             config = _config(_without_old_files(trained.config))
@@ -314,7 +301,7 @@ class Job:
     ) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan: its settings with the flags over them, its text, and the run itself.
 
-        `check` is called with the settings before the text is read, and raises `UserError` if they do not fit.
+        `check` is called with the settings, before the text is read.
         """
         run = Run.read(self.plan.workdir, member=self.plan.ensemble_member)
         config = self.config_of(run)
@@ -322,11 +309,9 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
-        """Reads the text of a config.
+        """Reads the text of a config, for a trained run in its vocabulary and by default from its folders.
 
-        Args:
-          run: A trained run, whose vocabulary is used, and whose folders are the default. Or the run to train, with the
-            vocabulary of the model that it begins with.
+        For a run to train, the vocabulary may be that of the model that it begins with.
         """
         folders, vocabulary = (self.plan.data_dir, self.plan.cache_dir), None
         if run is not None and run.is_open and config.init_from is not None:
@@ -343,9 +328,7 @@ def config_of_words(
 ) -> ExperimentConfig:
     """Returns the config that a program would make of a command line; raises `UserError` as it would.
 
-    Args:
-      words: The command line, after the program's name.
-      without: Its flags that are not settings.
+    `without` names flags that are not settings.
     """
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
@@ -497,16 +480,11 @@ def fail(error: BaseException | str) -> None:
 def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:
     """Turns JAX's compilation cache on: a program that was compiled once is read from disk at the next start.
 
-    It never ends a run: entries that cannot be read or written are warnings, and a folder that cannot be used is one
-    line. Where the environment names a folder already (JAX_COMPILATION_CACHE_DIR) only `given` changes it.
-
-    Args:
-      data_dir: Directory of the texts, if any.
-      cache_dir: Directory of the prepared text, or None for `prepared` in `data_dir`.
-      given: The directory, or "off", or None for `compilation` in the directory of the prepared text.
+    `given` is the directory, or "off". None means `compilation` in the directory of prepared text, `cache_dir` or else
+    `prepared` in `data_dir`, unless the environment names one (JAX_COMPILATION_CACHE_DIR) or there are several
+    processes: only process 0 writes there, and on GPUs the others would wait forever for its part of the autotuning if
+    they did not see it. A cache that cannot be used never ends a run.
     """
-    # Several processes share a directory only if the user says so: only process 0 writes there, and on GPUs the others
-    # would wait forever for its part of the autotuning if they did not see it.
     folder = given
     if given is None and jax.config.values["jax_compilation_cache_dir"] is None and not distributed.is_multiprocess():
         prepared = cache_dir or (data_dir and os.path.join(data_dir, "prepared"))
