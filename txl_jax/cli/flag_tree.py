@@ -76,7 +76,7 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Expe
     if compat := flag_values["compat"].value:
         base = apply_preset(base, compat)
     chosen = given(flag_values)
-    return _with_absolute_paths(config_tree.replace(_for_other_tokens(base, chosen), chosen).resolved())
+    return _with_absolute_paths(config_tree.replace(_for_other_text(base, chosen), chosen).resolved())
 
 
 def build_plan(plan: type[Settings]) -> Settings:
@@ -88,15 +88,16 @@ def build_plan(plan: type[Settings]) -> Settings:
     return _with_absolute_paths(plan(**found))
 
 
-def _for_other_tokens(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
-    """Returns `base` without the program's tokenizer if another kind of token, or a vocabulary file, is chosen."""
-    reset: list[str] = []
-    kind = base.data.tokenizer.kind
-    if chosen.get("data.tokenizer.kind", kind) != kind:
+def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
+    """Returns `base` without its files if others are chosen, and without its tokenizer if other tokens are."""
+    reset, data, files = [], base.data, [f"data.{name}" for name in ("file", "train", "valid", "test")]
+    if chosen.get("data.corpus", data.corpus) != data.corpus or chosen.keys() & set(files):
+        reset += files
+    if chosen.get("data.tokenizer.kind", data.tokenizer.kind) != data.tokenizer.kind:
         leaves = config_tree.leaves(ExperimentConfig)
-        reset = [leaf.name for leaf in leaves if leaf.setting.shapes_tokens] + ["data.order"]
+        reset += [leaf.name for leaf in leaves if leaf.setting.shapes_tokens] + ["data.order"]
     elif chosen.get("data.tokenizer.vocab_file"):
-        reset = ["data.tokenizer.min_count"]
+        reset.append("data.tokenizer.min_count")
     return config_tree.replace(base, {name: config_tree.get(ExperimentConfig(), name) for name in reset})
 
 

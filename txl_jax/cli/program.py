@@ -259,18 +259,15 @@ class Job:
         For a new run with `init_from`, settings of the model there replace the same defaults. Raises `UserError` if
         settings cannot go together, or describe another model than the weights.
         """
-        base = self.defaults if run is None or run.is_new else _without_old_files(run.config)
+        base = self.defaults if run is None or run.is_new else run.config
         config = distributed.run_on_all(lambda: _config(base))
-        if run is None or not run.is_new or config.init_from is None:
-            return config
-        trained, which = warm_start.basis(config.init_from, run), config.init_vocabulary
-
-        def over_trained() -> ExperimentConfig:
-            changed = _config(warm_start.with_trained_settings(self.defaults, trained, which))
-            warm_start.check_model(changed, trained.config)
+        if run is not None and run.is_new and config.init_from is not None:
+            trained = warm_start.basis(config.init_from, run)
+            begun = warm_start.with_trained_settings(self.defaults, trained, config.init_vocabulary)
+            changed = distributed.run_on_all(lambda: _config(begun))
+            distributed.run_on_all(lambda: warm_start.check_model(changed, trained.config))
             return changed
-
-        return distributed.run_on_all(over_trained)
+        return config
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
         """Returns the config of another flagfile, of its corpus, changed by the settings on this command line."""
@@ -281,7 +278,7 @@ class Job:
         """Returns the flags over a trained model's settings; raises `UserError` if they change model or tokens."""
 
         def over_trained() -> ExperimentConfig:
-            config = _config(_without_old_files(trained.config))
+            config = _config(trained.config)
             refused = [
                 config_tree.describe_change(leaf, old, new)
                 for leaf, old, new in config_tree.differences(trained.config, config)
@@ -358,15 +355,6 @@ def _config(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Ex
     config.validate()
     check_file(config.data)
     return config
-
-
-def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config without the files of its training, if others are given now."""
-    names, given = [f"data.{name}" for name in ("file", "train", "valid", "test")], flag_tree.given()
-    same_corpus = given.get("data.corpus", trained.data.corpus) == trained.data.corpus
-    if same_corpus and not given.keys() & set(names):
-        return trained
-    return config_tree.replace(trained, {name: config_tree.get(ExperimentConfig(), name) for name in names})
 
 
 def _default_workdir(job: Job) -> str:
