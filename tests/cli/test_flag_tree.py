@@ -1,20 +1,16 @@
 """Tests the flags that are made from the config tree, and how a command line becomes a config."""
 
 import pytest
-from absl import flags
 
+from support import programs
 from support.own_text import data_config
-from txl_jax.cli import flag_tree
 from txl_jax.config import ExperimentConfig, LineMark, NormPlace, Order, Tokenizer, config_tree
 from txl_jax.errors import UserError
 
 
 def parsed(*words, base=None):
     """The config that a command line makes."""
-    values = flags.FlagValues()
-    flag_tree.define(ExperimentConfig(), values)
-    flag_tree.parse(["program", *words], values)
-    return flag_tree.build(base or ExperimentConfig(), values)
+    return programs.config_of(ExperimentConfig(), *words, base=base)
 
 
 @pytest.mark.parametrize(
