@@ -81,10 +81,6 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 
     Each run is a line of validation scores, and runs that differ only in their seed are one line together, over the
     steps at which all of them were scored. A single run has a line of training scores too.
-
-    Args:
-      names: Settings in which runs differ.
-      runs: Runs of one measure.
     """
     if len(runs) == 1:
         kinds = {kind: runs[0].scores(kind) for kind in ("train", "valid")}
@@ -101,11 +97,9 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 
 def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
     """Draws the lines, with bands of one standard deviation around means. Returns whether there is a figure."""
-    if not plots.can_draw():
-        print("no figure drawn: matplotlib is not installed (pip install '.[plots]')")
-        return False
-    if not lines:
-        print("no figure drawn: no scores are recorded yet")
+    if not lines or not plots.can_draw():
+        reason = "matplotlib is not installed (pip install '.[plots]')" if lines else "no scores are recorded yet"
+        print(f"no figure drawn: {reason}")
         return False
     means = {name: {step: statistics.fmean(found) for step, found in line.items()} for name, line in lines.items()}
     best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]

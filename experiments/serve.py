@@ -9,6 +9,7 @@ for --drain_seconds, then the rest are cut off; a second signal cuts them off at
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import ipaddress
@@ -143,10 +144,9 @@ def _engine(plan: Plan, limits: Limits) -> Engine:
 
 def _check_host(host: str, keys: tuple[str, ...]) -> None:
     """Raises `UserError` for an address that others can reach, without a key."""
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
+    is_loopback = host == "localhost"
+    with contextlib.suppress(ValueError):  # Another name.
+        is_loopback |= ipaddress.ip_address(host).is_loopback
     if not is_loopback and not keys:
         raise UserError(
             f"--host is {host}, which other machines can reach, and no key is set; set {_KEYS}=KEY[,KEY..], or leave "

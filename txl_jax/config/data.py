@@ -173,8 +173,9 @@ class DataConfig(Config, prefix="data."):
             require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
             return
         without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
+        found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
         require(
             not given if self.file else (len(given) == 3 or without_test),
-            f"data.file is {self.file or 'none'} and of the lists {', '.join(given) or 'none'} was given; give one "
-            "file, --data.file=PATH, or three lists, --data.train=... --data.valid=... --data.test=...",
+            "own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
+            f"--data.test=..., got {found}",
         )
