@@ -36,13 +36,7 @@ class Plan(cli.Plan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Converts."""
     del job
-    convert(
-        plan.from_,
-        plan.to,
-        to_format=plan.to_format,
-        from_format=plan.from_format,
-        member=plan.ensemble_member,
-    )
+    convert(plan.from_, plan.to, to_format=plan.to_format, from_format=plan.from_format, member=plan.ensemble_member)
 
 
 if __name__ == "__main__":

@@ -53,12 +53,8 @@ class Plan(cli.WatchPlan, cli.TextPlan):
 def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains the members, or splits one off."""
     if plan.mode is Mode.SPLIT:
-        if len(plan.ensemble_member) != 1:
-            raise UserError(
-                f"{len(plan.ensemble_member)} members were given to --mode=split; give one --ensemble_member"
-            )
-        if plan.to is None:
-            raise UserError("no folder was given; give --to=PATH")
+        if len(plan.ensemble_member) != 1 or plan.to is None:
+            raise UserError(f"--mode=split needs --to and one --ensemble_member, got {len(plan.ensemble_member)}")
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
     with Run.open(plan.workdir) as run:

@@ -6,11 +6,11 @@
 with --data.file=PATH.
 """
 
-from txl_jax import cli
+from txl_jax.cli.program import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.ENWIK8))
 
 if __name__ == "__main__":
-    cli.train_main(DEFAULTS)
+    train_main(DEFAULTS)

@@ -15,11 +15,11 @@ otherwise, on the protocol of the original TensorFlow release:
     --data.heldout=published             validation on the test text; default: another held-out shard
 """
 
-from txl_jax import cli
+from txl_jax.cli.program import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.LM1B))
 
 if __name__ == "__main__":
-    cli.train_main(DEFAULTS)
+    train_main(DEFAULTS)

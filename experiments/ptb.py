@@ -8,11 +8,11 @@ simple-examples.tgz (http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz
 experiments.prepare --corpus=ptb` reads it ahead of time.
 """
 
-from txl_jax import cli
+from txl_jax.cli.program import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.PTB))
 
 if __name__ == "__main__":
-    cli.train_main(DEFAULTS)
+    train_main(DEFAULTS)

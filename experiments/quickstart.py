@@ -11,7 +11,6 @@ import dataclasses
 import lzma
 import os
 import zlib
-from collections.abc import Callable
 
 from txl_jax import cli, plots
 from txl_jax.cli import setting
@@ -38,10 +37,7 @@ from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.storage import is_remote
 
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "zlib -9": lambda data: zlib.compress(data, 9),
-    "lzma -9": lambda data: lzma.compress(data, preset=9),
-}
+COMPRESSORS = {"zlib -9": lambda data: zlib.compress(data, 9), "lzma -9": lambda data: lzma.compress(data, preset=9)}
 
 
 def compare_compressors(config: ExperimentConfig, corpus: Corpus, run: Run, *, with_memory: float) -> dict[str, float]:
@@ -54,11 +50,9 @@ def compare_compressors(config: ExperimentConfig, corpus: Corpus, run: Run, *, w
     components = build_for(without, corpus.vocabulary)
     _, params = load_parameters(components, run, log=print)
     totals = score(components, params, corpus.test, name="test without memory", log=print)
-    return {
-        **{name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()},
-        f"without memory (segments of {config.eval.segment_len})": totals.bpc,
-        f"with a memory of {config.eval.mem_len}": with_memory,
-    }
+    bits = {name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}
+    bits[f"without memory (segments of {config.eval.segment_len})"] = totals.bpc
+    return bits | {f"with a memory of {config.eval.mem_len}": with_memory}
 
 
 DEFAULTS = ExperimentConfig(
@@ -83,14 +77,7 @@ DEFAULTS = ExperimentConfig(
         eval_every=1000,
         checkpoint_every=1000,
     ),
-    eval=EvalConfig(
-        batch_size=16,
-        segment_len=64,
-        mem_len=128,
-        clamp_len=None,
-        same_length=True,
-        valid_tokens=50_000,
-    ),
+    eval=EvalConfig(batch_size=16, segment_len=64, mem_len=128, clamp_len=None, same_length=True, valid_tokens=50_000),
     generate=GenerateConfig(prompt="def ", length=400, temperature=0.8),
 )
 
@@ -124,22 +111,15 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     print("\nbits per byte of the test text")
     for name, bpc in rows.items():
         print(f"  {name:<32} {bpc:.3f}")
-    _draw(trained.path, rows)
-    print()
+    if plots.can_draw():
+        path = os.path.join(trained.path, "learning_curve.png")
+        levels, title = {name: rows[name] for name in COMPRESSORS}, "Transformer-XL on Python's standard library"
+        plots.learning_curve(read_metrics(trained.path), path, title=title, levels=levels)
+        print(f"learning curve {path}\n")
+    else:
+        print("no learning curve drawn: matplotlib is not installed (pip install '.[plots]')\n")
     generate_text(config, trained)
     return 0
-
-
-def _draw(workdir: str, rows: dict[str, float]) -> None:
-    path = os.path.join(workdir, "learning_curve.png")
-    if not plots.can_draw():
-        print("no learning curve drawn: matplotlib is not installed (pip install '.[plots]')")
-        return
-    levels = {name: rows[name] for name in COMPRESSORS}
-    plots.learning_curve(
-        read_metrics(workdir), path, title="Transformer-XL on Python's standard library", levels=levels
-    )
-    print(f"learning curve {path}")
 
 
 if __name__ == "__main__":

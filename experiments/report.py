@@ -11,8 +11,7 @@ deviations over the seeds, and the figure has a line with a band for them.
 import dataclasses
 import os
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from txl_jax import cli, plots
 from txl_jax.cli import setting
@@ -49,10 +48,21 @@ def run(plan: Plan, job: cli.Job) -> None:
     if not job.words:
         raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report")
     runs = records.read_runs(job.words)
-    _check_one_measure(runs)
+    by_measure = {run.measure: run.name for run in runs}
+    if len(by_measure) > 1:
+        found = " and ".join(f"{name} has {measure}" for measure, name in by_measure.items())
+        raise UserError(f"{found}, which one figure cannot compare; make a report of each kind of run")
     names = records.swept_settings(runs)
-    rows = [_row(run, names) for run in runs]
-    lines = [*records.markdown(names, rows), *_paper(runs)]
+    # A row has the last step even while the run is training, and the speed once it is known.
+    rows = [{"steps": run.last_step, **run.row(names)} for run in runs]
+    for row, each in zip(rows, runs, strict=True):
+        if rate := each.tokens_per_second:
+            row["tokens_per_second"] = rate
+    lines = list(records.markdown(names, rows))
+    for corpus in dict.fromkeys(run.config.data.corpus for run in runs):
+        if scores := PAPER.get(corpus):
+            published = ", ".join(map(" ".join, scores.items()))
+            lines += ["", f"The paper's test scores on all of {corpus}: {published}."]
     print("\n".join(lines))
     if plan.out is None:
         return
@@ -66,36 +76,11 @@ def run(plan: Plan, job: cli.Job) -> None:
     print(f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
 
 
-def _check_one_measure(runs: Sequence[RunRecords]) -> None:
-    by_measure = {run.measure: run.name for run in runs}
-    if len(by_measure) > 1:
-        found = " and ".join(f"{name} has {measure}" for measure, name in by_measure.items())
-        raise UserError(f"{found}, which one figure cannot compare; make a report of each kind of run")
-
-
-def _row(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the row of a run with its speed, and with its last step even while it is training."""
-    rate = run.tokens_per_second
-    return {"steps": run.last_step} | run.row(names) | ({"tokens_per_second": rate} if rate else {})
-
-
-def _paper(runs: Sequence[RunRecords]) -> Iterator[str]:
-    """Yields lines with the paper's scores on the corpora of the runs."""
-    for corpus in dict.fromkeys(run.config.data.corpus for run in runs):
-        if scores := PAPER.get(corpus):
-            yield ""
-            yield f"The paper's test scores on all of {corpus}: {', '.join(map(' '.join, scores.items()))}."
-
-
 def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[str, dict[int, list[float]]]:
     """Returns the lines of the figure by name: the scores of a line's runs at each step.
 
     Each run is a line of validation scores, and runs that differ only in their seed are one line together, over the
     steps at which all of them were scored. A single run has a line of training scores too.
-
-    Args:
-      names: Settings in which runs differ.
-      runs: Runs of one measure.
     """
     if len(runs) == 1:
         kinds = {kind: runs[0].scores(kind) for kind in ("train", "valid")}
@@ -112,11 +97,9 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 
 def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
     """Draws the lines, with bands of one standard deviation around means. Returns whether there is a figure."""
-    if not plots.can_draw():
-        print("no figure drawn: matplotlib is not installed (pip install '.[plots]')")
-        return False
-    if not lines:
-        print("no figure drawn: no scores are recorded yet")
+    if not lines or not plots.can_draw():
+        reason = "matplotlib is not installed (pip install '.[plots]')" if lines else "no scores are recorded yet"
+        print(f"no figure drawn: {reason}")
         return False
     means = {name: {step: statistics.fmean(found) for step, found in line.items()} for name, line in lines.items()}
     best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]

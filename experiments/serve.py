@@ -9,6 +9,7 @@ for --drain_seconds, then the rest are cut off; a second signal cuts them off at
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import ipaddress
@@ -66,7 +67,7 @@ def run(plan: Plan, job: cli.Job) -> int:
         raise UserError(f"the server is not installed ({error}); run pip install '.[serve]'") from None
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
     _check_host(plan.host, keys)
-    listening = _listen(plan.host, plan.port)  # Before the model is read, which takes longer.
+    bound = _bind(plan.host, plan.port)  # Before the model is read, which takes longer.
     limits = Limits(
         prompt_tokens=plan.max_prompt_tokens,
         new_tokens=plan.max_new_tokens,
@@ -74,7 +75,9 @@ def run(plan: Plan, job: cli.Job) -> int:
         seconds=plan.request_seconds,
     )
     engine = _engine(plan, limits)
-    settings = Settings(os.path.basename(plan.model), _hosts(plan, LOOPBACK), keys, limits)
+    any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
+    hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
+    settings = Settings(os.path.basename(plan.model), hosts, keys, limits)
 
     class Server(uvicorn.Server):
         """A server that cuts off what has not ended some time after a signal."""
@@ -108,58 +111,42 @@ def run(plan: Plan, job: cli.Job) -> int:
     )
     loop = asyncio.new_event_loop()
     server = Server(config)
-    loop.run_until_complete(server.serve(sockets=[listening]))
+    loop.run_until_complete(server.serve(sockets=[bound]))
     print("stopped", flush=True)
     return 0 if server.started else 1
 
 
-def _hosts(plan: Plan, loopback: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names that clients may use for this server, or none if they may use any."""
-    named = plan.allowed_hosts
-    is_wildcard = plan.host in ("0.0.0.0", "::", "")
-    return () if is_wildcard and not named else (*loopback, plan.host, *named)
-
-
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address; raises `UserError` for one that cannot be had."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-        except OSError:
-            found.close()
-            raise
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        return found
     except OSError as error:
         raise UserError(
             f"--host={host} --port={port} cannot be listened on ({error.strerror}); give another port, as --port=0 for "
             "a free one, or another address of this machine"
         ) from None
-    return found
 
 
 def _engine(plan: Plan, limits: Limits) -> Engine:
     """Returns the engine of the model."""
     model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
     check_can_generate(model.config)
-    step = Step(model.components, batch_size=plan.rows)
-    store = SessionStore(limit=plan.max_sessions, seconds=plan.session_seconds)
-    named = "".join(
-        f", {kind} {name}"
-        for name, kind in (("weights", model.config.eval.weight_dtype), ("cache", model.config.eval.cache_dtype))
-        if kind
-    )
+    types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
+    named = "".join(f", {kind} {name}" for name, kind in types.items() if kind)
     print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows")
-    return Engine(step, model.params, model.vocabulary, store, limits)
+    store = SessionStore(limit=plan.max_sessions, seconds=plan.session_seconds)
+    return Engine(Step(model.components, batch_size=plan.rows), model.params, model.vocabulary, store, limits)
 
 
 def _check_host(host: str, keys: tuple[str, ...]) -> None:
     """Raises `UserError` for an address that others can reach, without a key."""
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
+    is_loopback = host == "localhost"
+    with contextlib.suppress(ValueError):  # Another name.
+        is_loopback |= ipaddress.ip_address(host).is_loopback
     if not is_loopback and not keys:
         raise UserError(
             f"--host is {host}, which other machines can reach, and no key is set; set {_KEYS}=KEY[,KEY..], or leave "

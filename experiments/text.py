@@ -12,19 +12,12 @@ names. --train, --valid, --test and --tokenizer are short for --data.train, .., 
 --data.tokenizer.kind.
 """
 
-from txl_jax import cli
+from txl_jax.cli.program import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT))
 
 if __name__ == "__main__":
-    cli.train_main(
-        DEFAULTS,
-        aliases={
-            "train": "data.train",
-            "valid": "data.valid",
-            "test": "data.test",
-            "tokenizer": "data.tokenizer.kind",
-        },
-    )
+    splits = {split: f"data.{split}" for split in ("train", "valid", "test")}
+    train_main(DEFAULTS, aliases=splits | {"tokenizer": "data.tokenizer.kind"})

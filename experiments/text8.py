@@ -6,11 +6,11 @@
 --data.file=PATH. `python -m experiments.prepare --corpus=text8` reads it ahead of time.
 """
 
-from txl_jax import cli
+from txl_jax.cli.program import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.TEXT8))
 
 if __name__ == "__main__":
-    cli.train_main(DEFAULTS)
+    train_main(DEFAULTS)

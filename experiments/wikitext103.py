@@ -10,11 +10,11 @@ same validation and test text and a fiftieth of the training text. Its vocabular
 (33,278 words), so cutoffs must lie below that.
 """
 
-from txl_jax import cli
+from txl_jax.cli.program import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 
 DEFAULTS = ExperimentConfig(data=default_data(CorpusName.WIKITEXT103))
 
 if __name__ == "__main__":
-    cli.train_main(DEFAULTS)
+    train_main(DEFAULTS)

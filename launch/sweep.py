@@ -57,8 +57,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from txl_jax.cli.corpus_program import check_program
-from txl_jax.cli.program import config_of_words
+from txl_jax.cli.program import check_program, config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError

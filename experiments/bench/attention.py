@@ -28,7 +28,7 @@ from experiments.bench import timing
 from experiments.bench.timing import Task
 from txl_jax import cli, sharding
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network, config_tree
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choose
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem
@@ -78,7 +78,7 @@ class Plan(cli.Plan):
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or path."""
-        check_fields(self, "")
+        super().validate()
         require(self.configs, f"configs is empty; it must name configurations, such as {','.join(CONFIGS)}")
         timing.check_names("tasks", self.tasks, TASKS)
         timing.check_names("paths", self.paths, PATHS)

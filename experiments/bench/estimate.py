@@ -35,7 +35,7 @@ from experiments.bench import timing
 from experiments.bench.speed import BLOCK, GROUPS, generation_arguments
 from txl_jax import cli, flops, sharding
 from txl_jax.config import ExperimentConfig, Remat, config_tree
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
@@ -106,7 +106,7 @@ class Plan(cli.Plan):
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or topology."""
-        check_fields(self, "")
+        super().validate()
         require(self.topology, "topology is empty; it must name a slice or GPUs, such as --topology=v5e:4x8 or h200x8")
         timing.check_names("tasks", self.tasks, TASKS)
         for topology in self.topology:

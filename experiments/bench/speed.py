@@ -31,7 +31,7 @@ from experiments.bench import huggingface, timing
 from experiments.bench.timing import Task, Timing
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, GenerateConfig, Order
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import Limits, Rows, row_key
@@ -68,7 +68,7 @@ class Plan(cli.Plan):
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task, or settings that do not go together."""
-        check_fields(self, "")
+        super().validate()
         timing.check_names("tasks", self.chosen_tasks, TASKS)
         if self.peer:
             require(

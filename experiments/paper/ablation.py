@@ -25,7 +25,7 @@ from experiments.paper import context_length
 from txl_jax import cli
 from txl_jax.cli.flag_tree import groups
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network, config_tree
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
@@ -137,10 +137,7 @@ def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
     mem_len = base.train.mem_len if row.recurrence else 0
     changes: dict[str, Any] = {
         "seed": seed,
-        "model.encoding": row.encoding,
-        "model.num_positions": segment_len + mem_len if row.encoding.is_learned else None,
-        "model.untie_r": base.model.untie_r and row.encoding is Encoding.RELATIVE,
-        "model.tie_positions": base.model.tie_positions and row.encoding is Encoding.RELATIVE,
+        "model": base.model.with_encoding(row.encoding),
         "train.loss": row.loss,
         "train.segment_len": segment_len,
         "train.mem_len": mem_len,
@@ -148,7 +145,7 @@ def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
     if not row.recurrence:
         changes |= {"train.same_length": False, "eval.mem_len": 0, "eval.same_length": False}
         changes |= {"eval.segment_len": segment_len}
-    return config_tree.replace(base, changes)
+    return config_tree.replace(base, changes).resolved()
 
 
 # The study
@@ -175,7 +172,7 @@ class Plan(cli.TextPlan):
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown row, no seed or equal ones, no directory, or a setting out of range."""
-        check_fields(self, "")
+        super().validate()
         require(self.seeds, "no seed was given; give at least one")
         require(
             len(set(self.seeds)) == len(self.seeds),

@@ -24,7 +24,7 @@ import numpy as np
 
 from txl_jax import cli, plots, sharding
 from txl_jax.config import ExperimentConfig, Network
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.memory import Memory
@@ -72,7 +72,7 @@ class Plan(cli.TrainedRun):
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or a text does not name a head."""
-        check_fields(self, "")
+        super().validate()
         self.layer_heads  # noqa: B018 (raises)
 
     def check(self, config: ExperimentConfig) -> None:

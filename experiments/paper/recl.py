@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_jax import cli, plots
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.context_losses import context_losses, positions
 from txl_jax.metrics import Totals
@@ -67,7 +67,7 @@ class Plan(cli.TextPlan):
 
     def validate(self) -> None:
         """Raises `UserError` if lengths are not a range of two or more, out is missing, or a setting out of range."""
-        check_fields(self, "")
+        super().validate()
         require(
             len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
             "lengths must be the shortest context, the longest and the step of two or more contexts, such as "

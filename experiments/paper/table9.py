@@ -27,7 +27,7 @@ from experiments.bench import speed
 from experiments.bench.timing import Task, draw_tokens, interleaved, machine, print_table
 from txl_jax import cli, sharding
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, config_tree
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build
@@ -52,7 +52,7 @@ class Plan(cli.Plan):
 
     def validate(self) -> None:
         """Raises `UserError` if there is no length, or a setting is out of range."""
-        check_fields(self, "")
+        super().validate()
         require(
             self.lengths and min(self.lengths) >= 1,
             f"lengths must be attention lengths, such as 800,1800, got {','.join(map(str, self.lengths))!r}",
@@ -133,15 +133,12 @@ def measure(
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
     """Returns the same sizes with absolute positions, which have no u and v."""
-    model = dataclasses.replace(
-        config.model, encoding=Encoding.VASWANI, num_positions=None, untie_r=False, tie_positions=False
-    )
-    return dataclasses.replace(config, model=model, mesh=MeshConfig(data=1))
+    return dataclasses.replace(config, model=config.model.with_encoding(Encoding.VASWANI), mesh=MeshConfig(data=1))
 
 
 def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig:
     """Returns the same sizes with relative positions, and a memory of the attention length."""
-    model = dataclasses.replace(config.model, encoding=Encoding.RELATIVE, num_positions=None)
+    model = config.model.with_encoding(Encoding.RELATIVE)
     eval_config = dataclasses.replace(config.eval, batch_size=1, mem_len=attention_len, same_length=True)
     return dataclasses.replace(config, model=model, eval=eval_config, mesh=MeshConfig(data=1))
 

@@ -1,20 +1,16 @@
 """Tests the flags that are made from the config tree, and how a command line becomes a config."""
 
 import pytest
-from absl import flags
 
+from support import programs
 from support.own_text import data_config
-from txl_jax.cli import flag_tree
 from txl_jax.config import ExperimentConfig, LineMark, NormPlace, Order, Tokenizer, config_tree
 from txl_jax.errors import UserError
 
 
 def parsed(*words, base=None):
     """The config that a command line makes."""
-    values = flags.FlagValues()
-    flag_tree.define(ExperimentConfig(), values)
-    flag_tree.parse(["program", *words], values)
-    return flag_tree.build(base or ExperimentConfig(), values)
+    return programs.config_of(ExperimentConfig(), *words, base=base)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +23,7 @@ def parsed(*words, base=None):
         ("--notrain.same_length", "train.same_length", False),
         ("--model.cutoffs=20,40", "model.cutoffs", (20, 40)),
         ("--model.tie_projs=False,true,1", "model.tie_projs", (False, True, True)),
-        ("--data.train=a.txt,b.txt", "data.train", ("a.txt", "b.txt")),
+        ("--data.train=/a.txt,/b.txt", "data.train", ("/a.txt", "/b.txt")),
     ],
 )
 def test_every_kind_of_value(word, name, value):
@@ -47,8 +43,8 @@ def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
     assert parsed("--data.tokenizer.kind=byte", base=base).data == data_config()
     characters = parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data
     assert characters == data_config(kind=Tokenizer.CHAR, min_count=2)
-    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "words", "data.tokenizer.min_count": 1})
-    assert parsed("--data.tokenizer.vocab_file=words", base=base) == from_file
+    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1})
+    assert parsed("--data.tokenizer.vocab_file=/words", base=base) == from_file
 
 
 def test_a_flag_wins_over_a_preset():

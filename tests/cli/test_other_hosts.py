@@ -1,16 +1,17 @@
 """Tests how a program finds out that it is one of several processes, and what each is answered if they do not fit."""
 
 import fcntl
+import os
 import re
 import time
 
 import pytest
+from absl import flags
 
 from support import processes, programs
 from support.metadata_server import MetadataServer
 from txl_jax.cli import other_hosts
 from txl_jax.errors import UserError
-from txl_jax.runtime import distributed
 
 SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"}
 SBATCH_SCRIPT = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -21,28 +22,17 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROC
 
 
 @pytest.fixture(autouse=True)
-def no_tpu(monkeypatch):
-    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: False)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP, BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}],
-)
-def test_a_process_by_itself_waits_for_nobody(environment):
-    assert other_hosts.announced(environment, {}) is None
-
-
-def test_flags_come_before_the_environment_and_both_before_slurm():
-    found = other_hosts.announced(SRUN | BY_HAND, {"process_id": 0})
-    assert found.num_processes == 2
-    given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
-    assert found.arguments == given | {"cluster_detection_method": "deactivate"}
+def has_tpu(request, monkeypatch):
+    """Whether there is a TPU: in tests of TPU slices."""
+    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: "tpu" in request.node.name)
 
 
 @pytest.mark.parametrize(
     ("environment", "count", "all_devices"),
     [
+        *((alone, None, False) for alone in ({}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP)),
+        (BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, None, False),  # Without a TPU.
         (SRUN, 4, False),  # Two a node share its GPUs: jax gives each its own.
         (ONE_A_NODE, 2, True),
         (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, True),
@@ -50,23 +40,34 @@ def test_flags_come_before_the_environment_and_both_before_slurm():
     ],
 )
 def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
-    found = other_hosts.announced(environment, {})
-    assert found.num_processes == found.arguments["num_processes"] == count
-    assert ("local_device_ids" in found.arguments) == all_devices
+    """A process by itself waits for nobody."""
+    found = other_hosts.announced(environment)
+    assert (found and found.num_processes) == (found and found.arguments["num_processes"]) == count
+    assert bool(found and "local_device_ids" in found.arguments) == all_devices
+
+
+def test_flags_come_before_the_environment_and_both_before_slurm(monkeypatch):
+    monkeypatch.setattr(os, "environ", SRUN | BY_HAND)
+    with programs.own_flags():
+        other_hosts.define_flags()
+        assert flags.FLAGS(["program", "--process_id=0"]) == ["program"]
+        found = other_hosts.announced(other_hosts.environment())
+    given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
+    assert found.num_processes == 2 and found.arguments == given | {"cluster_detection_method": "deactivate"}
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("environment", "expected"),
     [
-        ({"num_processes": 2}, ["--coordinator", "JAX_COORDINATOR_ADDRESS", "--process_id"]),
-        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, ["process_id", "num_processes", "2", "1"]),
-        ({"coordinator": "a", "num_processes": 2, "process_id": 0}, ["'a'", "HOST:PORT"]),
-        ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, ["num_processes", "'two'"]),
+        ({"JAX_NUM_PROCESSES": "2"}, "--coordinator .*JAX_COORDINATOR_ADDRESS.*--process_id"),
+        (BY_HAND | {"JAX_PROCESS_ID": "2"}, "process_id .*num_processes - 1.*process_id 2 .*num_processes 2"),
+        (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a"}, "HOST:PORT.*'a'"),
+        (BY_HAND | {"JAX_NUM_PROCESSES": "two"}, "num_processes two"),
     ],
 )
-def test_half_an_announcement_is_refused(given, expected):
-    with pytest.raises(UserError, match=".*".join(map(re.escape, expected))):
-        other_hosts.announced({}, given)
+def test_half_an_announcement_is_refused(environment, expected):
+    with pytest.raises(UserError, match=expected):
+        other_hosts.announced(environment)
 
 
 @pytest.mark.parametrize(
@@ -79,46 +80,28 @@ def test_half_an_announcement_is_refused(given, expected):
         ({"worker-network-endpoints": "10.0.0.1", "tpu-env": "MEGASCALE_NUM_SLICES: '2'\n"}, 2),
     ],
 )
-def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(monkeypatch, attributes, count):
-    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: True)
+def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(attributes, count):
     with MetadataServer() as server:
         server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
         environment = {"GCE_METADATA_IP": server.host}
-        found = other_hosts.announced(environment, {})
+        found = other_hosts.announced(environment)
         assert found == (None if count is None else other_hosts.Several(count, "the TPU slice", {}))
-        assert other_hosts.announced(environment | {"JAX_PLATFORMS": "cpu"}, {}) is None
-        assert other_hosts.announced(environment | {"TPU_SKIP_MDS_QUERY": "1"}, {}) is None
+        for other in ({"JAX_PLATFORMS": "cpu"}, {"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+            assert other_hosts.announced(environment | other) is None
+    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}).num_processes == 3
 
 
-def test_a_metadata_server_that_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):
-    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: True)
+def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):
     monkeypatch.setattr(other_hosts, "_METADATA_TRIES", 2)
     with MetadataServer() as server:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
         monkeypatch.delenv("no_proxy", raising=False)
-        assert other_hosts.announced({"GCE_METADATA_IP": server.host}, {}) is None
-        asked = len(server.asked)
+        assert other_hosts.announced({"GCE_METADATA_IP": server.host}) is None
+        assert len(server.asked) == 2
     with MetadataServer(failures=2) as server, pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"):
-        other_hosts.announced({"GCE_METADATA_IP": server.host}, {})
+        other_hosts.announced({"GCE_METADATA_IP": server.host})
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
-        other_hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"}, {})
-    assert asked == 2
-
-
-def test_the_hosts_of_a_tpu_slice_may_be_in_the_environment(monkeypatch):
-    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: True)
-    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "localhost"}, {}) is None
-    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}).num_processes == 3
-    monkeypatch.setattr(other_hosts, "_has_tpu", lambda: False)
-    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}, {}) is None
-
-
-def test_flags_that_differ_between_hosts_are_refused(monkeypatch):
-    monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
-    monkeypatch.setattr(distributed, "_gather_texts", lambda own: [own, "--lengths=64 --stride=1"])
-    with pytest.raises(UserError, match=r"process 1: .*--lengths=64 .*--lengths=16,32 .*process 0") as caught:
-        other_hosts.check_same({"lengths": (16, 32), "stride": 1})
-    assert distributed.is_known_to_all(caught.value)
+        other_hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"})
 
 
 FULL, NIGHTLY = pytest.mark.full, pytest.mark.nightly(part="long")
@@ -151,9 +134,8 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     flag, _, value = of_second.partition("=")
     changed = [f"{flag}={places.get(value, value)}"]
     script = (
-        "import sys; from txl_jax.runs import run; run._SECONDS_TO_APPEAR = 0.5; "
-        "sys.argv[0] = 'text'; from experiments import text; from txl_jax import cli; "
-        "cli.train_main(text.DEFAULTS)"
+        "from experiments import text; from txl_jax import cli; from txl_jax.runs import run; "
+        "run._SECONDS_TO_APPEAR = 0.5; cli.train_main(text.DEFAULTS)"
     )
     flags = [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path / 'run'}"]
     started = processes.start("-c", script, *TINY, *flags, of_process=[[], changed].__getitem__)
@@ -183,9 +165,8 @@ def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
 @NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
     script = (
-        "from txl_jax.cli import other_hosts, program; other_hosts.START_SECONDS = 2; "
-        "other_hosts._SILENT_SECONDS, other_hosts._given = 0.2, dict; "
-        "program.guarded(lambda: 0, begin=other_hosts.join)"
+        "from txl_jax import cli; from txl_jax.cli import other_hosts; other_hosts.START_SECONDS = 2; "
+        "other_hosts._SILENT_SECONDS = 0.2; cli.main(print, cli.Plan, hosts='join')"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))

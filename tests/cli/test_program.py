@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from txl_jax.runs.score import Interrupted
 from txl_jax.runtime import distributed, stop
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+SEVERAL = other_hosts.Several(2, "a test", {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +64,15 @@ def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, m
 
 
 def test_the_config_is_the_flags_over_the_defaults(start):
-    defaults, found = config_tree.replace(ExperimentConfig(), {"eval.mem_len": 7}), []
-    note = lambda plan, job: found.append((job.config(), job.config_of_flagfile("wt103_base")))  # noqa: E731
-    assert start("--from=x", "--model.n_layer=2", run=note, config=defaults)[0] == 0
-    assert start("--from=x", "--data.corpus=ptb", run=note, config=defaults, by_corpus=True)[0] == 0
-    (own, flagfile), (by_corpus, _) = found
+    defaults = config_tree.replace(ExperimentConfig(), {"eval.mem_len": 7})
+    configs = []
+
+    def run(plan, job):
+        configs.append((job.config(), job.config_of_flagfile("wt103_base")))
+
+    assert start("--from=x", "--model.n_layer=2", run=run, config=defaults)[0] == 0
+    assert start("--from=x", "--data.corpus=ptb", run=run, config=defaults, by_corpus=True)[0] == 0
+    (own, flagfile), (by_corpus, _) = configs
     assert own == config_tree.replace(defaults, {"model.n_layer": 2})
     assert (flagfile.model.n_layer, flagfile.model.d_model, flagfile.eval.mem_len) == (2, 410, 640)
     assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
@@ -79,6 +85,7 @@ def test_the_config_is_the_flags_over_the_defaults(start):
         ([], 1, "no from was given; give --from="),
         (["--from=ftp://host/x"], 1, "ftp://host/x"),
         (["--from=x", "--lenghts=3"], 2, "lengths"),
+        (["--from=x", "--lengths=3,x"], 2, "'x'"),
         (["--from=x", "word"], 2, "'word'"),
     ],
 )
@@ -88,10 +95,19 @@ def test_a_plan_is_checked_before_anything_is_run(start, capsys, words, code, me
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
-    compared = []
-    monkeypatch.setattr(distributed, "assert_same_on_all", lambda value, complaint: compared.append(value))
-    start("--from=here", hosts="join")
-    assert compared == ["--lengths=1,2 --member="]
+    done = []
+    monkeypatch.setattr(other_hosts, "announced", lambda environment: SEVERAL)
+    monkeypatch.setattr(other_hosts, "join", done.append)
+    monkeypatch.setattr(distributed, "assert_same_on_all", lambda own, complaint: done.append(complaint(own, "--a")))
+    assert start("--from=here", "--coordinator=a:1", hosts="join")[0] == 0
+    assert done[0] == SEVERAL and done[1].startswith("the flags are --a, and --lengths=1,2 --member= in process 0")
+
+
+def test_a_program_of_one_host_refuses_others_and_one_of_each_host_does_not_ask(start, monkeypatch, capsys):
+    monkeypatch.setattr(other_hosts, "announced", lambda environment: SEVERAL)
+    assert start("--from=here", run=pytest.fail)[0] == 1
+    assert re.search(r"one host.*\b2 processes", capsys.readouterr().err)
+    assert start("--from=here", hosts="each")[0] == 0
 
 
 def interrupt(plan, job):
@@ -117,22 +133,21 @@ def trained(tmp_path_factory):
     """A run on words with the numerics of another implementation; returns its folder and its config."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_text("one two three\n" * 200)
-    model = ModelConfig(**SIZES)
-    config = ExperimentConfig(model=model, data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD))
+    config = ExperimentConfig(model=ModelConfig(**SIZES), data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD))
     config = apply_preset(config_tree.replace(config, {"model.dropout.rate": 0.3}), "hf")
     drawn_run.make(folder / "run", config, read_corpus(config.data, "nowhere", str(folder)))
     return folder, config
 
 
 @pytest.fixture
-def built(trained, start, capsys):
-    """Returns the config of a command line with --init_from for a new run, or one that is recorded."""
+def built(trained, start, capsys, tmp_path):
+    """Returns the config of a command line with --init_from for a run in a folder, which is new or recorded."""
 
-    def built(folder, *words):
+    def built(*words, folder="new"):
         found = []
 
         def run(plan, job):
-            with Run.open(folder) as opened:
+            with Run.open(tmp_path / folder) as opened:
                 found.append(job.config(opened))
 
         files = [f"--data.file={trained[0] / 'text'}", f"--init_from={trained[0] / 'run'}"]
@@ -144,41 +159,39 @@ def built(trained, start, capsys):
     return built
 
 
-def test_sizes_and_compatibility_come_from_the_trained_model(trained, built, tmp_path):
+def test_sizes_and_compatibility_come_from_the_trained_model(trained, built):
     """And nothing else: dropout, tokens, lengths and optimizer are those of the program and the flags."""
-    config = built(tmp_path / "new", "--train.mem_len=30")
+    config = built("--train.mem_len=30")
     assert {name: getattr(config.model, name) for name in SIZES} == SIZES
     assert config.model.compat == trained[1].model.compat != ExperimentConfig().model.compat
     assert config.model.dropout == ExperimentConfig().model.dropout
     assert config.data.tokenizer.kind is Tokenizer.BYTE and config.train.mem_len == 30
 
 
-def test_flags_of_the_same_model_may_be_given_and_others_are_named(built, tmp_path):
-    assert built(tmp_path / "new", "--model.n_layer=1").model.n_layer == 1
+def test_flags_of_the_same_model_may_be_given_and_others_are_named(built):
+    assert built("--model.n_layer=1").model.n_layer == 1
     with pytest.raises(UserError, match=r"model\.n_layer is 4 and there 1; model\.d_head is 6 and there 5; leave"):
-        built(tmp_path / "new", "--model.n_layer=4", "--model.d_head=6")
-    other = built(tmp_path / "new", "--compat=tf").model.compat
-    assert other.layer_norm_eps == COMPAT_PRESETS["tf"]["model.compat.layer_norm_eps"]
+        built("--model.n_layer=4", "--model.d_head=6")
+    assert built("--compat=tf").model.compat.layer_norm_eps == COMPAT_PRESETS["tf"]["model.compat.layer_norm_eps"]
 
 
-def test_a_kept_vocabulary_brings_its_tokenizer(built, tmp_path):
-    config = built(tmp_path / "new", "--init_vocabulary=kept")
-    assert config.data.tokenizer.kind is Tokenizer.WORD
+def test_a_kept_vocabulary_brings_its_tokenizer(built):
+    assert built("--init_vocabulary=kept").data.tokenizer.kind is Tokenizer.WORD
     for word, named in (("--data.tokenizer.vocab_file=words", "vocab_file"), ("--init_from=none", "give --init_from")):
         with pytest.raises(UserError, match=named):
-            built(tmp_path / "new", "--init_vocabulary=kept", word)
+            built("--init_vocabulary=kept", word)
 
 
 def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
     """The folder of the weights may be gone, and flags left out: the record takes the place of the defaults."""
-    first = built(tmp_path / "new", "--train.mem_len=30")
+    first = built("--train.mem_len=30")
     runs.record(tmp_path / "new", first, read_corpus(trained[1].data, "nowhere", str(trained[0])))
     (trained[0] / "run").rename(trained[0] / "gone")
     try:
-        assert built(tmp_path / "new") == first
-        assert built(tmp_path / "new", "--train.log_every=7").train.log_every == 7
+        assert built() == first
+        assert built("--train.log_every=7").train.log_every == 7
         with pytest.raises(UserError, match=r"init_from is .*run, whose weights cannot be taken: .* holds no run"):
-            built(tmp_path / "another")
+            built(folder="another")
     finally:
         (trained[0] / "gone").rename(trained[0] / "run")
 
@@ -217,15 +230,19 @@ def ended(monkeypatch):
     """Collectives that were run, and how the process was ended at once."""
     done = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: done.append("joined"))
     monkeypatch.setattr(distributed, "run_on_all", lambda act: done.append("together"))
-    monkeypatch.setattr(other_hosts.os, "_exit", lambda code: done.append(code))
+    monkeypatch.setattr(other_hosts, "_redirect_output", lambda **unused: None)
+    monkeypatch.setattr(other_hosts.os, "_exit", done.append)
     return done
 
 
-def test_all_that_end_together_wait_for_each_other(ended):
-    assert other_hosts.leave(143, together=True) == 143 and ended == ["together"]
+def test_all_meet_when_they_join_and_when_they_end_together(ended):
+    other_hosts.join(SEVERAL)
+    assert ended == ["joined", "together"]
+    assert other_hosts.leave(143, together=True) == 143
     other_hosts.leave(1, together=False)
-    assert ended == ["together", 1]
+    assert ended == ["joined", "together", "together", 1]
 
 
 def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, monkeypatch):
@@ -236,21 +253,13 @@ def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, mon
     assert ended == [1]
 
 
-def test_all_meet_as_soon_as_they_have_joined(ended, monkeypatch):
-    monkeypatch.setattr(other_hosts, "announced", lambda *unused: other_hosts.Several(2, "a test", {}))
-    monkeypatch.setattr(other_hosts, "_given", dict)
-    monkeypatch.setattr(other_hosts, "_redirect_output", lambda **unused: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: ended.append("joined"))
-    other_hosts.join()
-    assert ended == ["joined", "together"]
-
-
 @pytest.mark.parametrize("error", [UserError("lengths is 0; give more"), FileNotFoundError(2, "No such file", "a.txt")])
 def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, error):
-    assert guarded(mock.Mock(side_effect=error)) == 1
+    with pytest.raises(SystemExit, match="1"), guarded():
+        raise error
     assert capsys.readouterr().err == f"error: {error}\n"
-    with pytest.raises(ValueError, match="shapes"):
-        guarded(mock.Mock(side_effect=ValueError("shapes differ")))
+    with pytest.raises(ValueError, match="shapes"), guarded():
+        raise ValueError("shapes differ")
     assert capsys.readouterr().err == ""
 
 
@@ -284,10 +293,15 @@ def compile_in_a_process(*words, **environment):
 
 
 @pytest.mark.full
-def test_a_second_start_reads_what_the_first_compiled(tmp_path):
+def test_a_second_start_reads_what_the_first_compiled_and_a_damaged_entry_costs_a_warning(tmp_path):
     value, found, _ = compile_in_a_process(f"--data_dir={tmp_path}")
-    assert found == "miss" and list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
+    assert found == "miss"
     assert compile_in_a_process(f"--data_dir={tmp_path}") == (value, "hit", "")
+    entries = list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
+    for path in entries:
+        path.write_bytes(path.read_bytes()[:100])
+    damaged, found, err = compile_in_a_process(f"--data_dir={tmp_path}")
+    assert entries and (damaged, found) == (value, "miss") and "compilation cache" in err
 
 
 @pytest.mark.nightly(part="faults")
@@ -298,31 +312,18 @@ def test_the_cache_may_be_in_a_bucket(bucket, storage):
     assert compile_in_a_process(flag, **storage.environment) == (value, "hit", "")
 
 
-@pytest.mark.nightly(part="faults")
-def test_a_damaged_entry_costs_a_warning(tmp_path):
-    value, _, _ = compile_in_a_process(f"--data_dir={tmp_path}")
-    for path in tmp_path.rglob("*-cache"):
-        path.write_bytes(path.read_bytes()[:100])
-    damaged, found, err = compile_in_a_process(f"--data_dir={tmp_path}")
-    assert (damaged, found) == (value, "miss") and "compilation cache" in err
-
-
 @pytest.fixture
 def kept_in(monkeypatch):
-    """Keeps this process's own cache; returns the folder that `keep_compiled` sets, or None."""
+    """Returns the folder that `keep_compiled` sets, or None; this process keeps its own cache."""
 
     def kept_in(*arguments, already=None, processes=1, **more):
-        found = {"jax_compilation_cache_dir": None}
-        own = jax.config.values["jax_compilation_cache_dir"]
-        jax.config.update("jax_compilation_cache_dir", already)
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(program.jax.config, "update", lambda name, value: found.update({name: value}))
-                patch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
-                keep_compiled(*arguments, **more)
-        finally:
-            jax.config.update("jax_compilation_cache_dir", own)
-        return found["jax_compilation_cache_dir"]
+        found = []
+        values = {**jax.config.values, "jax_compilation_cache_dir": already}
+        config = mock.Mock(values=values, update=lambda name, value: found.append(value))
+        monkeypatch.setattr(program, "jax", mock.Mock(config=config))
+        monkeypatch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
+        keep_compiled(*arguments, **more)
+        return found[0] if found else None
 
     return kept_in
 
@@ -353,5 +354,5 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_
     (tmp_path / "file").write_text("")
     assert kept_in(given=str(tmp_path / "file" / "inner")) is None
     line = capsys.readouterr().out
-    assert line.count("\n") == 1 and f"{tmp_path / 'file'}, which is a file" in line
+    assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
     assert kept_in(str(tmp_path / "a-typo")) and os.listdir(tmp_path) == ["file"]

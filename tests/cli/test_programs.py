@@ -90,6 +90,8 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     own_text = [*own_text, *SHORT, "--data.corpus=text"]
     succeed("ensemble", *own_text, *chosen, f"--workdir={tmp_path / 'all'}")
     name = "seed=2+learning_rate=0.002"
+    succeed("ensemble", f"--workdir={tmp_path / 'all'}")  # A resume takes the members from the record.
+    assert json.loads((tmp_path / "all" / "results.json").read_text())["members"].keys() == {"seed=1", name}
     assert f"| {name} | " in (tmp_path / "all" / "members.md").read_text()
     member = [f"--workdir={tmp_path / 'all'}", f"--ensemble_member={name}"]
     succeed("text", "--mode=eval", *member)

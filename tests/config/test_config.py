@@ -116,7 +116,7 @@ def test_edges_that_are_allowed():
 def test_clusters_must_fit_the_vocabulary():
     model = ModelConfig(cutoffs=(10, 20))
     model.validate_vocabulary(21)
-    with pytest.raises(UserError, match=r"cutoffs\D*\b20\b\D*\b20\b"):
+    with pytest.raises(UserError, match=r"cutoffs\D*\b10,20\b\D*\b20\b"):
         model.validate_vocabulary(20)
 
 

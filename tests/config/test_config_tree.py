@@ -61,11 +61,6 @@ def test_settings_of_a_record_that_are_read_otherwise():
         assert from_record({"compat.lamb": "nvidia", "optimizer.name": before}).optimizer.name == now
 
 
-def test_an_unknown_setting_is_refused_with_the_nearest_one():
-    with pytest.raises(ValueError, match=r"'model\.n_layers'.*\bmodel\.n_layer\b"):
-        config_tree.from_dict(ExperimentConfig, {"model.n_layers": 3})
-
-
 def test_values_from_json_have_the_types_of_their_settings():
     values = {"model.encoding": "shaw", "model.d_embed": None, "model.cutoffs": [5, 9], "model.dropout.rate": 0}
     config = config_tree.from_dict(ExperimentConfig, values | {"eval.cache_dtype": "bfloat16"})
@@ -75,22 +70,19 @@ def test_values_from_json_have_the_types_of_their_settings():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "pattern"),
     [
-        ("model.n_layer", "3"),
-        ("model.n_layer", None),
-        ("model.n_layer", True),
-        ("model.n_layer", 2.5),
-        ("model.untie_r", 1),
-        ("model.encoding", "shav"),
-        ("model.cutoffs", 5),
-        ("model.cutoffs", [5, "9"]),
-        ("data.file", ["a"]),
+        ("model.n_layers", 3, r"'model\.n_layers'.*\bmodel\.n_layer\b"),
+        *(("model.n_layer", value, rf"^model\.n_layer .*{value!r}") for value in ("3", None, True, 2.5)),
+        ("model.untie_r", 1, r"^model\.untie_r .*\b1\b"),
+        ("model.encoding", "shav", r"^model\.encoding .*'shav'.*\bshaw\b"),
+        ("model.cutoffs", 5, r"^model\.cutoffs .*\b5\b"),
+        ("model.cutoffs", [5, "9"], r"^model\.cutoffs .*'9'"),
+        ("data.file", ["a"], r"^data\.file .*\['a'\]"),
     ],
 )
-def test_a_value_of_another_type_is_refused(name, value):
-    wrong = value[-1] if name == "model.cutoffs" and value != 5 else value
-    with pytest.raises(UserError, match=rf"^{re.escape(name)} .*{re.escape(repr(wrong))}"):
+def test_an_unknown_setting_or_a_value_of_another_type_is_refused(name, value, pattern):
+    with pytest.raises(UserError, match=pattern):
         config_tree.from_dict(ExperimentConfig, {name: value})
 
 
@@ -101,12 +93,7 @@ def test_presets_name_settings_and_change_them():
         config = apply_preset(ExperimentConfig(), name)
         config.validate()
         assert {leaf.name: after for leaf, _, after in config_tree.differences(ExperimentConfig(), config)} == preset
-
-
-def test_a_preset_leaves_nothing_of_the_one_before():
-    tf = apply_preset(ExperimentConfig(seed=5), "tf")
-    for name in COMPAT_PRESETS:
-        assert apply_preset(tf, name) == apply_preset(ExperimentConfig(seed=5), name)
+        assert apply_preset(apply_preset(ExperimentConfig(), "tf"), name) == config, "nothing of the one before is left"
 
 
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])
@@ -120,11 +107,13 @@ def test_the_table_of_a_learned_encoding_has_the_keys_of_training(encoding):
         assert given.resolved() == given
 
 
-def test_a_table_of_one_distance_is_refused():
-    own = {"model.encoding": Encoding.SHAW, "train.segment_len": 1, "train.mem_len": 0}
-    config = config_tree.replace(ExperimentConfig(), own)
-    with pytest.raises(UserError, match=r"model\.num_positions is 1\b.*\bat least 2\b"):
-        config.resolved().validate()
+def test_another_encoding_keeps_no_setting_of_the_one_before():
+    tied = ModelConfig(tie_positions=True, n_layer=3)
+    assert tied.with_encoding(Encoding.RELATIVE) == tied
+    assert tied.with_encoding(Encoding.VASWANI) == ModelConfig(encoding=Encoding.VASWANI, n_layer=3)
+    learned = ModelConfig(encoding=Encoding.SHAW, num_positions=12)
+    assert learned.with_encoding(Encoding.AL_RFOU) == ModelConfig(encoding=Encoding.AL_RFOU)
+    assert ModelConfig(untie_r=True).with_encoding(Encoding.SHAW) == ModelConfig(encoding=Encoding.SHAW)
 
 
 def test_distances_are_clamped_to_the_table():

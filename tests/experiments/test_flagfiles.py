@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import jax
 import pytest
-from absl import flags
 
 import txl_jax
 from experiments import ptb
-from support import ROOT
+from support import ROOT, programs
 from support.cases import full_but
 from txl_jax.cli import flag_tree
 from txl_jax.config import config_tree
@@ -70,10 +69,7 @@ UNTIED = {"wt103_base": 151_119_838, "wt103_large": 285_205_322}
 def resolved(name, *more):
     """The config that a flagfile, and flags after it, make of its program's defaults."""
     defaults = importlib.import_module(f"experiments.{FLAGFILES[name].program}").DEFAULTS
-    values = flags.FlagValues()
-    flag_tree.define(defaults, values)
-    flag_tree.parse(["program", f"--flagfile={name}", *more], values)
-    return flag_tree.build(defaults, values)
+    return programs.config_of(defaults, f"--flagfile={name}", *more)
 
 
 @functools.cache
@@ -107,10 +103,9 @@ def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
     for name in FLAGFILES:
         assert resolved(name) == txl_jax.preset(name)
     resolved.cache_clear()
-    words, values = ptb.DEFAULTS, flags.FlagValues()  # A program of words keeps its corpus, as with the file.
-    flag_tree.define(words, values)
-    flag_tree.parse(["program", "--flagfile=small"], values)
-    assert flag_tree.build(words, values) == dataclasses.replace(txl_jax.preset("small"), data=words.data)
+    # A program of words keeps its corpus, as with the file.
+    config = programs.config_of(ptb.DEFAULTS, "--flagfile=small")
+    assert config == dataclasses.replace(txl_jax.preset("small"), data=ptb.DEFAULTS.data)
 
 
 @pytest.mark.parametrize("name", FLAGFILES)

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl import flags
 
 from experiments import wikitext103
-from txl_jax.cli import flag_tree
+from support import programs
 from txl_jax.config import OptimizerName
 from txl_jax.data.segments import training_segments
 from txl_jax.interop import original
@@ -21,13 +20,6 @@ SCALED_DOWN = (
     f"--model.init_std=0.6 --model.dtype=float64 --train.batch_size={B} --train.segment_len=6 --train.mem_len=5 "
     f"--train.steps=300 --optimizer.warmup_steps={WARMUP}"
 ).split()
-
-
-def resolved(name, *words):
-    values = flags.FlagValues()
-    flag_tree.define(wikitext103.DEFAULTS, values)
-    flag_tree.parse(["program", f"--flagfile={name}", *SCALED_DOWN, *words], values)
-    return flag_tree.build(wikitext103.DEFAULTS, values)
 
 
 def tensors_of(params, model):
@@ -60,7 +52,8 @@ class Oracle:
 
 @pytest.mark.parametrize("div_val", [1, 2])
 def test_updates_are_those_of_nvidias_lamb(div_val, x64):
-    config = resolved("wt103_base_nvidia", f"--model.div_val={div_val}")
+    words = ["--flagfile=wt103_base_nvidia", *SCALED_DOWN, f"--model.div_val={div_val}"]
+    config = programs.config_of(wikitext103.DEFAULTS, *words)
     assert (config.optimizer.name, config.optimizer.adam_eps) == (OptimizerName.LAMB_NVIDIA, 1e-6)
     made = build(config, vocab_size=V)
     model = made.model

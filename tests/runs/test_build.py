@@ -50,7 +50,7 @@ def test_the_training_program_does_not_grow_with_the_layers():
 
 def test_settings_that_do_not_fit_are_refused_with_both_numbers():
     for changes, message in (
-        ({"model__cutoffs": (5, 13)}, r"model\.cutoffs\D*\b13\b\D*\b13\b"),
+        ({"model__cutoffs": (5, 13)}, r"model\.cutoffs\D*\b5,13\b\D*\b13\b"),
         ({"mesh__fsdp": 97}, r"\b97\b"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ from support import processes
 
 SCRIPT = """
 import json
+import os
 
 import jax
 import numpy as np
@@ -37,8 +38,7 @@ def fail_in(number):
     return number
 
 
-other_hosts._given = dict  # No flags here.
-other_hosts.join()
+other_hosts.join(other_hosts.announced(os.environ))
 me = jax.process_index()
 found["broadcast"] = distributed.broadcast_from_primary(lambda: {"loss": 0.1, "of": me, "none": None})
 found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(fail))

@@ -3,14 +3,15 @@
 import os
 import queue
 import signal
+import sys
 import threading
 
 import pytest
 
-from support import processes
+from support import processes, programs
 from support.metadata_server import ROOT, MetadataServer
 from support.waiting import wait_until
-from txl_jax.cli.program import guarded
+from txl_jax import cli
 from txl_jax.runtime import stop
 from txl_jax.runtime.stop import StopRequest
 
@@ -103,7 +104,7 @@ def fresh(monkeypatch):
 
 @pytest.mark.usefixtures("fresh")
 def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenance_only_saves(monkeypatch, capfd):
-    def job():
+    def work(plan, job):
         assert stop.is_watched_by_all() and not stop.save_requested()
         with stop.StopRequest() as requested:
             server.change("maintenance-event", TERMINATE)
@@ -113,9 +114,12 @@ def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenan
             wait_until(lambda: requested)
         return 128 + requested.signal_number if requested else 0
 
-    with MetadataServer(**CALM) as server:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    with MetadataServer(**CALM) as server, programs.own_flags():
         monkeypatch.setenv("GCE_METADATA_HOST", server.host)
-        assert guarded(job) == 143
+        with pytest.raises(SystemExit) as ended:
+            cli.main(work, cli.Plan)
+    assert ended.value.code == 143
     err = capfd.readouterr().err
     assert f"maintenance-event={TERMINATE}: saving and going on" in err and "preempted=TRUE: saving and stopping" in err
 
@@ -163,6 +167,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys
 
 
 SCRIPT = """
+import os
 import sys
 import time
 
@@ -173,8 +178,7 @@ from jax.experimental import multihost_utils
 from txl_jax.cli import other_hosts
 from txl_jax.runtime import stop as stop_lib
 
-other_hosts._given = dict  # No flags here.
-other_hosts.join()
+other_hosts.join(other_hosts.announced(os.environ))
 if sys.argv[1:] == ["noticed"]:
     stop_lib.act_on_notices()
 watched, saved = stop_lib.is_watched_by_all(), []

@@ -7,6 +7,7 @@ from support.cases import nightly_but
 
 SCRIPT = """
 import dataclasses
+import os
 import sys
 
 import jax
@@ -17,8 +18,7 @@ from support import tiny_run
 from txl_jax.data.segments import training_segments
 
 data, fsdp, tensor, batch_size, tiled = map(int, sys.argv[1:])
-other_hosts._given = dict  # No flags here.
-other_hosts.join()
+other_hosts.join(other_hosts.announced(os.environ))
 sizes = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor, "train__batch_size": batch_size}
 parts = tiny_run.parts(**sizes, model__n_head=8, model__d_inner=16)
 if tiled:  # A process's devices are no stretch of the mesh.

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 import pytest
 from absl import flags
 
+from txl_jax.cli import flag_tree
+from txl_jax.config import ExperimentConfig
+
 TINY = [  # A run of seconds.
     *("--model.n_layer=2", "--model.d_model=16", "--model.n_head=2", "--model.d_head=8", "--model.d_inner=32"),
     *("--train.batch_size=4", "--train.segment_len=16", "--train.mem_len=16", "--train.segments_per_call=2"),
@@ -22,6 +25,14 @@ TINY = [  # A run of seconds.
 def steps(count: int, *, every: int) -> list[str]:
     """Returns the flags of a run of so many steps that logs, evaluates and saves every so many."""
     return [f"--train.steps={count}", *(f"--train.{name}_every={every}" for name in ("log", "eval", "checkpoint"))]
+
+
+def config_of(defaults: ExperimentConfig, *words: str, base: ExperimentConfig | None = None) -> ExperimentConfig:
+    """Returns the config that a command line makes of a program's defaults, or of a base instead of them."""
+    values = flags.FlagValues()
+    flag_tree.define(defaults, values)
+    flag_tree.parse(["program", *words], values)
+    return flag_tree.build(base or defaults, values)
 
 
 def command(module: str, *words: object) -> list[str]:

@@ -1,7 +1,6 @@
 """The runner of programs: `main(run, Plan)`; a corpus's program is `train_main(DEFAULTS)`."""
 
-from txl_jax.cli.corpus_program import WatchPlan, train_main
-from txl_jax.cli.program import Job, Plan, StoredTypes, TextPlan, TrainedRun, keep_compiled, main
+from txl_jax.cli.program import Job, Plan, StoredTypes, TextPlan, TrainedRun, WatchPlan, keep_compiled, main, train_main
 from txl_jax.config.config_tree import setting
 
 __all__ = [

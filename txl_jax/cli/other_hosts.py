@@ -5,14 +5,13 @@ JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step o
 several hosts. Otherwise there is one process, and nothing is started and nothing waited for.
 """
 
-import contextlib
 import glob
 import importlib.util
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +21,6 @@ from absl import flags
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
-
-FLAGS = flags.FLAGS
 
 # The flags, and the variables that a launcher sets instead of them.
 _VARIABLES = {
@@ -36,17 +33,13 @@ FLAG_NAMES = tuple(_VARIABLES)
 # A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of
 # its own. Much less, and a host whose network is slow for a moment is taken for dead.
 HEARTBEAT_SECONDS = 60
-# Timeout of the start: hosts of one job may be ready minutes apart.
-START_SECONDS = 300
-# Timeout of the end. All have met before (`leave`), so that none is late.
-END_SECONDS = 60
+START_SECONDS = 300  # Timeout of the start: hosts of one job may be ready minutes apart.
+END_SECONDS = 60  # Timeout of the end. All have met before (`leave`), so that none is late.
 # Exit code of a process that has lost another: nothing was wrong with the command, and the same one resumes.
 LOST = os.EX_TEMPFAIL  # 75
-# A process that waits longer for the others prints a line.
-_SILENT_SECONDS = 10
+_SILENT_SECONDS = 10  # A process that waits longer for the others prints a line.
 
-_METADATA_SECONDS = 3
-_METADATA_TRIES = 3
+_METADATA_SECONDS, _METADATA_TRIES = 3, 3
 # Words in the errors of collectives when a process is gone: on CPUs, on GPUs, of JAX's own service.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "coordination service")
 
@@ -54,17 +47,11 @@ _number = 0  # The index of this process, once it has joined the others.
 
 
 class Several(NamedTuple):
-    """Several processes of one run.
-
-    Attributes:
-      num_processes: their number.
-      source: flags, variables or system that announced them.
-      arguments: those of `jax.distributed.initialize`.
-    """
+    """Several processes of one run."""
 
     num_processes: int
-    source: str
-    arguments: dict[str, Any]
+    source: str  # The flags, variables or system that announced them.
+    arguments: dict[str, Any]  # For `jax.distributed.initialize`.
 
 
 def define_flags() -> None:
@@ -74,59 +61,56 @@ def define_flags() -> None:
     flags.DEFINE_integer("process_id", None, "Index of this process, from 0 (or JAX_PROCESS_ID).")
 
 
-def join() -> None:
-    """Joins the other processes, if there are any. To be called before JAX touches a device.
+def environment() -> dict[str, str]:
+    """Returns the environment variables, as changed by the flags that stand for some of them."""
+    found = {variable: flags.FLAGS[name] for name, variable in _VARIABLES.items() if name in flags.FLAGS}
+    return {**os.environ, **{variable: str(flag.value) for variable, flag in found.items() if flag.present}}
+
+
+def join(found: Several) -> None:
+    """Joins the other processes, before JAX touches a device; raises `ConnectionError` if they do not all connect.
 
     The standard output of all but the first is dropped, and so is the output of libraries (Gloo prints each
     connection).
-
-    Raises:
-      UserError: the announcement of the processes is incomplete or contradicts itself.
-      ConnectionError: they did not all connect.
     """
-    found = announced(os.environ, _given())
-    if found is None:
-        return
+    global _number
     _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
+    # JAX aborts a process that waits in vain, without an exception.
+    line = (
+        f"waiting for {found.num_processes} processes, announced by {found.source}; start the same command on every "
+        f"host (this ends after {START_SECONDS} s)"
+    )
+    note = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
+    note.daemon = True
+    note.start()
     try:
-        with _message_while_waiting(found):
-            distributed.initialize(
-                **found.arguments,
-                initialization_timeout=START_SECONDS,
-                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-                shutdown_timeout_seconds=END_SECONDS,
-            )
+        distributed.initialize(
+            **found.arguments,
+            initialization_timeout=START_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=END_SECONDS,
+        )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
             f"{found.num_processes} processes were announced by {found.source} and they did not come together "
-            f"({_brief(error)}); start the same command on every host, and see that they reach process 0"
+            f"({first_line(error)}); start the same command on every host, and see that they reach process 0"
         ) from error
+    finally:
+        note.cancel()
     if not distributed.is_primary():
         _redirect_output(is_primary=False)
-    global _number
     _number = jax.process_index()
     # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
     distributed.run_on_all(lambda: None)
 
 
-def alone() -> None:
-    """Raises `UserError` if there are several processes: the program would do the same in each of them."""
-    if found := announced(os.environ, {}):
-        raise UserError(
-            f"this program works on one host by itself, and {found.num_processes} processes were announced by "
-            f"{found.source}; start it once, outside of them"
-        )
+def check_same(plan: Any) -> None:
+    """Raises `UserError`, in all processes, if one has another plan than the first; folders may differ.
 
-
-def each() -> None:
-    """Does nothing: for a program that each of several hosts may run by itself."""
-
-
-def check_same(values: Mapping[str, Any]) -> None:
-    """Raises `UserError`, in all processes, if one was given other values of these flags than the first.
-
-    For flags that are no settings of `ExperimentConfig`: those are compared when a job begins.
+    Settings of `ExperimentConfig` are compared when a job begins.
     """
+    leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
+    values = {leaf.name: config_tree.get(plan, leaf.name) for leaf in leaves if leaf.name != "compilation_cache"}
     distributed.assert_same_on_all(
         " ".join(f"--{name}={config_tree.format_value(value)}" for name, value in values.items()),
         lambda first, other: f"the flags are {other}, and {first} in process 0; give all processes the same",
@@ -134,18 +118,10 @@ def check_same(values: Mapping[str, Any]) -> None:
 
 
 def leave(code: int, *, together: bool) -> int:
-    """Ends this process if it is one of several.
+    """Ends this process if it is one of several; returns the exit code if it is not, or if all end `together`.
 
-    Args:
-      code: the exit code.
-      together: all of them end here. Otherwise this one leaves at once, so that the others find it gone: an orderly end
-        would wait for them, and they for this one.
-
-    Returns:
-      The exit code.
-
-    Raises:
-      Exception: one that `lost_another` recognizes, if the code is 0: no error has been printed yet.
+    Otherwise this one leaves at once, so that the others find it gone: an orderly end would wait for them, and they for
+    this one. If another process is lost, the error is raised unless the code says that one was printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -184,49 +160,36 @@ def lost_another(error: BaseException) -> bool:
     return any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
 
 
-def announced(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
-    """Returns the processes that flags or the environment announce; None: this one is alone.
+def announced(environment: Mapping[str, str]) -> Several | None:
+    """Returns the processes that environment variables announce, or None if this one is by itself.
 
-    Args:
-      environment: environment variables.
-      given: values of the three flags by their names, those that were given.
-
-    Raises:
-      UserError: some of the three are missing, or they contradict each other.
+    Raises `UserError` if some of the three flags or variables are missing, or they contradict each other.
     """
-    return _from_flags(environment, given) or _from_slurm(environment) or _from_tpu(environment)
+    return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
 
-def _from_flags(environment: Mapping[str, str], given: Mapping[str, Any]) -> Several | None:
-    found = {name: given.get(name, environment.get(variable)) for name, variable in _VARIABLES.items()}
-    missing = [f"--{name} (or {_VARIABLES[name]})" for name, value in found.items() if value in (None, "")]
-    if len(missing) == len(found):
+def _from_flags(environment: Mapping[str, str]) -> Several | None:
+    missing = [f"--{name} (or {variable})" for name, variable in _VARIABLES.items() if not environment.get(variable)]
+    if len(missing) == len(_VARIABLES):
         return None
     if missing:
         raise UserError(
             f"{' and '.join(missing)} missing, of the three flags or variables that announce processes; give all or "
             "none"
         )
-    coordinator = found["coordinator"]
-    try:
-        count, number = int(found["num_processes"]), int(found["process_id"])
-    except ValueError:
+    coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
+    are_numbers = count.isdecimal() and number.isdecimal()
+    if not (are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator)):
         raise UserError(
-            f"num_processes is {found['num_processes']!r} and process_id {found['process_id']!r}; give whole numbers"
-        ) from None
-    if not 0 <= number < count:
-        raise UserError(
-            f"process_id is {number} and num_processes {count}; processes are numbered from 0 to {count - 1}"
+            f"the coordinator must be HOST:PORT of process 0, as 10.0.0.1:1234, and process_id a number from 0 to "
+            f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}"
         )
-    if not re.fullmatch(r".+:\d+", coordinator):
-        raise UserError(f"the coordinator is {coordinator!r}; give HOST:PORT of process 0, as 10.0.0.1:1234")
-    if count == 1:
+    if int(count) == 1:
         return None
-    arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": number}
+    arguments = {"coordinator_address": coordinator, "num_processes": int(count), "process_id": int(number)}
     # Else JAX reads Slurm's variables all the same, and takes one GPU of this host.
-    return Several(
-        count, "--num_processes or JAX_NUM_PROCESSES", arguments | {"cluster_detection_method": "deactivate"}
-    )
+    arguments["cluster_detection_method"] = "deactivate"
+    return Several(int(count), "--num_processes or JAX_NUM_PROCESSES", arguments)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Several | None:
@@ -239,16 +202,12 @@ def _from_slurm(environment: Mapping[str, str]) -> Several | None:
     if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
         return None
     arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
-    if "JAX_LOCAL_DEVICE_IDS" not in environment and _has_own_devices(environment):
-        arguments["local_device_ids"] = []  # All visible ones. JAX would take one GPU for each task.
-    return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
-
-
-def _has_own_devices(environment: Mapping[str, str]) -> bool:
-    """Returns whether a Slurm task shares its visible devices with no other task."""
     one_per_host = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    one_device = environment.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
-    return bool(one_per_host) or one_device
+    one_device = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
+    if "JAX_LOCAL_DEVICE_IDS" not in environment and (one_per_host or one_device):
+        # The task shares its visible devices with no other one: it takes all. JAX would take one GPU for each task.
+        arguments["local_device_ids"] = []
+    return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
 
 
 def _from_tpu(environment: Mapping[str, str]) -> Several | None:
@@ -273,8 +232,7 @@ def _has_tpu() -> bool:
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
     """Returns an attribute from a Cloud TPU machine's metadata server, or an empty text if it has no such attribute.
 
-    Raises:
-      UserError: If the server does not answer. Taken for one host, each host of a slice would wait for the others.
+    It raises `UserError` if the server does not answer: taken for one host, each host of a slice would wait for others.
     """
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
@@ -284,7 +242,7 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             try:
                 answer = session.get(url, headers={"Metadata-Flavor": "Google"}, timeout=_METADATA_SECONDS)
             except requests.RequestException as error:
-                reason = _brief(error)
+                reason = first_line(error)
                 continue
             if answer.ok or answer.status_code == requests.codes.not_found:  # Colab's and GKE's servers have none.
                 return answer.text if answer.ok else ""
@@ -293,26 +251,6 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
         f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason}); set "
         "TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again"
     )
-
-
-@contextlib.contextmanager
-def _message_while_waiting(found: Several) -> Iterator[None]:
-    """Prints a line if waiting takes long: JAX aborts a process that waits in vain, without an exception."""
-    line = (
-        f"waiting for {found.num_processes} processes, announced by {found.source}; start the same command on every "
-        f"host (this ends after {START_SECONDS} s)"
-    )
-    timer = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _given() -> dict[str, Any]:
-    return {name: FLAGS[name].value for name in _VARIABLES if FLAGS[name].value is not None}
 
 
 def _redirect_output(*, is_primary: bool) -> None:
@@ -327,5 +265,6 @@ def _redirect_output(*, is_primary: bool) -> None:
     os.close(nowhere)
 
 
-def _brief(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, which may be long."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

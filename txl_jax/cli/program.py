@@ -1,51 +1,44 @@
-"""`main`, the whole of a program: flags of a plan and of a config, other hosts, errors, exit codes.
-
-    @dataclasses.dataclass(frozen=True)
-    class Plan(cli.TrainedRun):
-        count: int = setting(3, "Passages.", at_least=1)
-
-    def run(plan: Plan, job: cli.Job) -> None:
-        config, corpus, trained = job.trained()
-        with job.stop:
-            ...
-
-    if __name__ == "__main__":
-        cli.main(run, Plan, config=ExperimentConfig(), groups=("data", "eval"), hosts="join")
+"""`main`, the whole of a program, and `train_main`, the whole of a corpus's program. CONTRIBUTING.md has an example.
 
 Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process is gone), 128 + signal.
 """
 
+import contextlib
 import dataclasses
+import enum
 import hashlib
 import os
 import platform
 import signal
 import sys
 import traceback
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn
 
 import jax
 from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
-from txl_jax.config.config_tree import Config, check_fields, setting
+from txl_jax.config.config_tree import Config, setting
 from txl_jax.data.corpus import Corpus, read_corpus
-from txl_jax.data.published import check_file, default_data
+from txl_jax.data.published import check_file, default_data, program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
-from txl_jax.runs import warm_start
+from txl_jax.interop.portable import is_portable
+from txl_jax.runs import score, warm_start
+from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Interrupted
-from txl_jax.runs.weights import Weights
-from txl_jax.runtime import distributed, stop
+from txl_jax.runs.score import InputFormat, Interrupted
+from txl_jax.runs.train import train_run
+from txl_jax.runs.weights import Weights, open_weights
+from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import quiet_orbax
-from txl_jax.runtime.storage import as_path, is_remote, shorten_storage_logs
+from txl_jax.runtime.sinks import Sink, WeightsAndBiases
+from txl_jax.runtime.stop import StopRequest, act_on_notices
+from txl_jax.runtime.storage import is_remote, shorten_storage_logs
 
 FLAGS = flags.FLAGS
-Settings = TypeVar("Settings")
 
 _RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, --model.remat=full or --model.attention=tiled"
@@ -59,9 +52,6 @@ class Plan(Config):
     """What a program is asked to do: a dataclass of `setting` fields, each of them a flag without prefix.
 
     Help, absolute paths, and the comparison between hosts follow from the fields.
-
-    Attributes:
-      stopped: what becomes of its files if a signal ends it; printed then.
     """
 
     compilation_cache: str | None = setting(
@@ -70,11 +60,7 @@ class Plan(Config):
         "one and one process; off: none.",
     )
 
-    stopped: ClassVar[str] = "the same command resumes from there"
-
-    def validate(self) -> None:
-        """Raises `UserError` for a setting out of range."""
-        check_fields(self, "")
+    stopped: ClassVar[str] = "the same command resumes from there"  # What becomes of the files if a signal ends it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,65 +91,194 @@ class StoredTypes(Plan):
     cache_dtype: CacheDType | None = setting(None, "Type of KV caches, in place of the saved one.")
 
 
-class Job:
-    """What a command line says besides the plan.
+@dataclasses.dataclass(frozen=True)
+class WatchPlan(Plan):
+    """A closer view of a training run."""
 
-    Attributes:
-      words: Its words that are not flags.
-      places: Where each flag was set: "" for the command line, else the flagfile and the line.
-      flagfile: The name of the last flagfile, or None without a flagfile.
+    profile_steps: tuple[int, ...] = setting(
+        (), "First and last update of a profile for TensorBoard, in the workdir: 10,15."
+    )
+    wandb_project: str | None = setting(None, "Project of Weights & Biases that gets the records too.")
+
+    def watch(self, run: Run) -> dict[str, Any]:
+        """Returns the arguments `sinks` and `profile_steps` of training; raises `UserError` if they cannot be used."""
+        if len(self.profile_steps) not in (0, 2):
+            given = config_tree.format_value(self.profile_steps)
+            raise UserError(f"--profile_steps is {given}; give the first and the last update, as 10,15")
+        sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
+        return {"sinks": sinks, "profile_steps": self.profile_steps or None}
+
+
+class Mode(enum.StrEnum):
+    """The job of a corpus's program."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    SCORE = "score"
+    GENERATE = "generate"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainPlan(WatchPlan, TextPlan):
+    """The plan of a corpus's program."""
+
+    mode: Mode = setting(Mode.TRAIN, "Job.")
+    workdir: str | None = setting(
+        None,
+        "Folder of the run: checkpoints, logs, results. Created if missing. Default for training: runs/NAME, of the "
+        "flagfile or else of the corpus.",
+        path=True,
+    )
+    ensemble_member: str | None = setting(None, "Member of an ensemble that is read, by name; not for training.")
+    input: str | None = setting(None, "With --mode=score: file whose documents are scored.")
+    input_format: InputFormat = setting(InputFormat.LINES, "What a document of the input is.")
+    per_token: bool = setting(False, "With --input: writes a record per token instead of one per document.")
+
+    stopped: ClassVar[str] = "its scores were not written"
+
+
+def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] | None = None) -> NoReturn:
+    """Runs a corpus's program, the whole of `python -m experiments.NAME`, and exits.
+
+    Args:
       defaults: The config that the flags change.
-      stop: A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
+      aliases: Short names of flags, and their full names.
     """
+    main(_train, TrainPlan, config=defaults, groups=None, hosts="join", aliases=aliases)
 
-    def __init__(self, plan: Any, defaults: ExperimentConfig, parsed: flag_tree.Parsed, *, by_corpus: bool):
-        self.words, self.places, self.flagfile = parsed
-        self.stop = stop.StopRequest()
-        self.defaults = _defaults_of_corpus(defaults) if by_corpus else defaults
-        self._plan = plan
+
+def _train(plan: TrainPlan, job: "Job") -> int | None:
+    """Trains a run to the end, or until a signal; other modes read a trained one."""
+    if plan.mode is not Mode.TRAIN or plan.input is not None:
+        return _use_trained(plan, job)
+    if plan.ensemble_member is not None:
+        raise UserError(
+            f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of "
+            "its own with python -m experiments.ensemble --mode=split"
+        )
+    with Run.open(plan.workdir or _default_workdir(job)) as run:
+        watched = plan.watch(run)
+        config = job.config(run)
+        check_program(job.defaults, config)
+        run.compare(config)  # Before a text is read, which may take minutes.
+        corpus = job.corpus(config, run)
+        with job.stop:  # From here on: while a text is read a signal ends the process at once.
+            outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
+    return 0 if outcome.finished else None
+
+
+def main(
+    run: Callable[..., int | None],
+    plan: type[Plan],
+    *,
+    config: ExperimentConfig | None = None,
+    by_corpus: bool = False,
+    groups: Collection[str] | None = (),
+    hosts: Literal["alone", "join", "each"] = "alone",
+    takes_words: bool = False,
+    aliases: Mapping[str, str] | None = None,
+) -> NoReturn:
+    """Runs a program, the whole of `python -m experiments.NAME`, and exits.
+
+    Args:
+      run: `run(plan, job)` returns the exit code. None means 0, or 128 + the number of the signal that stopped it, as
+        `Interrupted` does.
+      plan: The program's settings; each is a flag.
+      config: The config that the flags change, or None if the program has no flags for a config.
+      by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
+      groups: The groups of settings that the program reads, for --help, or None for all.
+      hosts: With several hosts: "join" them, fail ("alone"), or let each run the program by itself ("each").
+      takes_words: Whether words that are not flags are passed to the program, instead of being an error.
+      aliases: Short names of flags, and their full names.
+    """
+    flag_tree.define_plan(plan)
+    if hosts == "join":
+        other_hosts.define_flags()
+    if config is not None:
+        flag_tree.define(config)
+    for alias, name in (aliases or {}).items():
+        flags.DEFINE_alias(alias, name)
+    parsed = _parse(plan, groups, takes_words)
+    with guarded():
+        several = None if hosts == "each" else other_hosts.announced(other_hosts.environment())
+        if several:  # One process by itself skips this.
+            if hosts == "alone":
+                raise UserError(
+                    f"this program works on one host by itself, and {several.num_processes} processes were announced "
+                    f"by {several.source}; start it once, outside of them"
+                )
+            other_hosts.join(several)
+        act_on_notices()  # Of machines on Google Cloud, else nothing.
+        made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))  # With one process `build_plan(plan)`.
+        if several:
+            other_hosts.check_same(made)
+        made.validate()
+        keep_compiled(getattr(made, "data_dir", None), getattr(made, "cache_dir", None), given=made.compilation_cache)
+        defaults = config or ExperimentConfig()
+        job = Job(made, _defaults_of_corpus(defaults, FLAGS) if by_corpus else defaults, *parsed)
+        try:
+            code = run(made, job)
+        except Interrupted as interrupted:
+            print(f"stopped   on request in {interrupted}; {made.stopped}")
+            code = None
+        if code is None:
+            code = 128 + job.stop.signal_number if job.stop else 0  # As shells count.
+        other_hosts.leave(code, together=True)
+    sys.exit(code)
+
+
+def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
+    """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0."""
+    if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
+        required = [flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required]
+        note = _TRAINED if issubclass(plan, TrainedRun) else ""
+        help.print_help(None if "--helpfull" in asked else groups, FLAGS, note=note, required=required)
+        sys.exit(0)
+    try:
+        return flag_tree.parse(sys.argv, takes_words=takes_words)
+    except UserError as error:
+        fail(error)
+        sys.exit(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a command line says, and what follows from it."""
+
+    plan: Any
+    defaults: ExperimentConfig  # The config that the flags change.
+    words: list[str]  # The words that are not flags.
+    places: Mapping[str, str]  # Where each flag was set: "" for the command line, else the flagfile and the line.
+    flagfile: str | None  # The name of the last flagfile, if any.
+    # A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
+    stop: StopRequest = dataclasses.field(default_factory=StopRequest)
 
     def config(self, run: Run | None = None) -> ExperimentConfig:
-        """Returns the flags over the defaults; all processes call it.
+        """Returns the flags over the defaults, or over what a run to train has recorded; all processes call it.
 
-        Args:
-          run: The run to train, if any. If it is recorded, its record replaces the defaults. Otherwise, with
-            `init_from`, the settings of the model that it begins with replace the same defaults.
-
-        Raises:
-          UserError: If settings cannot go together, or describe another model than the weights.
+        For a new run with `init_from`, settings of the model there replace the same defaults. Raises `UserError` if
+        settings cannot go together, or describe another model than the weights.
         """
-        if run is not None and not run.is_new:
-            recorded = run.config
-            return distributed.run_on_all(lambda: _config(_without_old_files(recorded)))
-        config = distributed.run_on_all(lambda: _config(self.defaults))
-        if run is None or config.init_from is None:
-            return config
-        trained, which = warm_start.basis(config.init_from, run), config.init_vocabulary
-
-        def over_trained() -> ExperimentConfig:
-            changed = _config(warm_start.with_trained_settings(self.defaults, trained, which))
-            warm_start.check_model(changed, trained.config)
+        base = self.defaults if run is None or run.is_new else run.config
+        config = distributed.run_on_all(lambda: _config(base))
+        if run is not None and run.is_new and config.init_from is not None:
+            trained = warm_start.basis(config.init_from, run)
+            begun = warm_start.with_trained_settings(self.defaults, trained, config.init_vocabulary)
+            changed = distributed.run_on_all(lambda: _config(begun))
+            distributed.run_on_all(lambda: warm_start.check_model(changed, trained.config))
             return changed
-
-        return distributed.run_on_all(over_trained)
+        return config
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
         """Returns the config of another flagfile, of its corpus, changed by the settings on this command line."""
-        typed = [f"--{leaf}={config_tree.format_value(value)}" for leaf, value in flag_tree.given(FLAGS).items()]
-        values = flags.FlagValues()
-        flag_tree.define(self.defaults, values)
-        flag_tree.parse(["flagfile", f"--flagfile={name}", *typed], values)
-        return _config(_defaults_of_corpus(self.defaults, values), values)
+        typed = [f"--{leaf}={config_tree.format_value(value)}" for leaf, value in flag_tree.given().items()]
+        return config_of_words(self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True)
 
     def config_of(self, trained: Run | Weights) -> ExperimentConfig:
-        """Returns the settings of a trained model and the flags over them, so that no flagfile is needed.
-
-        Raises:
-          UserError: If the flags would change the model or its tokens.
-        """
+        """Returns the flags over a trained model's settings; raises `UserError` if they change model or tokens."""
 
         def over_trained() -> ExperimentConfig:
-            config = _config(_without_old_files(trained.config))
+            config = _config(trained.config)
             refused = [
                 config_tree.describe_change(leaf, old, new)
                 for leaf, old, new in config_tree.differences(trained.config, config)
@@ -183,118 +298,135 @@ class Job:
     ) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan: its settings with the flags over them, its text, and the run itself.
 
-        `check` is called with the settings before the text is read, and raises `UserError` if they do not fit.
+        `check` is called with the settings, before the text is read.
         """
-        run = Run.read(self._plan.workdir, member=self._plan.ensemble_member)
+        run = Run.read(self.plan.workdir, member=self.plan.ensemble_member)
         config = self.config_of(run)
         check(config)
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
-        """Reads the text of a config.
+        """Reads the text of a config, for a trained run in its vocabulary and by default from its folders.
 
-        Args:
-          run: A trained run, whose vocabulary is used, and whose folders are the default. Or the run to train, with the
-            vocabulary of the model that it begins with.
+        For a run to train, the vocabulary may be that of the model that it begins with.
         """
-        folders = self._plan.data_dir, self._plan.cache_dir
-        if run is None or (run.is_open and config.init_from is None):
-            return distributed.run_on_all(lambda: read_corpus(config.data, *folders))
-        if run.is_open:
+        folders, vocabulary = (self.plan.data_dir, self.plan.cache_dir), None
+        if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
-        if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
-            folders = (run.text.data_dir, self._plan.cache_dir or run.text.cache_dir)
-        vocabulary = run.text.vocabulary
+        if run is not None and not run.is_open:
+            vocabulary = run.text.vocabulary
+            if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
+                folders = (run.text.data_dir, self.plan.cache_dir or run.text.cache_dir)
         return distributed.run_on_all(lambda: read_corpus(config.data, *folders, vocabulary=vocabulary))
 
 
-def main(
-    run: Callable[..., int | None],
-    plan: type[Plan],
-    *,
-    config: ExperimentConfig | None = None,
-    by_corpus: bool = False,
-    groups: Collection[str] | None = (),
-    hosts: Literal["alone", "join", "each"] = "alone",
-    takes_words: bool = False,
-    aliases: Mapping[str, str] = types.MappingProxyType({}),
-) -> NoReturn:
-    """Runs a program, the whole of `python -m experiments.NAME`, and exits.
+def config_of_words(
+    defaults: ExperimentConfig, words: Sequence[str], *, without: Collection[str] = (), by_corpus: bool = False
+) -> ExperimentConfig:
+    """Returns the config that a program would make of a command line; raises `UserError` as it would.
 
-    Args:
-      run: Called as `run(plan, job)`. Returns the exit code, or None for 0, or for 128 + the number of the signal that
-        stopped it. It may raise `Interrupted`.
-      plan: The program's settings; each is a flag.
-      config: The config that the flags change, or None if the program has no flags for a config.
-      by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
-      groups: The groups of settings that the program reads, for --help, or None for all.
-      hosts: With several hosts: "join" them, fail ("alone"), or let each run the program by itself ("each").
-      takes_words: Whether words that are not flags are passed to the program, instead of being an error.
-      aliases: Short names of flags, and their full names.
+    `without` names flags that are not settings.
     """
-    flag_tree.define_plan(plan)
-    if hosts == "join":
-        other_hosts.define_flags()
-    if config is not None:
-        flag_tree.define(config)
-    for alias, name in aliases.items():
-        flags.DEFINE_alias(alias, name)
-    parsed = _parse(plan, groups, takes_words)
+    values = flags.FlagValues()
+    flag_tree.define(defaults, values)
+    for name in without:
+        flags.DEFINE_string(name, None, "", flag_values=values)
+    flag_tree.parse(words, values)
+    return _config(_defaults_of_corpus(defaults, values) if by_corpus else defaults, values)
 
-    def job() -> int:
-        # With one process `distributed.run_on_all(f)` is `f()`, and nothing is compared between hosts.
-        made = distributed.run_on_all(lambda: _with_absolute_paths(flag_tree.build_plan(plan)))
-        other_hosts.check_same(
-            {
-                flag_tree.flag_name(leaf): config_tree.get(made, leaf.name)
-                for leaf in config_tree.leaves(plan)
-                if not leaf.setting.path and leaf.name != "compilation_cache"
-            }
+
+def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
+    """Raises `UserError` if the flags ask for the corpus of another program."""
+    own, asked = defaults.data.corpus, config.data.corpus
+    if program_of(asked) != program_of(own):
+        raise UserError(
+            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{program_of(asked)}, "
+            f"or take a flagfile of {own}"
         )
-        made.validate()
-        keep_compiled(getattr(made, "data_dir", None), getattr(made, "cache_dir", None), given=made.compilation_cache)
-        asked = Job(made, config or ExperimentConfig(), parsed, by_corpus=by_corpus)
-        code = None
+
+
+def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValues) -> ExperimentConfig:
+    return dataclasses.replace(defaults, data=default_data(CorpusName(str(flag_values["data.corpus"].value))))
+
+
+def _config(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
+    """Returns the flags over a config; raises `UserError` for settings that do not go together."""
+    config = flag_tree.build(base, flag_values)
+    config.validate()
+    check_file(config.data)
+    return config
+
+
+def _default_workdir(job: Job) -> str:
+    """Returns the folder of a run that nobody named, and prints it."""
+    workdir = os.path.abspath(os.path.join("runs", job.flagfile or str(job.config().data.corpus)))
+    print(f"workdir   {workdir}; --workdir=PATH gives another", flush=True)
+    return workdir
+
+
+def _use_trained(plan: TrainPlan, job: Job) -> int | None:
+    """Scores or samples with a trained run."""
+    if (workdir := plan.workdir) is None:
+        raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
+    if plan.input is not None:
+        return _score_input(plan, job, workdir)
+    if distributed.broadcast_from_primary(lambda: is_portable(workdir)):
+        raise UserError(
+            f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, "
+            "begin a run with --init_from, or use experiments.serve or txl_jax.load"
+        )
+    run = Run.read(workdir, member=plan.ensemble_member)
+    config, own = job.config_of(run), job.defaults.data.corpus
+    if program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
+        print(f"corpus    {config.data.corpus}, as in training; this is the program of {own}")
+    if plan.mode is Mode.GENERATE:
+        with job.stop:
+            generate_text(config, run, stop_requested=lambda: job.stop)
+        return None
+    corpus = job.corpus(config, run)
+    score_splits = score.evaluate_splits if plan.mode is Mode.EVAL else score.score_tokens
+    with job.stop:
+        score_splits(config, corpus, run, stop_requested=lambda: job.stop)
+    return None
+
+
+def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
+    """Scores the documents of a file; only records go to standard output."""
+    assert plan.input is not None
+    if plan.mode is not Mode.SCORE:
+        raise UserError(f"--input is given and --mode is {plan.mode}; only --mode=score reads an input")
+    if distributed.is_multiprocess():
+        raise UserError("--input is given and there are several processes; score an input with one")
+    records = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), job.stop:
+
+        def write(lines: str) -> None:
+            records.write(lines)
+            records.flush()
+            if job.stop:
+                raise Interrupted(plan.input)
+
+        weights = open_weights(workdir, member=plan.ensemble_member)
+        weights = dataclasses.replace(weights, config=job.config_of(weights))
         try:
-            code = run(made, asked)
-        except Interrupted as interrupted:
-            print(f"stopped   on request in {interrupted}; {made.stopped}")
-        if code is not None:
-            return code
-        return 128 + asked.stop.signal_number if asked.stop else 0  # As shells count.
-
-    sys.exit(
-        guarded(job, begin={"alone": other_hosts.alone, "join": other_hosts.join, "each": other_hosts.each}[hosts])
-    )
-
-
-def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
-    """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0."""
-    if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
-        required = [flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required]
-        note = _TRAINED if issubclass(plan, TrainedRun) else ""
-        help.print_help(None if "--helpfull" in asked else groups, FLAGS, note=note, required=required)
-        sys.exit(0)
-    try:
-        return flag_tree.parse(sys.argv, takes_words=takes_words)
-    except UserError as error:
-        fail(error)
-        sys.exit(2)
+            with score.open_input(plan.input) as file:
+                texts = score.documents(file, plan.input_format)
+                score.score_documents(weights, texts, name=plan.input, per_token=plan.per_token, write=write)
+        except Interrupted:
+            print(f"stopped   on request in {plan.input}; the records written are complete")
+        except BrokenPipeError:  # Whoever reads the records has enough, as in `| head`.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
+            return 128 + signal.SIGPIPE
+    return None
 
 
-def guarded(job: Callable[[], int], *, begin: Callable[[], None] = other_hosts.alone) -> int:
-    """Runs a job; an error that the user can mend becomes one sentence and an exit code, others keep their traceback.
-
-    Args:
-      job: returns the exit code.
-      begin: called first, for other hosts: `join`, `each`, or `alone` of `other_hosts`; the last refuses them.
-    """
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Turns an error that the user can mend into one sentence and an exit code; others keep their traceback."""
     quiet_orbax()
     shorten_storage_logs()
     try:
-        begin()  # With one process nothing happens.
-        stop.act_on_notices()  # Of machines on Google Cloud, else nothing.
-        return other_hosts.leave(job(), together=True)
+        yield
     except BaseException as error:
         code = exit_code_for(error)
         if code is None:
@@ -303,19 +435,20 @@ def guarded(job: Callable[[], int], *, begin: Callable[[], None] = other_hosts.a
             traceback.print_exc()
         # A loss is a sum over all processes, so that one that is not finite ends them all.
         together = distributed.is_known_to_all(error) or isinstance(error, NonFiniteError)
-        return other_hosts.leave(code or 1, together=together)
+        sys.exit(other_hosts.leave(code or 1, together=together))
 
 
 def exit_code_for(error: BaseException) -> int | None:
     """Prints an error that the user can mend and returns its exit code; prints nothing and returns None for a bug."""
+    first_line = other_hosts.first_line(error)
     match error:
         case KeyboardInterrupt():
             fail("interrupted; what was saved before stays, and the same command resumes from there")
             return 128 + signal.SIGINT
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
-            fail(f"the device has too little memory ({_first_line(error)}); {_SAVES_MEMORY}")
+            fail(f"the device has too little memory ({first_line}); {_SAVES_MEMORY}")
         case Exception() if other_hosts.lost_another(error):
-            fail(f"another process of this run is gone ({_first_line(error)}); {_RESUME}")
+            fail(f"another process of this run is gone ({first_line}); {_RESUME}")
             return other_hosts.LOST
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.
@@ -335,15 +468,10 @@ def fail(error: BaseException | str) -> None:
 def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:
     """Turns JAX's compilation cache on: a program that was compiled once is read from disk at the next start.
 
-    It never ends a run: entries that cannot be read or written are warnings, and a folder that cannot be used is one
-    line. Where the environment names a folder already (JAX_COMPILATION_CACHE_DIR) only `given` changes it.
-
-    Args:
-      data_dir: Directory of the texts, if any.
-      cache_dir: Directory of the prepared text, or None for `prepared` in `data_dir`.
-      given: The directory, or "off", or None for `compilation` in the directory of the prepared text if there is one
-        process. Several processes share a directory only if the user says so: only process 0 writes there, and on GPUs
-        the others would wait forever for its part of the autotuning if they did not see it.
+    `given` is the directory, or "off". None means `compilation` in the directory of prepared text, `cache_dir` or else
+    `prepared` in `data_dir`, unless the environment names one (JAX_COMPILATION_CACHE_DIR) or there are several
+    processes: only process 0 writes there, and on GPUs the others would wait forever for its part of the autotuning if
+    they did not see it. A cache that cannot be used never ends a run.
     """
     folder = given
     if given is None and jax.config.values["jax_compilation_cache_dir"] is None and not distributed.is_multiprocess():
@@ -352,97 +480,20 @@ def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, 
         folder = None if is_remote(prepared or "") else prepared and os.path.join(prepared, "compilation")
     if folder in (None, "", "off", "none"):
         return
+    if not is_remote(folder):
+        folder = nearest = os.path.abspath(os.path.expanduser(folder))
+        while not os.path.exists(nearest):  # False too where a folder above may not be entered.
+            nearest = os.path.dirname(nearest)
+        if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
+            reason = f"{folder} cannot be made, as {nearest} is a file or cannot be written to"
+            advice = "give --compilation_cache=PATH, or off"
+            print(f"note      compiled programs are not kept: {reason}; {advice}", flush=True)
+            return
     # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
     # would read programs with instructions that it lacks.
-    folder = os.path.join(folder if is_remote(folder) else os.path.abspath(os.path.expanduser(folder)), _processor())
-    if reason := None if is_remote(folder) else _unusable(folder):
-        print(f"note      compiled programs are not kept: {folder} {reason}", flush=True)
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
-
-
-def _processor() -> str:
-    """Returns a name for the instructions of this processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
-
-
-def _unusable(folder: str) -> str | None:
-    """Returns why a directory cannot be written to, or None if nothing is in the way. JAX makes it when it is used."""
-    nearest = Path(folder)
-    while not os.path.exists(nearest):  # False too where a folder above may not be entered.
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        return f"lies below {nearest}, which is a file; give --compilation_cache=PATH, or off"
-    if os.access(nearest, os.W_OK | os.X_OK):
-        return None
-    return "cannot be written to; give --compilation_cache=PATH, or off"
-
-
-def config_of_words(
-    defaults: ExperimentConfig, words: Sequence[str], *, without: Collection[str] = ()
-) -> ExperimentConfig:
-    """Returns the config that a program would make of a command line.
-
-    Args:
-      words: The command line, after the program's name.
-      without: Its flags that are not settings.
-
-    Raises:
-      UserError: If the program would.
-    """
-    values = flags.FlagValues()
-    flag_tree.define(defaults, values)
-    for name in without:
-        flags.DEFINE_string(name, None, "", flag_values=values)
-    flag_tree.parse(words, values)
-    return _config(defaults, values)
-
-
-def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    corpus = CorpusName(str(flag_values["data.corpus"].value))
-    return dataclasses.replace(defaults, data=default_data(corpus))
-
-
-def _config(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """Returns the flags over a config, with absolute paths; raises `UserError` for settings that do not go together."""
-    config = _with_absolute_paths(flag_tree.build(base, flag_values))
-    config.validate()
-    check_file(config.data)
-    return config
-
-
-def _with_absolute_paths(settings: Settings) -> Settings:
-    """Returns a config or a plan with absolute paths, so that it means the same in any folder.
-
-    Raises:
-      UserError: If no installed package opens a URL.
-    """
-    leaves = [leaf for leaf in config_tree.leaves(type(settings)) if leaf.setting.path]
-    return config_tree.replace(
-        settings, {leaf.name: _absolute(config_tree.get(settings, leaf.name)) for leaf in leaves}
-    )
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_absolute, value))
-    if is_remote(value or ""):
-        return as_path(value)
-    return value and os.path.abspath(os.path.expanduser(value))
-
-
-def _without_old_files(trained: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config without the files of its training, if others are given now."""
-    names = [f"data.{name}" for name in ("file", "train", "valid", "test")]
-    given = flag_tree.given(FLAGS)
-    other_corpus = given.get("data.corpus", trained.data.corpus) != trained.data.corpus
-    if not other_corpus and not any(name in given for name in names):
-        return trained
-    return config_tree.replace(trained, {name: config_tree.get(ExperimentConfig(), name) for name in names})
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200]
+    processor = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+    jax.config.update("jax_compilation_cache_dir", os.path.join(folder, processor))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)

@@ -1,17 +1,17 @@
 """A setting, declared once, and trees of settings with dotted names: `model.n_layer`, `data.corpus`.
 
-Flags, `--help`, config.json, the comparison on resume and the checks of single fields are all derived from the
-declaration: default, help, range and use of a field.
+Flags, `--help`, config.json, the comparison on resume and the checks of single settings follow from the declaration.
 """
 
 import dataclasses
 import difflib
 import enum
 import functools
+import operator
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from txl_jax.errors import UserError
 
@@ -21,53 +21,53 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Properties of a field beside its name, type and default.
+    """Properties of a field beside its name, type and default."""
 
-    Attributes:
-      help: one sentence for `--help`.
-      at_least, above, at_most, below: the range; None: no bound.
-      path: a file, or a list of files, that programs make absolute.
-      only_with: values of a field beside it, by its name, without which nothing reads this one.
-      free_on_resume: may differ when a run is resumed, as it changes the training trajectory by rounding at most.
-      shapes_tokens: makes the token ids of a text what they are, so that a trained run keeps it.
-      shapes_params: makes trained parameters what they are, so that a warm start keeps it.
-      flag: can be set from the command line; else only in code and by presets.
-      required: of a program's plan: the program cannot do without it.
-      repeated: of a program's plan: a list, of which each flag gives one entry, commas and all.
-    """
-
-    help: str
-    at_least: float | None = None
+    help: str  # One sentence for `--help`.
+    at_least: float | None = None  # The range. None means no bound.
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    path: bool = False
+    path: bool = False  # A file, or a list of files, that programs make absolute.
+    # Values of another field of the group, by its name, without which nothing reads this one.
     only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    free_on_resume: bool = False
-    shapes_tokens: bool = False
-    shapes_params: bool = False
-    flag: bool = True
-    required: bool = False
-    repeated: bool = False
+    not_with: tuple[str, ...] = ()  # Other fields of the group that must be off, empty or 0 where this one is set.
+    free_on_resume: bool = False  # May differ when a run is resumed: it changes the training by rounding at most.
+    shapes_tokens: bool = False  # Makes the token ids of a text what they are, so that a trained run keeps it.
+    shapes_params: bool = False  # Makes trained parameters what they are, so that a warm start keeps it.
+    flag: bool = True  # Can be set from the command line, otherwise only in code and by presets.
+    required: bool = False  # Of a program's plan: the program cannot do without it.
+    repeated: bool = False  # Of a program's plan: a list, of which each flag gives one entry, commas and all.
 
-    def range_text(self) -> str:
-        """Describes the range: "at least 0 and below 1"; empty if there is none."""
-        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
-
-    def holds(self, value: float) -> bool:
-        """Returns whether a number lies in the range."""
+    def missed_range(self, value: float) -> str:
+        """Returns the range, as in "at least 0 and below 1", if a number lies outside of it, or an empty text."""
+        bounds = [
+            ("at least", self.at_least, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.at_most, operator.le),
+            ("below", self.below, operator.lt),
+        ]
+        found = [(word, bound, holds(value, bound)) for word, bound, holds in bounds if bound is not None]
         return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
+            ""
+            if all(is_held for *_, is_held in found)
+            else " and ".join(f"{word} {bound:g}" for word, bound, _ in found)
         )
 
 
 def setting(default: Any, help: str, **properties: Any) -> Any:
-    """Declares a field of a config; `properties` are those of `Setting`."""
+    """Declares a field of a config; `properties` are the fields of `Setting`."""
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
+
+
+def free_setting(default: Any, help: str, **properties: Any) -> Any:
+    """Declares a field that may differ when a run is resumed."""
+    return setting(default, help, free_on_resume=True, **properties)
+
+
+def shape_setting(default: Any, help: str, **properties: Any) -> Any:
+    """Declares a field that makes trained parameters what they are."""
+    return setting(default, help, shapes_params=True, **properties)
 
 
 def setting_of(field: dataclasses.Field[Any]) -> Setting:
@@ -76,37 +76,27 @@ def setting_of(field: dataclasses.Field[Any]) -> Setting:
 
 
 class FieldType(NamedTuple):
-    """A declared type.
+    """A declared type."""
 
-    Attributes:
-      kind: the type without None; for a list the type of an entry.
-      is_list: whether a value is a tuple of entries.
-      is_optional: whether a value may be None.
-    """
-
-    kind: type
-    is_list: bool
-    is_optional: bool
+    kind: type  # The type without None. For a list the type of an entry.
+    is_list: bool = False  # Whether a value is a tuple of entries.
+    is_optional: bool = False  # Whether a value may be None.
 
     def convert(self, name: str, value: Any) -> Any:
         """Returns a value of this type: a string becomes the enum member that it names, an int a float.
 
         Raises:
-          UserError: a value of another type, or no member of the enum.
+          UserError: If the value has another type, or the enum has no such member.
         """
         if value is None and self.is_optional:
             return None
-        if not self.is_list:
-            return self._convert_entry(name, value)
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{name} is {value!r}; it must be a list")
-        return tuple(self._convert_entry(name, entry) for entry in value)
-
-    def _convert_entry(self, name: str, value: Any) -> Any:
+        if self.is_list:
+            if not isinstance(value, list | tuple):
+                raise UserError(f"{name} is {value!r}; it must be a list")
+            return tuple(FieldType(self.kind).convert(name, entry) for entry in value)
         if issubclass(self.kind, enum.Enum):
-            members = [member.value for member in self.kind]
-            if value not in members:
-                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(members)}")
+            if value not in list(self.kind):
+                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(self.kind)}")
             return self.kind(value)
         if self.kind is float and type(value) is int:
             return float(value)
@@ -119,57 +109,54 @@ class FieldType(NamedTuple):
 def field_types(cls: type) -> dict[str, Any]:
     """Returns the type of each field of a config: a `FieldType`, or the class of a group."""
     hints = typing.get_type_hints(cls)
-    return {
-        field.name: hints[field.name] if dataclasses.is_dataclass(hints[field.name]) else _unwrap(hints[field.name])
-        for field in dataclasses.fields(cls)
-    }
+    found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {name: hint if dataclasses.is_dataclass(hint) else _field_type(hint) for name, hint in found.items()}
 
 
-def _unwrap(hint: Any) -> FieldType:
-    if isinstance(hint, types.UnionType):
-        [inner] = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        return _unwrap(inner)._replace(is_optional=True)
-    if typing.get_origin(hint) is tuple:
-        return FieldType(typing.get_args(hint)[0], True, False)
-    return FieldType(hint, False, False)
+def _field_type(hint: Any) -> FieldType:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    [kind] = (option for option in options if option is not type(None))
+    entries = typing.get_args(kind)  # Empty unless it is a tuple.
+    return FieldType(entries[0] if entries else kind, is_list=bool(entries), is_optional=len(options) > 1)
 
 
 class Config:
     """Base of the groups of settings: values have the declared types, and enums may be given by their names."""
+
+    prefix: ClassVar[str]  # Of the names of the group's settings in a tree, such as "model.".
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls.prefix = prefix
 
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # mypy: a class has no hash
             if isinstance(kind, FieldType):
                 object.__setattr__(self, name, kind.convert(name, getattr(self, name)))
 
+    def validate(self) -> None:
+        """Raises `UserError` for a setting that is out of its range, has no reader, or contradicts another one."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # Subclasses are dataclasses.
+            value = getattr(self, field.name)
+            if isinstance(value, Config):
+                value.validate()
+                continue
+            declared = setting_of(field)
+            if isinstance(value, int | float) and (wanted := declared.missed_range(value)):
+                off = ", or none" if field.default is None else ""
+                raise UserError(f"{self.prefix}{field.name} is {value}; it must be {wanted}{off}")
+            if value == field.default:
+                continue
+            for other, readers in declared.only_with.items():
+                advice = f"{self.prefix}{other} must be {' or '.join(map(str, readers))}"
+                self.expect(getattr(self, other) in readers, f"{field.name} {other}", advice)
+            for other in declared.not_with:
+                self.expect(not getattr(self, other), f"{field.name} {other}", "leave one of them out")
 
-def check_fields(group: Any, prefix: str) -> None:
-    """Checks each field of a config by itself: its range, and that something reads it.
-
-    Args:
-      group: a dataclass whose fields are declared by `setting`; fields that are groups of their own are left out.
-      prefix: its dotted name, such as "train".
-
-    Raises:
-      UserError: the first field that is out of its range, or is set where nothing reads it.
-    """
-    for field in dataclasses.fields(group):
-        if _KEY not in field.metadata:
-            continue
-        value, declared = getattr(group, field.name), setting_of(field)
-        name = f"{prefix}.{field.name}" if prefix else field.name
-        if isinstance(value, int | float) and not isinstance(value, bool) and not declared.holds(value):
-            off = ", or none" if field.default is None else ""
-            raise UserError(f"{name} is {value}; it must be {declared.range_text()}{off}")
-        if value == field.default:
-            continue
-        for other, readers in declared.only_with.items():
-            found = getattr(group, other)
-            require(
-                found in readers,
-                f"{name} is {value} and {prefix}.{other} is {found}, which does not read it; "
-                f"it goes with {', '.join(map(str, readers))}",
-            )
+    def expect(self, holds: Any, names: str, advice: str) -> None:
+        """Raises `UserError` with the values of the settings in `names` and the advice, unless the condition holds."""
+        if not holds:
+            found = (f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}" for name in names.split())
+            raise UserError(f"{' and '.join(found)}; {advice}")
 
 
 def require(condition: Any, message: str) -> None:
@@ -204,23 +191,21 @@ def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
 
 def get(config: Any, name: str) -> Any:
     """Returns the value of a dotted name: `get(config, "model.n_layer")`."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+    return operator.attrgetter(name)(config)
 
 
 def replace(config: Tree, values: Mapping[str, Any]) -> Tree:
     """Returns a copy of the tree with the dotted names in `values` changed."""
+    changes: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
-    flat: dict[str, Any] = {}
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if rest:
             groups.setdefault(head, {})[rest] = value
         else:
-            flat[head] = value
-    nested = {head: replace(getattr(config, head), rest) for head, rest in groups.items()}
-    return dataclasses.replace(config, **flat, **nested)  # type: ignore[type-var]
+            changes[head] = value
+    changes |= {head: replace(getattr(config, head), inner) for head, inner in groups.items()}
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def to_dict(config: Any) -> dict[str, Any]:

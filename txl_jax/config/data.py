@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.config_tree import Config, check_fields, require, setting
+from txl_jax.config.config_tree import Config, free_setting, require, setting
 
 __all__ = [
     "CorpusName",
@@ -79,12 +79,13 @@ class Roll(enum.StrEnum):
     ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
 
 
-_LINES = (Tokenizer.WORD,)
 DEFAULT_SUBWORDS = 8000  # Tokens of a vocabulary that is trained here.
+_WORDS = {"kind": (Tokenizer.WORD,)}
+_SUBWORDS = {"kind": (Tokenizer.SUBWORD, Tokenizer.ID)}
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenizerConfig(Config):
+class TokenizerConfig(Config, prefix="data.tokenizer."):
     """Tokenizer: from text to token ids."""
 
     kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
@@ -92,10 +93,7 @@ class TokenizerConfig(Config):
         Newlines.KEEP, "Byte tokens: treatment of newlines.", shapes_tokens=True, only_with={"kind": (Tokenizer.BYTE,)}
     )
     line_mark: LineMark = setting(
-        LineMark.EOS,
-        "Word tokens: token at the end of a line.",
-        shapes_tokens=True,
-        only_with={"kind": _LINES},
+        LineMark.EOS, "Word tokens: token at the end of a line.", shapes_tokens=True, only_with=_WORDS
     )
     min_count: int = setting(
         1,
@@ -103,21 +101,20 @@ class TokenizerConfig(Config):
         at_least=1,
         shapes_tokens=True,
         only_with={"kind": (Tokenizer.CHAR, Tokenizer.WORD)},
+        not_with=("vocab_file",),
     )
-    vocab_file: str | None = setting(
+    vocab_file: str | None = free_setting(
         None,
         "Word tokens: vocabulary file, one word per line; none: count the training text.",
         path=True,
-        free_on_resume=True,
-        only_with={"kind": (Tokenizer.WORD,)},
+        only_with=_WORDS,
     )
-    hf_file: str | None = setting(
+    hf_file: str | None = free_setting(
         None,
         "Subword tokens: a tokenizer.json; none trains one on the training split. Ready-made ids: the tokenizer.json "
         "that made them.",
         path=True,
-        free_on_resume=True,
-        only_with={"kind": (Tokenizer.SUBWORD, Tokenizer.ID)},
+        only_with=_SUBWORDS,
     )
     vocab_size: int | None = setting(
         None,
@@ -125,39 +122,23 @@ class TokenizerConfig(Config):
         "largest id and one, or the size of the tokenizer.json.",
         at_least=1,
         shapes_tokens=True,
-        only_with={"kind": (Tokenizer.SUBWORD, Tokenizer.ID)},
+        only_with=_SUBWORDS,
+        not_with=("hf_file",),
     )
-
-    def validate(self) -> None:
-        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
-        check_fields(self, "data.tokenizer")
-        require(
-            not self.vocab_file or self.min_count == 1,
-            f"data.tokenizer.min_count is {self.min_count} and data.tokenizer.vocab_file is {self.vocab_file!r}; words "
-            "are counted or given, not both",
-        )
-        require(
-            self.hf_file is None or self.vocab_size is None,
-            f"data.tokenizer.vocab_size is {self.vocab_size} and data.tokenizer.hf_file is {self.hf_file!r}, which has "
-            "a size of its own; give one of them",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(Config):
+class DataConfig(Config, prefix="data."):
     """The text, and the order in which it is read."""
 
     corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
-    file: str | None = setting(
-        None,
-        "One file, split 90/5/5 by position: own text, or a part of a corpus that is one file.",
-        path=True,
-        free_on_resume=True,
+    file: str | None = free_setting(
+        None, "One file, split 90/5/5 by position: own text, or a part of a corpus that is one file.", path=True
     )
-    train: tuple[str, ...] = setting((), "Own text: training files, in order.", path=True, free_on_resume=True)
-    valid: tuple[str, ...] = setting((), "Own text: validation files.", path=True, free_on_resume=True)
-    test: tuple[str, ...] = setting((), "Own text: test files.", path=True, free_on_resume=True)
+    train: tuple[str, ...] = free_setting((), "Own text: training files, in order.", path=True)
+    valid: tuple[str, ...] = free_setting((), "Own text: validation files.", path=True)
+    test: tuple[str, ...] = free_setting((), "Own text: test files.", path=True)
     tokenizer: TokenizerConfig = TokenizerConfig()
     reset_at: str | None = setting(
         None,
@@ -165,47 +146,36 @@ class DataConfig(Config):
         shapes_tokens=True,
     )
     heldout: Heldout = setting(
-        Heldout.SEPARATE,
-        "One Billion Word: held-out shard for validation.",
-        only_with={"corpus": (CorpusName.LM1B,)},
+        Heldout.SEPARATE, "One Billion Word: held-out shard for validation.", only_with={"corpus": (CorpusName.LM1B,)}
     )
     order: Order = setting(Order.STREAM, "Order of the training text in an epoch.")
     roll: Roll = setting(Roll.NONE, "Rotation of the training text, or of each row, by a random offset each epoch.")
 
     def validate(self) -> None:
-        """Raises `UserError` for fields that cannot go together."""
-        self.tokenizer.validate()
-        check_fields(self, "data")
+        """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
+        super().validate()
         self._validate_files()
-        require(
+        self.expect(
             self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
-            f"data.tokenizer.kind is {self.tokenizer.kind} and data.corpus is {self.corpus}; ready-made ids go with "
-            f"{CorpusName.TEXT}",
+            "tokenizer.kind corpus",
+            f"ready-made ids go with {CorpusName.TEXT}",
         )
-        has_marks = self.tokenizer.kind in _LINES and self.tokenizer.line_mark is not LineMark.NONE
-        require(
-            self.order is not Order.SENTENCES or has_marks,
-            f"data.order is {self.order} and there are no line marks (data.tokenizer.kind {self.tokenizer.kind}, "
-            f"data.tokenizer.line_mark {self.tokenizer.line_mark}); sentences are found by them",
-        )
-        require(
-            self.order is not Order.SENTENCES or self.roll is Roll.NONE,
-            f"data.order is {self.order} and data.roll is {self.roll}; shuffled sentences need no roll",
-        )
+        if self.order is Order.SENTENCES:
+            has_marks = self.tokenizer.kind is Tokenizer.WORD and self.tokenizer.line_mark is not LineMark.NONE
+            self.expect(
+                has_marks, "order tokenizer.kind tokenizer.line_mark", "sentences are found by the line marks of words"
+            )
+            self.expect(self.roll is Roll.NONE, "order roll", "shuffled sentences need no roll")
 
     def _validate_files(self) -> None:
-        own = {name: getattr(self, name) for name in ("train", "valid", "test")}
-        given = [f"data.{name}" for name, files in own.items() if files]
-        missing = [f"data.{name}" for name, files in own.items() if not files]
-        if self.corpus is CorpusName.TEXT:
-            wrong = f"data.file is {self.file!r} and {', '.join(given)} was given too" if given else "no text was given"
-            require(
-                bool(self.file) != bool(given),
-                f"{wrong}; give one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
-                "--data.test=...",
-            )
-            if self.tokenizer.kind is Tokenizer.ID and missing == ["data.test"]:
-                return  # The validation ids are the test text too.
-            require(not given or not missing, f"{', '.join(given)} given without {', '.join(missing)}")
+        given = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
+        if self.corpus is not CorpusName.TEXT:
+            require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
             return
-        require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
+        without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
+        found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
+        require(
+            not given if self.file else (len(given) == 3 or without_test),
+            "own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
+            f"--data.test=..., got {found}",
+        )

@@ -8,22 +8,11 @@ import dataclasses
 import enum
 import json
 import re
-import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from txl_jax.config.config_tree import (
-    Config,
-    check_fields,
-    did_you_mean,
-    format_value,
-    from_dict,
-    get,
-    replace,
-    require,
-    setting,
-)
+from txl_jax.config.config_tree import Config, did_you_mean, format_value, from_dict, get, replace, setting
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
 from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
@@ -38,58 +27,50 @@ from txl_jax.config.training import (
 )
 from txl_jax.errors import UserError
 
-__all__ = [
-    "COMPAT_PRESETS",
-    "ExperimentConfig",
-    "InitVocabulary",
-]
+__all__ = ["COMPAT_PRESETS", "ExperimentConfig", "InitVocabulary"]
 
 # Settings by dotted name, on top of the defaults, that make this model the one of another implementation.
-COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
-    {
-        "ours": {},
-        # The authors' PyTorch release.
-        "pytorch": {
-            "model.compat.shaw_terms": ShawTerms.ORIGINAL,
-            "model.compat.final_norm": False,
-            "optimizer.schedule_offset": ScheduleOffset.ORIGINAL,
-        },
-        # The authors' TensorFlow release, as run on TPU.
-        "tf": {
-            "model.compat.memory_start": MemoryStart.ZEROS,
-            "model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
-            "model.compat.layer_norm_eps": 1e-12,
-            "model.compat.final_norm": False,
-            "optimizer.min_lr_ratio": 0.01,
-        },
-        # Hugging Face's TransfoXLLMHeadModel.
-        "hf": {"model.compat.memory_start": MemoryStart.ZEROS, "model.compat.final_norm": False},
-        # NVIDIA's DeepLearningExamples: the authors' PyTorch model, and a cosine after the warm-up.
-        "nvidia": {
-            "model.compat.shaw_terms": ShawTerms.ORIGINAL,
-            "model.compat.final_norm": False,
-            "optimizer.adam_eps": 1e-6,
-        },
-    }
-)
+COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ours": {},
+    # The authors' PyTorch release.
+    "pytorch": {
+        "model.compat.shaw_terms": ShawTerms.ORIGINAL,
+        "model.compat.final_norm": False,
+        "optimizer.schedule_offset": ScheduleOffset.ORIGINAL,
+    },
+    # The authors' TensorFlow release, as run on TPU.
+    "tf": {
+        "model.compat.memory_start": MemoryStart.ZEROS,
+        "model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
+        "model.compat.layer_norm_eps": 1e-12,
+        "model.compat.final_norm": False,
+        "optimizer.min_lr_ratio": 0.01,
+    },
+    # Hugging Face's TransfoXLLMHeadModel.
+    "hf": {"model.compat.memory_start": MemoryStart.ZEROS, "model.compat.final_norm": False},
+    # NVIDIA's DeepLearningExamples: the authors' PyTorch model, and a cosine after the warm-up.
+    "nvidia": {
+        "model.compat.shaw_terms": ShawTerms.ORIGINAL,
+        "model.compat.final_norm": False,
+        "optimizer.adam_eps": 1e-6,
+    },
+}
 # Settings of earlier versions with the values at which they did nothing: records may still have them.
-REMOVED: Mapping[str, Any] = types.MappingProxyType(
-    {
-        "model.residual": "sum",
-        "model.end_token": None,
-        "model.dropout.weight": 0.0,
-        "model.compat.lamb": "paper",
-        "data.tokenizer.lower_case": False,
-        "data.tokenizer.empty_end": "refuse",
-        "data.tokenizer.bin_type": "uint16",
-        "data.epoch_memory": "emptied",
-        "optimizer.adam_b1": 0.9,
-        "optimizer.mu_dtype": None,
-        "mesh.dcn_data": None,
-        "regularization.adversarial": 0.0,
-        "eval.segments_per_call": 8,
-    }
-)
+REMOVED: Mapping[str, Any] = {
+    "model.residual": "sum",
+    "model.end_token": None,
+    "model.dropout.weight": 0.0,
+    "model.compat.lamb": "paper",
+    "data.tokenizer.lower_case": False,
+    "data.tokenizer.empty_end": "refuse",
+    "data.tokenizer.bin_type": "uint16",
+    "data.epoch_memory": "emptied",
+    "optimizer.adam_b1": 0.9,
+    "optimizer.mu_dtype": None,
+    "mesh.dcn_data": None,
+    "regularization.adversarial": 0.0,
+    "eval.segments_per_call": 8,
+}
 REMOVED_ADVICE = "the setting was removed, and commit eea3a51 is the last that has it"
 _PRESETS = Path(__file__).parents[1] / "presets"
 
@@ -132,107 +113,40 @@ class ExperimentConfig(Config):
         return dataclasses.replace(self, model=dataclasses.replace(self.model, num_positions=num_positions))
 
     def validate(self) -> None:
-        """Raises `UserError`, one sentence with both numbers, for values that cannot go together."""
-        check_fields(self, "")
-        for group in (getattr(self, field.name) for field in dataclasses.fields(self)):
-            if dataclasses.is_dataclass(group):
-                cast(Any, group).validate()
-        _validate_lengths("train", self.train)
-        _validate_lengths("eval", self.eval)
-        self._validate_softmax()
-        self._validate_schedule()
-        self._validate_warm_start()
-        self._validate_documents()
-        require(
-            self.model.network is Network.TRANSFORMER_XL or not self.train.stride,
-            f"train.stride is {self.train.stride} and model.network is {self.model.network}, whose state has read "
-            "already what would be read again; leave it out",
+        """Raises `UserError`, one sentence with both values, for settings that cannot go together."""
+        super().validate()
+        expect, model, average, optimizer = self.expect, self.model, self.average, self.optimizer
+        if model.network is not Network.TRANSFORMER_XL:
+            for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
+                expect(not get(self, name), f"{name} model.network", f"the former needs {Network.TRANSFORMER_XL}")
+        expect(
+            self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
+            "data.reset_at model.compat.memory_start",
+            f"it goes with {MemoryStart.MASKED}",
         )
-        for name, given, what in (
-            ("weight_dtype", self.eval.weight_dtype, "whose weights are not quantized"),
-            ("cache_dtype", self.eval.cache_dtype, "which has no KV cache"),
-        ):
-            require(
-                self.model.network is Network.TRANSFORMER_XL or given is None,
-                f"eval.{name} is {given} and model.network is {self.model.network}, {what}; leave it out",
-            )
-
-    def _validate_documents(self) -> None:
-        if self.data.reset_at is None:
-            return
-        for name, value, needed in (
-            ("model.network", self.model.network, Network.TRANSFORMER_XL),
-            ("model.compat.memory_start", self.model.compat.memory_start, MemoryStart.MASKED),
-        ):
-            require(
-                value is needed,
-                f"data.reset_at is {self.data.reset_at!r} and {name} is {value}; it goes with {needed}",
-            )
-
-    def _validate_warm_start(self) -> None:
-        if self.init_vocabulary is InitVocabulary.OWN:
-            return
-        require(
-            self.init_from is not None,
-            f"init_vocabulary is {self.init_vocabulary} and init_from is none; give --init_from=PATH",
+        expect(
+            self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
+            "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model",
+            "a temperature needs a full softmax over d_model, without clusters and projections",
         )
-        for name in ("vocab_file", "hf_file"):
-            given = getattr(self.data.tokenizer, name)
-            require(
-                given is None,
-                f"data.tokenizer.{name} is {given!r} and init_vocabulary is {self.init_vocabulary}; give one of them",
-            )
-
-    def _validate_softmax(self) -> None:
-        require(
-            self.eval.temperature == 1 or not (self.model.cutoffs or self.model.has_projections),
-            f"eval.temperature is {self.eval.temperature} and the softmax has clusters or projections (model.cutoffs "
-            f"{list(self.model.cutoffs)}, model.d_embed {self.model.d_embed}); it goes with a full softmax over "
-            "d_model",
-        )
-
-    def _validate_schedule(self) -> None:
-        optimizer, steps = self.optimizer, self.train.steps
-        start = self.average.start_step
-        require(
-            start is None or start < steps,
-            f"average.start_step is {start} and train.steps is {steps}; averaging would never start",
-        )
-        require(
+        if self.init_vocabulary is InitVocabulary.KEPT:
+            expect(self.init_from, "init_vocabulary init_from", "give --init_from=PATH")
+            for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):
+                expect(not get(self, name), f"{name} init_vocabulary", "leave one of them out")
+        steps, start = self.train.steps, average.start_step
+        expect(start is None or start < steps, "average.start_step train.steps", "averaging would never start")
+        expect(
             optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
-            f"optimizer.min_lr_ratio is {optimizer.min_lr_ratio} and optimizer.embedding_lr_multiplier is "
-            f"{optimizer.embedding_lr_multiplier}; the embedding's peak would lie below the minimum",
+            "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier",
+            "the embedding's peak would lie below the minimum",
         )
-        ends, name = optimizer.decay_steps, "optimizer.decay_steps"
-        require(
-            ends is None or ends <= steps,
-            f"{name} is {ends} and train.steps is {steps}; the decay must end with the training, or before",
-        )
-        if ends is None:
-            ends, name = steps, "train.steps"
-        require(
-            optimizer.warmup_steps < ends,
-            f"optimizer.warmup_steps is {optimizer.warmup_steps} and {name} is {ends}; "
+        end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
+        expect(end <= steps, f"{name} train.steps", "the decay must end with the training, or before")
+        expect(
+            optimizer.warmup_steps < end,
+            f"optimizer.warmup_steps {name}",
             "the warm-up must end before that: give a shorter --optimizer.warmup_steps",
         )
-
-
-def _validate_lengths(group: str, lengths: TrainConfig | EvalConfig) -> None:
-    """Raises `UserError` for lengths of a recurrence that cannot go together."""
-    require(
-        lengths.stride is None or lengths.stride <= lengths.segment_len,
-        f"{group}.stride is {lengths.stride} and {group}.segment_len is {lengths.segment_len}; the stride lies between "
-        "1 and that, or is none for all of it",
-    )
-    require(
-        not (lengths.stride and lengths.mem_len),
-        f"{group}.stride is {lengths.stride} and {group}.mem_len is {lengths.mem_len}; tokens that a segment reads "
-        "again are not to be remembered too, so give one of them",
-    )
-    require(
-        not lengths.same_length or lengths.mem_len > 0,
-        f"{group}.same_length is on and {group}.mem_len is {lengths.mem_len}; the window would be empty",
-    )
 
 
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:

@@ -6,7 +6,8 @@ Letters: N layers, D model width, H heads, E head width, F inner width, C cluste
 import dataclasses
 import enum
 
-from txl_jax.config.config_tree import Config, check_fields, require, setting
+from txl_jax.config.config_tree import Config, free_setting, leaves, replace, require, setting, shape_setting
+from txl_jax.errors import UserError
 
 __all__ = [
     "AttentionPath",
@@ -102,7 +103,7 @@ class AttentionWindow(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class DropoutConfig(Config):
+class DropoutConfig(Config, prefix="model.dropout."):
     """Dropout rates: parts that are left out, at least 0 and below 1."""
 
     rate: float = setting(
@@ -132,7 +133,7 @@ class DropoutConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompatConfig(Config):
+class CompatConfig(Config, prefix="model.compat."):
     """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
 
     memory_start: MemoryStart = setting(
@@ -150,63 +151,63 @@ class CompatConfig(Config):
     )
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
-        """Returns the keys that a query sees at most, itself included; None: as many as there are."""
+        """Returns the largest number of keys that a query sees, itself included, or None for as many as there are."""
         plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
         return mem_len + plus_one if same_length else None
 
-    def validate(self) -> None:
-        """Raises `UserError` for a field out of its range."""
-        check_fields(self, "model.compat")
+
+_RELATIVE = {"encoding": (Encoding.RELATIVE,)}
+_LEARNED = {"encoding": tuple(encoding for encoding in Encoding if encoding.is_learned)}
+_TRANSFORMER = {"network": (Network.TRANSFORMER_XL,)}
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(Config):
+class ModelConfig(Config, prefix="model."):
     """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
 
-    network: Network = setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.", shapes_params=True)
-    n_layer: int = setting(12, "N, layers.", at_least=1, shapes_params=True)
-    d_model: int = setting(512, "D, model width.", at_least=1, shapes_params=True)
-    n_head: int = setting(8, "H, attention heads; H * E need not be D.", at_least=1, shapes_params=True)
-    d_head: int = setting(64, "E, head width.", at_least=1, shapes_params=True)
-    d_inner: int = setting(2048, "F, inner width of the feed-forward layers.", at_least=1, shapes_params=True)
-    d_embed: int | None = setting(
-        None, "Width of the first cluster's embedding; none: d_model.", at_least=1, shapes_params=True
-    )
+    network: Network = shape_setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
+    n_layer: int = shape_setting(12, "N, layers.", at_least=1)
+    d_model: int = shape_setting(512, "D, model width.", at_least=1)
+    n_head: int = shape_setting(8, "H, attention heads; H * E need not be D.", at_least=1)
+    d_head: int = shape_setting(64, "E, head width.", at_least=1)
+    d_inner: int = shape_setting(2048, "F, inner width of the feed-forward layers.", at_least=1)
+    d_embed: int | None = shape_setting(None, "Width of the first cluster's embedding; none: d_model.", at_least=1)
     dropout: DropoutConfig = DropoutConfig()
-    layer_norm: NormPlace = setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.", shapes_params=True)
-    encoding: Encoding = setting(
-        Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with.", shapes_params=True
+    layer_norm: NormPlace = shape_setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.")
+    encoding: Encoding = shape_setting(
+        Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with.", only_with=_TRANSFORMER
     )
-    num_positions: int | None = setting(
+    num_positions: int | None = shape_setting(
         None,
         "Size of the table of a learned encoding; greater distances share the last entry; none: L + M of training.",
         at_least=2,
         flag=False,
-        shapes_params=True,
+        only_with=_LEARNED,
     )
-    untie_r: bool = setting(
-        False, "Biases u and v (r_w_bias, r_r_bias) per layer instead of shared by all.", shapes_params=True
+    untie_r: bool = shape_setting(
+        False, "Biases u and v (r_w_bias, r_r_bias) per layer instead of shared by all.", only_with=_RELATIVE
     )
-    tie_positions: bool = setting(
-        False, "Position keys use the key matrix; u and v are the query of distance 0.", shapes_params=True
+    tie_positions: bool = shape_setting(
+        False,
+        "Position keys use the key matrix; u and v are the query of distance 0.",
+        only_with=_RELATIVE | _TRANSFORMER,
+        not_with=("untie_r",),
     )
-    tie_weight: bool = setting(True, "Weight tying: embedding and softmax share their tables.", shapes_params=True)
-    cutoffs: tuple[int, ...] = setting(
-        (), "First token of each tail cluster of the adaptive softmax; empty: full softmax.", shapes_params=True
+    tie_weight: bool = shape_setting(True, "Weight tying: embedding and softmax share their tables.")
+    cutoffs: tuple[int, ...] = shape_setting(
+        (), "First token of each tail cluster of the adaptive softmax; empty: full softmax."
     )
-    div_val: int = setting(
-        1, "Adaptive embedding: cluster c has width d_embed // div_val**c.", at_least=1, shapes_params=True
-    )
-    tie_projs: tuple[bool, ...] = setting(
-        (), "Per cluster: softmax and embedding share a projection; empty: none does.", shapes_params=True
+    div_val: int = shape_setting(1, "Adaptive embedding: cluster c has width d_embed // div_val**c.", at_least=1)
+    tie_projs: tuple[bool, ...] = shape_setting(
+        (), "Per cluster: softmax and embedding share a projection; empty: none does."
     )
     init_std: float = setting(0.02, "Standard deviation of initial weights.", at_least=0)
     projection_init_std: float = setting(
         0.01, "Standard deviation of initial projections of embedding and softmax.", at_least=0, flag=False
     )
     dtype: DType = setting(DType.FLOAT32, "Compute type; parameters stay float32.")
-    attention: AttentionPath = setting(
-        AttentionPath.AUTO, "Implementation of attention; all give the same numbers.", free_on_resume=True
+    attention: AttentionPath = free_setting(
+        AttentionPath.AUTO, "Implementation of attention; all give the same numbers."
     )
     remat: Remat = setting(
         Remat.NONE,
@@ -236,13 +237,12 @@ class ModelConfig(Config):
 
     @property
     def table_size(self) -> int:
-        """Entries in the table of a learned encoding: `num_positions`, or a `UserError` if that is none."""
-        require(
-            self.num_positions is not None,
-            f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size; give it, or "
-            "take the config of ExperimentConfig.resolved()",
-        )
-        assert self.num_positions is not None  # For mypy.
+        """Entries in the table of a learned encoding: `num_positions`. Raises `UserError` if it is None."""
+        if self.num_positions is None:
+            raise UserError(
+                f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size; give "
+                "it, or take the config of ExperimentConfig.resolved()"
+            )
         return self.num_positions
 
     def clamp(self, clamp_len: int | None) -> int | None:
@@ -256,55 +256,32 @@ class ModelConfig(Config):
         """Width of a cluster's embedding."""
         return self.embed_width // self.div_val**cluster
 
+    def with_encoding(self, encoding: Encoding) -> "ModelConfig":
+        """Returns a copy with this encoding, and the defaults of settings that it does not read.
+
+        The table of a learned encoding has its size from the lengths of training again: `ExperimentConfig.resolved`.
+        """
+        readers = ((leaf, leaf.setting.only_with.get("encoding", Encoding)) for leaf in leaves(ModelConfig))
+        unread = {leaf.name: leaf.default for leaf, encodings in readers if encoding not in encodings}
+        return replace(self, unread | {"encoding": encoding, "num_positions": None})
+
     def validate(self) -> None:
-        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
-        check_fields(self, "model")
-        check_fields(self.dropout, "model.dropout")
-        self.compat.validate()
-        require(self.d_model % 2 == 0, f"model.d_model is {self.d_model}; sinusoids come in pairs, so it must be even")
-        self._validate_network()
-        self._validate_encoding()
-        self._validate_clusters()
-
-    def _validate_network(self) -> None:
-        if self.network is Network.TRANSFORMER_XL:
-            return
-        require(
-            self.encoding is Encoding.RELATIVE,
-            f"model.encoding is {self.encoding} and model.network is {self.network}, which has none; leave it out",
+        """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
+        super().validate()
+        self.expect(self.d_model % 2 == 0, "d_model", "sinusoids come in pairs, so it must be even")
+        self.expect(
+            self.network is Network.TRANSFORMER_XL or not self.dropout.qkv,
+            "dropout.qkv network",
+            f"queries, keys and values need {Network.TRANSFORMER_XL}",
         )
-        for name, value in {"dropout.qkv": self.dropout.qkv, "tie_positions": self.tie_positions}.items():
-            require(not value, f"model.{name} is {value} and model.network is {self.network}, which has none")
-
-    def _validate_encoding(self) -> None:
-        require(
-            self.encoding is Encoding.RELATIVE or not self.untie_r,
-            f"model.untie_r is on and model.encoding is {self.encoding}, which has no u and v",
-        )
-        require(
-            not self.tie_positions or (self.encoding is Encoding.RELATIVE and not self.untie_r),
-            f"model.tie_positions is on, model.encoding is {self.encoding} and model.untie_r is {self.untie_r}; it "
-            f"goes with {Encoding.RELATIVE}, and leaves no u and v to untie",
-        )
-        require(
-            self.encoding.is_learned or self.num_positions is None,
-            f"model.num_positions is {self.num_positions} and model.encoding is {self.encoding}, which has no table",
-        )
-
-    def _validate_clusters(self) -> None:
-        require(
-            list(self.cutoffs) == sorted(set(self.cutoffs)) and all(c > 0 for c in self.cutoffs),
-            f"model.cutoffs are {list(self.cutoffs)}; they must be positive and increase",
-        )
+        is_increasing = list(self.cutoffs) == sorted(set(self.cutoffs))
+        self.expect(is_increasing and min(self.cutoffs, default=1) > 0, "cutoffs", "they must be positive and increase")
         require(
             len(self.tie_projs) in (0, self.n_cluster),
             f"model.tie_projs has {len(self.tie_projs)} entries and model.cutoffs make {self.n_cluster} clusters; "
             "give one entry per cluster, or none",
         )
-        require(
-            self.div_val == 1 or self.cutoffs,
-            f"model.div_val is {self.div_val} and model.cutoffs is empty; narrower tails need cutoffs",
-        )
+        self.expect(self.div_val == 1 or self.cutoffs, "div_val cutoffs", "narrower tails need cutoffs")
         last = self.n_cluster - 1
         require(
             self.cluster_width(last) >= 1,
@@ -313,9 +290,5 @@ class ModelConfig(Config):
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raises `UserError` if the clusters do not fit a vocabulary of `vocab_size` tokens."""
-        if self.cutoffs:
-            require(
-                self.cutoffs[-1] < vocab_size,
-                f"model.cutoffs end at {self.cutoffs[-1]} and the vocabulary has {vocab_size} tokens; "
-                "the last cutoff must lie below that",
-            )
+        advice = f"the vocabulary has {vocab_size} tokens, and the last cutoff must lie below that"
+        self.expect(not self.cutoffs or self.cutoffs[-1] < vocab_size, "cutoffs", advice)

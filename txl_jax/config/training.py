@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.config_tree import Config, check_fields, require, setting
+from txl_jax.config.config_tree import Config, free_setting, setting
 
 __all__ = [
     "AverageConfig",
@@ -43,20 +43,14 @@ class OptimizerName(enum.StrEnum):
     MUON = "muon"  # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), all else by Adam.
 
 
-# Optimizers that hold Adam's two moments, of all parameters or of some.
 ADAM_B1 = 0.9  # Adam beta 1, of every rule: decay of the first moment.
-_WITH_ADAM = (
-    OptimizerName.ADAM,
-    OptimizerName.ADAMW,
-    OptimizerName.LAMB,
-    OptimizerName.LAMB_NVIDIA,
-    OptimizerName.MUON,
-)
+# Optimizers that hold Adam's two moments, of all parameters or of some.
+_WITH_ADAM = tuple(name for name in OptimizerName if name not in (OptimizerName.ADAFACTOR, OptimizerName.LION))
 _WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.ADAM)
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig(Config):
+class OptimizerConfig(Config, prefix="optimizer."):
     """The optimizer, with linear warm-up, cosine decay and clipping by the global norm."""
 
     name: OptimizerName = setting(OptimizerName.ADAM, "Optimizer; muon: of the layers' matrices, with Adam elsewhere.")
@@ -91,34 +85,45 @@ class OptimizerConfig(Config):
     )
 
     def validate(self) -> None:
-        """Raises `UserError` for a field out of its range."""
-        check_fields(self, "optimizer")
-        require(
+        """Raises `UserError` for a setting out of its range, or AdamW without a weight decay."""
+        super().validate()
+        self.expect(
             self.name is not OptimizerName.ADAMW or self.weight_decay,
-            f"optimizer.name is {self.name} and optimizer.weight_decay is {self.weight_decay}, which is adam; give a "
-            "weight decay, as --optimizer.weight_decay=0.01, or --optimizer.name=adam",
+            "name weight_decay",
+            "that is adam: give a weight decay, as --optimizer.weight_decay=0.01, or --optimizer.name=adam",
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig(Config):
+class MeshConfig(Config, prefix="mesh."):
     """Devices along each axis of the mesh. They change no number but by rounding."""
 
-    data: int | None = setting(
-        None, "Data-parallel replicas in each slice; none: all remaining devices.", at_least=1, free_on_resume=True
+    data: int | None = free_setting(
+        None, "Data-parallel replicas in each slice; none: all remaining devices.", at_least=1
     )
-    fsdp: int = setting(1, "FSDP: devices that share the parameters of a replica.", at_least=1, free_on_resume=True)
-    tensor: int = setting(
-        1, "Tensor parallel: devices that share heads, inner width and vocabulary.", at_least=1, free_on_resume=True
-    )
+    fsdp: int = free_setting(1, "FSDP: devices that share the parameters of a replica.", at_least=1)
+    tensor: int = free_setting(1, "Tensor parallel: devices that share heads, inner width and vocabulary.", at_least=1)
+
+
+class Recurrence(Config):
+    """Base of the lengths of training and of evaluation."""
+
+    segment_len: int
+    mem_len: int
+    stride: int | None
+    same_length: bool
 
     def validate(self) -> None:
-        """Raises `UserError` for a field out of its range."""
-        check_fields(self, "mesh")
+        """Raises `UserError` for a setting out of its range, or lengths that cannot go together."""
+        super().validate()
+        self.expect(
+            (self.stride or 1) <= self.segment_len, "stride segment_len", "the stride is at most that, or none for all"
+        )
+        self.expect(self.mem_len or not self.same_length, "same_length mem_len", "the window would be empty")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(Config):
+class TrainConfig(Recurrence, prefix="train."):
     """The training recurrence and its intervals. Intervals count updates, one per segment."""
 
     steps: int = setting(400_000, "Number of updates.", at_least=1)
@@ -127,20 +132,21 @@ class TrainConfig(Config):
     segment_len: int = setting(512, "L, tokens per row and update (tgt_len).", at_least=1)
     mem_len: int = setting(512, "M, memory length.", at_least=0)
     stride: int | None = setting(
-        None, "Sliding window, without memory: new, scored tokens at a segment's end; none: all.", at_least=1
+        None,
+        "Sliding window, without memory: new, scored tokens at a segment's end; none: all.",
+        at_least=1,
+        not_with=("mem_len",),
     )
     clamp_len: int | None = setting(None, "Distances above this share one position code; none: off.", at_least=1)
     same_length: bool = setting(False, "Every query sees the same number of keys.")
     loss: LossPart = setting(LossPart.FULL, "Positions of the segment that are scored.", flag=False)
     segments_per_call: int = setting(1, "S, steps per dispatch; any S gives the same numbers.", at_least=1)
-    log_every: int = setting(200, "Updates between progress lines.", at_least=1, free_on_resume=True)
-    eval_every: int = setting(
-        4000, "Updates between evaluations on the validation text.", at_least=1, free_on_resume=True
-    )
-    checkpoint_every: int = setting(4000, "Updates between checkpoints.", at_least=1, free_on_resume=True)
-    keep_checkpoints: int = setting(2, "Newest checkpoints kept, beside the best.", at_least=1, free_on_resume=True)
-    patience: int | None = setting(
-        None, "Early stopping: evaluations in a row without a better loss; none: off.", at_least=1, free_on_resume=True
+    log_every: int = free_setting(200, "Updates between progress lines.", at_least=1)
+    eval_every: int = free_setting(4000, "Updates between evaluations on the validation text.", at_least=1)
+    checkpoint_every: int = free_setting(4000, "Updates between checkpoints.", at_least=1)
+    keep_checkpoints: int = free_setting(2, "Newest checkpoints kept, beside the best.", at_least=1)
+    patience: int | None = free_setting(
+        None, "Early stopping: evaluations in a row without a better loss; none: off.", at_least=1
     )
 
     @property
@@ -149,27 +155,21 @@ class TrainConfig(Config):
         return self.stride or self.segment_len
 
     def validate(self) -> None:
-        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
-        check_fields(self, "train")
-        require(
-            not self.stride or self.loss is LossPart.FULL,
-            f"train.stride is {self.stride} and train.loss is {self.loss}; the stride decides which tokens are scored",
+        """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
+        super().validate()
+        self.expect(
+            not self.stride or self.loss is LossPart.FULL, "stride loss", "the stride decides which tokens are scored"
         )
-        require(
-            self.batch_size % self.grad_accum_steps == 0,
-            f"train.batch_size is {self.batch_size} and train.grad_accum_steps is {self.grad_accum_steps}; the rows "
-            "must divide evenly",
+        self.expect(
+            self.batch_size % self.grad_accum_steps == 0, "batch_size grad_accum_steps", "the rows must divide evenly"
         )
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
-            interval = getattr(self, name)
-            require(
-                interval % self.segments_per_call == 0,
-                f"train.{name} is {interval}, no multiple of train.segments_per_call, {self.segments_per_call}",
-            )
+            is_multiple = getattr(self, name) % self.segments_per_call == 0
+            self.expect(is_multiple, f"{name} segments_per_call", "the former must be a multiple of the latter")
 
 
 @dataclasses.dataclass(frozen=True)
-class RegularizationConfig(Config):
+class RegularizationConfig(Config, prefix="regularization."):
     """Penalties that are added to the loss."""
 
     activation_l2: float = setting(
@@ -181,16 +181,14 @@ class RegularizationConfig(Config):
         at_least=0,
     )
 
-    def validate(self) -> None:
-        """Raises `UserError` for a field out of its range."""
-        check_fields(self, "regularization")
-
 
 @dataclasses.dataclass(frozen=True)
-class AverageConfig(Config):
+class AverageConfig(Config, prefix="average."):
     """Weight averaging (EMA, SWA, NT-ASGD): a mean over updates, which is evaluated and kept as the best."""
 
-    start_step: int | None = setting(None, "Updates before averaging starts; none: off.", at_least=0)
+    start_step: int | None = setting(
+        None, "Updates before averaging starts; none: off.", at_least=0, not_with=("nt_asgd_patience",)
+    )
     nt_asgd_patience: int | None = setting(
         None,
         "NT-ASGD: start averaging when the last N evaluations brought no improvement (AWD-LSTM: 5); none: off.",
@@ -207,19 +205,13 @@ class AverageConfig(Config):
         return self.start_step is not None or self.nt_asgd_patience is not None
 
     def validate(self) -> None:
-        """Raises `UserError` for a field out of its range, or fields that cannot go together."""
-        check_fields(self, "average")
-        require(
-            self.start_step is not None or self.lr_scale == 1,
-            f"average.lr_scale is {self.lr_scale} and average.start_step is {self.start_step}; the factor applies from "
-            "there on, so give it",
+        """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
+        super().validate()
+        self.expect(
+            self.start_step is not None or self.lr_scale == 1, "lr_scale start_step", "the factor applies from there on"
         )
-        require(
-            self.start_step is None or self.nt_asgd_patience is None,
-            f"average.start_step is {self.start_step} and average.nt_asgd_patience is {self.nt_asgd_patience}; "
-            "averaging starts by one of the two",
-        )
-        require(
+        self.expect(
             self.on or self.ema_decay is None,
-            f"average.ema_decay is {self.ema_decay} and nothing starts averaging; give average.start_step",
+            "ema_decay start_step nt_asgd_patience",
+            "nothing starts averaging, so give one of the latter two",
         )
