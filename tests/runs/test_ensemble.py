@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ from support import drawn_run, runs, tiny, tiny_run
 from support.runs import StopAfter
 from txl_jax.config import DType, config_tree
 from txl_jax.errors import UserError
-from txl_jax.runs import ensemble, score, validation
-from txl_jax.runs.build import Compilation, build
+from txl_jax.runs import ensemble, score
+from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import load_state
@@ -41,7 +40,7 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, chosen=MEMBERS, **others):
-    return runs.train_members(base[0], chosen, base[1], Run(folder), **others)
+    return runs.train(*base, Run(folder), members=chosen, **others)
 
 
 def records(path, member=None):
@@ -101,24 +100,6 @@ def test_one_workdir_holds_all_members(base, whole):
         assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
 
 
-def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, tmp_path, monkeypatch):
-    folder = tmp_path / "all"
-    shutil.copytree(whole[0], folder)
-    monkeypatch.setattr(validation, "score_with_line", pytest.fail)
-    monkeypatch.setattr(Compilation, "of", pytest.fail)
-    before = (folder / "metrics.jsonl").read_bytes()
-    outcome = run(base, folder)
-    assert outcome.finished and outcome.results == whole[1].results
-    assert (folder / "metrics.jsonl").read_bytes() == before
-
-
-def assert_same_ensembles(folder, expected):
-    for name in NAMES:
-        assert records(folder, name) == records(expected, name)
-    newest, expected_newest = (find_steps(Run(each).latest)[0].step for each in (folder, expected))
-    assert newest == expected_newest
-
-
 @pytest.mark.full
 def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     """After updates, and in the middle of the evaluation of one of them."""
@@ -126,8 +107,9 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
         assert not run(base, tmp_path, stop_requested=StopAfter(calls)).finished
     outcome = run(base, tmp_path)
     assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
-    assert_same_ensembles(tmp_path, whole[0])
+    assert find_steps(Run(tmp_path).latest)[0].step == find_steps(Run(whole[0]).latest)[0].step
     for name in NAMES:
+        assert records(tmp_path, name) == records(whole[0], name)
         found, expected = (state_of(Run.read(folder, member=name), base)[1] for folder in (tmp_path, whole[0]))
         tiny_run.assert_equal(found, expected)
 

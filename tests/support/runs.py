@@ -1,11 +1,10 @@
 """Runs as programs make them: opened, trained, stopped, recorded; and the records that do not depend on the clock."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.runs import ensemble, generate
+from txl_jax.runs import generate
 from txl_jax.runs import train as train_lib
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.trainer import Outcome
@@ -17,14 +16,6 @@ def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Ou
     """Trains in a folder, or in that of a `Run`."""
     with Run.open(_path(run)) as opened:
         return train_lib.train_run(config, corpus, opened, **more)
-
-
-def train_members(
-    config: ExperimentConfig, members: Sequence[Mapping[str, float]], corpus: Corpus, run: Any, **more: Any
-) -> Outcome:
-    """Trains an ensemble in a folder, or in that of a `Run`."""
-    with Run.open(_path(run)) as opened:
-        return ensemble.train_members(config, members, corpus, opened, **more)
 
 
 def generate_text(config: ExperimentConfig, run: Any, **more: Any) -> list[bytes]:

@@ -42,6 +42,6 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
         components.init_memory(weights),
         evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
         place=components.place,
-        keep=lambda first, nll: found.append(nll.reshape(-1)),
+        take_nll=lambda first, nll: found.append(nll.reshape(-1)),
     )
     return np.concatenate(found)[: len(tokens) - 1]

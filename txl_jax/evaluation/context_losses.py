@@ -16,10 +16,7 @@ from txl_jax.evaluation.sliding_window import WindowStep
 def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
     """Returns the tokens that are scored at every context length.
 
-    They are every `stride`-th one from the first that has `longest` before it.
-
-    Raises:
-      UserError: If the text has none.
+    They are every `stride`-th one from the first that has `longest` before it. Raises `UserError` if the text has none.
     """
     if longest >= n_token:
         raise UserError(
@@ -39,16 +36,10 @@ def context_losses(
     batch_size: int,
     after_call: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
-    """Computes the nats of the tokens `scored` (positions [n], each with `context` tokens before it): float32 [n].
+    """Computes the nats of the tokens at positions `scored` [n], each after `context` tokens: float32 [n].
 
-    Args:
-      step: Made by `make_window_step`.
-      params: The model's parameters.
-      tokens: Integer ids [T], may be memory-mapped.
-      scored: Positions [n].
-      context: c.
-      batch_size: Windows per call; changes no number.
-      after_call: Called with the number of tokens done. May raise to stop.
+    `step` is made by `make_window_step`. `batch_size`, windows per call, changes no number. `after_call` gets the
+    number of tokens done, and may raise to stop.
     """
     found, pending = np.empty(len(scored), np.float32), None
 

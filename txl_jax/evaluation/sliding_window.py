@@ -73,20 +73,15 @@ def evaluate_windows(
     after_call: Callable[[Totals], None] = lambda totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores every token of a text but the first.
+    """Scores every token of a text [T] but the first; raises `UserError` as `window_batches`.
 
     Args:
       step: Made by `make_window_step`.
-      params: The model's parameters.
-      tokens: Integer ids [T], may be memory-mapped.
       attention_len: A.
       stride: Positions that a window after the first scores.
       batch_size: B, windows per call; changes no number.
       after_call: Called after each call but the last with the totals so far, of T - 1 tokens in all. May raise to stop.
       token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
-
-    Raises:
-      UserError: As `window_batches`.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -117,9 +112,7 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
     >>> [(batch.inputs.tolist(), batch.targets.tolist()) for batch in batches]
     [([[0, 1, 2, 3]], [[1, 2, 3, 4]]), ([[2, 3, 4, 5]], [[5, 6]]), ([[4, 5, 6, 7]], [[7, 8]])]
 
-    Raises:
-      UserError: If the text has fewer than 2 tokens, the stride or the batch is below 1, or the stride is above A,
-        which would omit tokens.
+    Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
         raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")

@@ -17,9 +17,7 @@ from txl_jax.training.step import TrainState
 
 
 class RunCheckpoints:
-    """Opens, saves and restores them. Use it as a context manager, in every process of a run alike.
-
-    Before something is written, `Run.confirm` raises if another run writes in the same directory.
+    """Saves and restores them; a context manager, used in every process alike. Raises if another run writes here too.
 
     Attributes:
       saved_step: The last step that was saved or restored, or None before the first.
@@ -62,10 +60,7 @@ class RunCheckpoints:
         self._best[index].save(step, {"params": params}, notes)
 
     def best_notes(self, index: int) -> dict[str, Any] | None:
-        """Reads the notes of a member's best parameters, or None before they are saved. One process may call it alone.
-
-        Raises `CheckpointError` if they cannot be read.
-        """
+        """Reads the notes of a member's best parameters, or None if there are none. One process may call it alone."""
         step = self._best[index].latest_step()
         return None if step is None else self._best[index].notes(step)
 

@@ -98,9 +98,8 @@ def convert(
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s; reading it back")
         difference = _verify(read, folder, to_format)
-    log(
-        f"verified  tensors equal bit for bit, losses to {difference:.1g} nats; {time.monotonic() - began:.1f} s in all"
-    )
+    seconds = time.monotonic() - began
+    log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats; {seconds:.1f} s in all")
     log(f"to        {to_format}: {target}")
 
 
@@ -158,12 +157,10 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     else:
         back = formats.read(folder, Format(to_format))
     config, again, vocabulary = read.info.config, back.info.config, read.info.vocabulary
-    for name in ("mem_len", "clamp_len", "same_length"):  # The lengths that other formats have too.
-        before, after = getattr(config.eval, name), getattr(again.eval, name)
-        if before != after:
-            raise UserError(f"eval.{name} was {before} and is read back as {after}; this is a bug, please report it")
-    if back.info.vocabulary != vocabulary:
-        raise UserError("the vocabulary is not read back as it was; this is a bug, please report it")
+    lengths = ("mem_len", "clamp_len", "same_length")  # Other formats have them too.
+    changed = [f"eval.{name}" for name in lengths if getattr(config.eval, name) != getattr(again.eval, name)]
+    if changed or back.info.vocabulary != vocabulary:
+        raise UserError(f"{', '.join(changed) or 'the vocabulary'} is not read back as it was; please report this bug")
     _check_same_tensors(read.leaves, back.leaves)
     # With the same `compat`: other implementations have their own, which the notes name.
     alike = config_tree.replace(config, {"model.compat": again.model.compat})
@@ -193,11 +190,7 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) -> np.ndarray:
-    """Computes losses in nats of random tokens, the ends of every cluster among them: float32 [S, L].
-
-    The parameters are read one after another onto one device. Segments and memory are short; clamp and same_length are
-    `config.eval`'s.
-    """
+    """Computes losses in nats of random tokens, the ends of every cluster among them, on one device: float32 [S, L]."""
     # Equal settings share one compiled program: the source and the result usually have them.
     score, components = _scorer(ExperimentConfig(model=config.model, eval=config.eval), vocab_size)
     tokens = np.random.default_rng(0).integers(vocab_size, size=_SEGMENTS * _SEGMENT_LEN + 1, dtype=np.int32)

@@ -1,11 +1,8 @@
 """Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
 
 Optimizer, step, memory and the position in the text are those of a new run. A warm start happens once, before the first
-checkpoint of a workdir: config.json records what was read (path, step, sha256 of the parameters, tokens kept), and
-later starts of the same command resume without reading the weights again.
-
-The settings that make the parameters what they are must be those of the trained model. Programs take them from there
-where no flag gives them (`with_trained_settings`), and from config.json once there is one.
+checkpoint: config.json records what was read, and later starts of the same command resume without the weights. The
+settings that make the parameters what they are come from the trained model where no flag gives them.
 """
 
 import hashlib
@@ -56,10 +53,7 @@ class WarmStart(NamedTuple):
 
 
 def basis(path: str, run: Run) -> Weights:
-    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`.
-
-    All processes call it, and not within `distributed.run_on_all`. Raises `UserError` as `open_weights`.
-    """
+    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`."""
     return _open(path) if run.is_new else Weights.of_run(run)
 
 
@@ -74,35 +68,26 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: I
 
 
 def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
-    """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's.
-
-    All processes call it. Raises `UserError` if one of them cannot be read, or the config has another tokenizer.
-    """
-    kept: Vocabulary | None = None
+    """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's."""
+    vocabulary: Vocabulary | None = None
     if config.init_from is not None and config.init_vocabulary is InitVocabulary.KEPT:
-        kept = basis(config.init_from, run).vocabulary
+        vocabulary = basis(config.init_from, run).vocabulary
 
     def read() -> Corpus:
-        wanted = {} if kept is None else _tokenizer_settings(kept)
-        given = {name: config_tree.get(config, name) for name in wanted}
-        if given != wanted:
-            different = (
-                f"{name} is {given[name]} and there {wanted[name]}" for name in wanted if given[name] != wanted[name]
-            )
-            raise UserError(
-                f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {'; '.join(different)}; leave "
-                "these flags out"
-            )
-        return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=kept)
+        if vocabulary is not None:
+            there = config_tree.replace(config, _tokenizer_settings(vocabulary))
+            if different := config_tree.differences(there, config):
+                named = "; ".join(f"{leaf.name} is {ours} and there {theirs}" for leaf, theirs, ours in different)
+                raise UserError(
+                    f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {named}; leave these flags out"
+                )
+        return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
 
     return distributed.run_on_all(read)
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
-    """Raises `UserError` if settings differ that make the parameters what they are; names every one.
-
-    Bounds of clusters may differ, as they depend on the vocabulary; their number may not.
-    """
+    """Raises `UserError` if settings differ that make the parameters what they are. Bounds of clusters may differ."""
     refused = []
     for leaf, theirs, ours in config_tree.differences(trained, config):
         if leaf.name == _CUTOFFS and len(theirs) == len(ours):
@@ -118,15 +103,7 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
-    """Reads the weights at `init_from`, once. All processes call it.
-
-    Returns:
-      The weights. If the run resumes, only the record of them, or None if they were not recorded.
-
-    Raises:
-      UserError: If there are no weights, or they do not fit config and vocabulary.
-      CheckpointError: If they are corrupted.
-    """
+    """Reads the weights at `init_from`, once. If the run resumes, returns only their record, or None if it has none."""
     config = components.config
     assert config.init_from is not None
 
@@ -135,11 +112,19 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
             f"the checkpoints in {run.latest} vanished while the run was opened; start the same command again"
         )
 
-    if distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
+    def has_checkpoint() -> bool:
+        with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
+            return latest.latest_step() is not None
+
+    if distributed.broadcast_from_primary(has_checkpoint):
         return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
-    step, params = trained.params(_build_on_same_mesh(trained, components))
+    # The trained model on the mesh of the run that begins.
+    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
+    changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
+    same_mesh = build_for(config_tree.replace(trained.config, changed), trained.vocabulary, mesh=components.mesh)
+    step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
@@ -174,20 +159,6 @@ def _open(path: str) -> Weights:
         return open_weights(path)
     except UserError as error:
         raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
-
-
-def _build_on_same_mesh(trained: Weights, components: Built) -> Built:
-    """Builds the trained model on the mesh of the run that begins."""
-    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
-    defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
-    changed = defaults | {name: config_tree.get(components.config, name) for name in ours}
-    config = config_tree.replace(trained.config, changed)
-    return build_for(config, trained.vocabulary, mesh=components.mesh)
-
-
-def _has_checkpoint(run: Run) -> bool:
-    with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
-        return latest.latest_step() is not None
 
 
 def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:

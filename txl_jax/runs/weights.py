@@ -65,10 +65,10 @@ class Weights:
           UserError: If there is no checkpoint yet.
           CheckpointError: If the weights are corrupted, or belong to another model.
         """
-        from txl_jax.interop import portable
-
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
+        from txl_jax.interop import portable
+
         leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
         return self.source.step, portable.place(leaves, built.abstract_state.params)
 
@@ -94,15 +94,12 @@ def open_weights(
       UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
         weights or cache. For a directory of another implementation the message has the command that converts it.
     """
-    from txl_jax.interop import portable
-
-    folder, given = as_path(path), {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
-    # Process 0 decides, so that all processes go the same way, whatever each of them sees.
-    if distributed.broadcast_from_primary(lambda: _holds_portable(folder, member)):
-        info = distributed.run_on_all(lambda: portable.read_info(folder))
-        found = Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
-    else:
+    folder = as_path(path)
+    try:
         found = Weights.of_run(Run.read(folder, member=member))
+    except UserError as error:
+        found = _open_portable(folder, member, error)
+    given = {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
     changes = {name: dtype for name, dtype in given.items() if dtype is not None}
     if changes:
         found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
@@ -110,25 +107,31 @@ def open_weights(
     return found
 
 
-def _holds_portable(folder: str, member: str | None) -> bool:
-    """Returns whether a directory is a portable checkpoint; raises `UserError` if it is neither that nor a run's."""
+def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weights:
+    """Opens a portable checkpoint; raises `no_run`, or an error that says more, if the directory contains none."""
     from txl_jax.interop import exported, portable
 
-    if portable.is_portable(folder):
-        if member is not None:
-            raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
-        return True
-    if exported.is_exported(folder):
-        raise UserError(
-            f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
-            "the run or the folder of weights that it was exported from"
-        )
-    if holds_other_weights(folder):
-        raise UserError(
-            f"{folder} holds no run of txl_jax but other files of weights; convert them with "
-            f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
-        )
-    return False
+    def check() -> None:
+        if portable.is_portable(folder):
+            if member is not None:
+                raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
+        elif exported.is_exported(folder):
+            raise UserError(
+                f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; "
+                "give the run or the folder of weights that it was exported from"
+            )
+        elif holds_other_weights(folder):
+            raise UserError(
+                f"{folder} holds no run of txl_jax but other files of weights; convert them with "
+                f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
+            )
+        else:
+            raise no_run
+
+    # Process 0 decides, so that all processes go the same way, whatever each of them sees.
+    distributed.broadcast_from_primary(check)
+    info = distributed.run_on_all(lambda: portable.read_info(folder))
+    return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
 
 
 def holds_other_weights(path: str) -> bool:
@@ -145,11 +148,7 @@ def holds_other_weights(path: str) -> bool:
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, run: Run, *, log: Callable[[str], None]
 ) -> tuple[Built, int, Any]:
-    """Loads a trained run that is to score a text: (what is built of it, step, parameters).
-
-    Raises `UserError` if the text has another vocabulary than the run, or processes have different ones; and as
-    `load_parameters`.
-    """
+    """Loads a trained run that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
     check_same_settings(config)
     check_same_text(corpus)
     if corpus.vocabulary != run.text.vocabulary:
@@ -164,10 +163,7 @@ def load_to_score(
 
 
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
-    """Builds a trained run with its recorded implementations of attention; all processes call it.
-
-    Raises `UserError` if settings do not fit each other or the devices, or processes have different devices.
-    """
+    """Builds a trained run with its recorded implementations of attention; all processes call it."""
     recorded = run.attention_for(config)
     built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
     choice = built.attention
@@ -211,16 +207,14 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest sound training state: (step, state, notes), or None if there is none.
+    """Loads the latest sound training state, before step `before` if given: (step, state, notes), or None.
 
-    For an ensemble with a chosen member it returns that member's state, with the notes of all members. Steps from
-    `before` on are not loaded. Raises `CheckpointError` if there are checkpoints, but none can be read.
+    For an ensemble with a chosen member it is that member's state, with the notes of all members.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
-    abstract_state = members.abstract(built.abstract_state)
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:
-        restored = latest.restore(abstract_state, before=before)
+        restored = latest.restore(members.abstract(built.abstract_state), before=before)
     if restored is None:
         return None
     step, state, notes = restored
