@@ -16,7 +16,6 @@ from txl_jax.runs import ensemble, score
 from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
-from txl_jax.runs.weights import load_state
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
@@ -50,11 +49,6 @@ def records(path, member=None):
     return [{k: v for k, v in each.items() if k not in left_out} for each in found if each.get("member") == member]
 
 
-def state_of(workdir, base):
-    """Step, state and notes of the newest checkpoint."""
-    return load_state(build(workdir.config, vocab_size=base[1].vocabulary.size), workdir, log=print)
-
-
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
     """(folder, outcome) of an ensemble that was never stopped."""
@@ -76,8 +70,8 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     own = outcome.results["members"][name]
     assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
     assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
-    both = Run.read(tmp_path / "all", member=name), Run.read(lone)
-    own_state, lone_state = (state_of(each, base)[1] for each in both)
+    both = Run(tmp_path / "all", member=name), lone
+    own_state, lone_state = (runs.state_of(each)[1] for each in both)
     for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
 
@@ -110,7 +104,7 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     assert find_steps(Run(tmp_path).latest)[0].step == find_steps(Run(whole[0]).latest)[0].step
     for name in NAMES:
         assert records(tmp_path, name) == records(whole[0], name)
-        found, expected = (state_of(Run.read(folder, member=name), base)[1] for folder in (tmp_path, whole[0]))
+        found, expected = (runs.state_of(Run(folder, member=name))[1] for folder in (tmp_path, whole[0]))
         tiny_run.assert_equal(found, expected)
 
 
@@ -141,8 +135,8 @@ def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_
     split_off(tmp_path / "all", name, tmp_path / "own")
     made = Run.read(tmp_path / "own")
     assert made.config == ensemble.member_configs(base[0], MEMBERS)[name]
-    step, found, _ = state_of(made, base)
-    expected_step, expected, _ = state_of(Run.read(tmp_path / "all", member=name), base)
+    step, found, _ = runs.state_of(made)
+    expected_step, expected, _ = runs.state_of(Run(tmp_path / "all", member=name))
     assert 0 < step == expected_step < STEPS
     tiny_run.assert_equal(found, expected)
     assert records(made.path) == records(tmp_path / "all", name)

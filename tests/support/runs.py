@@ -6,10 +6,13 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.runs import generate
 from txl_jax.runs import train as train_lib
+from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.trainer import Outcome
+from txl_jax.runs.weights import load_state
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
+from txl_jax.training.step import TrainState
 
 
 def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Outcome:
@@ -28,6 +31,12 @@ def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members
     with Run.open(path) as run:
         run.begin(config, text, members=members)
     return Run.read_all(path)
+
+
+def state_of(run: Any) -> tuple[int, TrainState, dict[str, Any]]:
+    """Step, state and notes of the latest checkpoint of the run in a folder, or of a `Run` or its member."""
+    run = Run.read(_path(run), member=getattr(run, "member", None))
+    return load_state(build_for(run.config, run.text.vocabulary), run, log=print)
 
 
 class StopAfter:

@@ -15,7 +15,7 @@ computed anew for each of them.
 The model's memory has no slots here, so this also measures a model with relative positions without recurrence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -65,23 +65,18 @@ def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: flo
 def evaluate_windows(
     step: WindowStep,
     params: Any,
-    tokens: np.ndarray,
+    batches: Iterable[Windows],
     *,
-    attention_len: int,
-    stride: int,
-    batch_size: int,
     after_call: Callable[[Totals], None] = lambda totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores every token of a text [T] but the first; raises `UserError` as `window_batches`.
+    """Scores the targets of all windows.
 
     Args:
       step: Made by `make_window_step`.
-      attention_len: A.
-      stride: Positions that a window after the first scores.
-      batch_size: B, windows per call; changes no number.
-      after_call: Called after each call but the last with the totals so far, of T - 1 tokens in all. May raise to stop.
-      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
+      batches: As from `window_batches`, at least one.
+      after_call: Called after each call but the last with the totals so far. May raise to stop.
+      token_nats: Floats [T] to write the nats of each scored token to.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -93,7 +88,7 @@ def evaluate_windows(
             token_nats[scored[scored > 0]] = nats
         return Totals.of(nats)
 
-    for batch in window_batches(tokens, attention_len=attention_len, stride=stride, batch_size=batch_size):
+    for batch in batches:
         nll = step(params, batch.inputs, batch.targets)
         if pending is not None:  # Fetched one call late, so that the device never waits for the host.
             totals += fetch(*pending)
@@ -122,14 +117,48 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
             "between 1 and attention_len, and the batch must be at least 1"
         )
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
-    n_pairs = len(tokens) - 1
-    starts = np.arange(stride, n_pairs - attention_len + stride, stride)
-    for first in range(0, len(starts), batch_size):
-        batch = starts[first : first + batch_size]
-        # One shape, one compilation: the last batch is filled with windows past the end.
-        yield _windows(
-            tokens, np.pad(batch, (0, batch_size - len(batch)), constant_values=n_pairs), attention_len, stride
+    starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
+    yield from _in_batches(tokens, starts, attention_len, stride, batch_size)
+
+
+def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
+    """Returns the tokens that are scored at every context length: every `stride`-th one with `longest` before it."""
+    if longest >= n_token:
+        raise UserError(
+            f"the longest context is {longest:,} tokens and the text has {n_token:,}; give a longer text, or shorter "
+            "contexts"
         )
+    return np.arange(longest, n_token, stride)
+
+
+def context_losses(
+    step: WindowStep,
+    params: Any,
+    tokens: np.ndarray,
+    scored: np.ndarray,
+    *,
+    context: int,
+    batch_size: int,
+    after_call: Callable[[Totals], None] = lambda totals: None,
+) -> np.ndarray:
+    """Computes the nats of the tokens at positions `scored` [n], each from `context` tokens and no others: float32 [n].
+
+    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c = 500 costs 500 times
+    as much as streaming.
+    """
+    nats = np.zeros(len(tokens), np.float32)
+    batches = _in_batches(tokens, scored - context, context, 1, batch_size)
+    evaluate_windows(step, params, batches, after_call=after_call, token_nats=nats)
+    return nats[scored]
+
+
+def _in_batches(
+    tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int, batch_size: int
+) -> Iterator[Windows]:
+    # One shape, one compilation: the last batch is filled with windows past the end.
+    starts = np.pad(starts, (0, -len(starts) % batch_size), constant_values=len(tokens) - 1)
+    for batch in starts.reshape(-1, batch_size):
+        yield _windows(tokens, batch, attention_len, n_scored)
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int) -> Windows:

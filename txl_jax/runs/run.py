@@ -266,8 +266,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _read(self) -> None:
         """Reads the record in process 0, and parses the same bytes in every process."""
         self._saved = texts = distributed.broadcast_from_primary(self._texts)
-        if texts is not None:
-            distributed.run_on_all(lambda: self._parse(*texts))
+        distributed.run_on_all(lambda: None if texts is None else self._parse(*texts))
 
     def _texts(self) -> list[str] | None:
         """Reads config.json and vocabulary.txt, each once; returns None if the directory contains no run."""

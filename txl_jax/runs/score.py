@@ -26,7 +26,7 @@ from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary, escape
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.evaluation.sliding_window import evaluate_windows
+from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -76,13 +76,13 @@ def score(
     progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
     if lengths.stride is not None:
         with progress(len(tokens) - 1, unit="token") as show:
+            batches = window_batches(
+                tokens, attention_len=lengths.segment_len, stride=lengths.stride, batch_size=lengths.batch_size
+            )
             totals = evaluate_windows(
                 components.window_step,
                 params,
-                tokens,
-                attention_len=lengths.segment_len,
-                stride=lengths.stride,
-                batch_size=lengths.batch_size,
+                batches,
                 after_call=lambda so_far: show(so_far.tokens, so_far),
                 token_nats=token_nats,
             )

@@ -12,7 +12,7 @@ from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding, config_tree
 from txl_jax.errors import UserError
-from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
+from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 from txl_jax.runs import score
 from txl_jax.runs.score import Interrupted, Split
 from txl_jax.runs.validation import as_record
@@ -60,7 +60,8 @@ def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
     step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
     assert list(found) == [row["attention_length"] for row in rows] == [4, 9]
     for length, totals in found.items():
-        expected = evaluate_windows(step, params, corpus.valid, attention_len=length, stride=3, batch_size=1)
+        batches = window_batches(corpus.valid, attention_len=length, stride=3, batch_size=1)
+        expected = evaluate_windows(step, params, batches)
         assert totals.tokens == expected.tokens == len(corpus.valid) - 1
         assert totals.nats == pytest.approx(expected.nats, rel=1e-6)
 
