@@ -382,11 +382,7 @@ def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
 
 
 def short_name(setting: str) -> str:
-    """Shortens a setting's dotted name.
-
-    >>> short_name("optimizer.learning_rate"), short_name("model.dropout.rate"), short_name("train.mem_len")
-    ('learning_rate', 'dropout.rate', 'train.mem_len')
-    """
+    """Shortens a setting's dotted name: "learning_rate" for optimizer.learning_rate, "seed" for seed."""
     return setting.removeprefix("model.").removeprefix("optimizer.")
 
 

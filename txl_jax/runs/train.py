@@ -59,7 +59,8 @@ def train_run(
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     members = [ensemble.in_order(member) for member in members]
     run.compare(config, members)
-    check_same_text(corpus)
+    if distributed.is_multiprocess():
+        check_same_text(corpus)
 
     def build_and_cut() -> tuple[Built, list[SegmentReader]]:
         built = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
@@ -70,7 +71,8 @@ def train_run(
         return built, [training_reader(built, corpus, each.seed) for each in built.configs.values()]
 
     built, readers = distributed.run_on_all(build_and_cut)
-    check_same_attention(built.attention)
+    if distributed.is_multiprocess():
+        check_same_attention(built.attention)
     weights = None
     if config.init_from is not None:
         weights = warm_start.load(built, corpus.vocabulary, run)

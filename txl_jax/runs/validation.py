@@ -62,19 +62,6 @@ class Validation:
         found = distributed.broadcast_from_primary(recorded)
         self.losses = [[] if self._best(index) is None else losses for index, losses in enumerate(found)]
 
-    def _score(self, split: Split, index: int, params: Any, *, prefix: str = "") -> tuple[Totals, str]:
-        """Scores a split with the parameters of a member; returns the scores and a line about them."""
-        tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
-        return score_with_line(
-            self.built,
-            params,
-            tokens,
-            name=f"{prefix}{self._members.prefix(index)}{split}",
-            measure=self._measure,
-            log=self.log.print,
-            stop_requested=self.stop_requested,
-        )
-
     def hooks(self) -> list[Hook]:
         """Returns what is done after every `eval_every` updates, in this order."""
         actions: list[Callable[[HookContext], TrainState | None]] = [self.evaluate]
@@ -106,6 +93,19 @@ class Validation:
             else:
                 context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
             self.losses[index].append(totals.nll)
+
+    def _score(self, split: Split, index: int, params: Any, *, prefix: str = "") -> tuple[Totals, str]:
+        """Scores a split with the parameters of a member; returns the scores and a line about them."""
+        tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
+        return score_with_line(
+            self.built,
+            params,
+            tokens,
+            name=f"{prefix}{self._members.prefix(index)}{split}",
+            measure=self._measure,
+            log=self.log.print,
+            stop_requested=self.stop_requested,
+        )
 
     def start_averaging(self, context: HookContext) -> TrainState | None:
         """NT-ASGD: starts weight averaging in members whose validation loss has stopped improving."""

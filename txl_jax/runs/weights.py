@@ -16,7 +16,6 @@ from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.ops.attention import Implementation
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed
@@ -59,11 +58,8 @@ class Weights:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `built` is built with this config, or with one with the same `model` on another mesh.
-
-        Raises:
-          UserError: If there is no checkpoint yet.
-          CheckpointError: If the weights are corrupted, or belong to another model.
+        `built` is built with this config, or with one with the same `model` on another mesh. Raises `UserError` if
+        there is no checkpoint yet, and `CheckpointError` if the weights are corrupted or belong to another model.
         """
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
@@ -91,8 +87,8 @@ def open_weights(
       cache_dtype: Replaces `eval.cache_dtype`, or None for the saved dtype.
 
     Raises:
-      UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
-        weights or cache. For a directory of another implementation the message has the command that converts it.
+      UserError: If there is no such run or member, its files cannot be read, or the model cannot have these dtypes. For
+        a directory of another implementation the message has the command that converts it.
     """
     folder = as_path(path)
     try:
@@ -166,22 +162,17 @@ def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], No
     """Builds a trained run with its recorded implementations of attention; all processes call it."""
     recorded = run.attention_for(config)
     built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
-    choice = built.attention
-    check_same_attention(choice)
-    if choice is not None and recorded.cached != choice.evaluation.implementation:
-        was = f"was {recorded.cached} and is now " if isinstance(recorded.cached, Implementation) else ""
-        log(f"attention: evaluation {was}{choice.evaluation.implementation} ({choice.evaluation.reason})")
+    check_same_attention(built.attention)
+    if built.attention is not None and (changed := built.attention.describe({"evaluation": str(recorded.cached)})):
+        log(f"attention: {changed}")
     return built
 
 
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Loads the best parameters of a run, or the latest before its first evaluation: (step, parameters).
 
-    With `eval.average_checkpoints` it returns the mean of that many latest checkpoints, and the step of the last.
-
-    Raises:
-      UserError: If the run has no checkpoint, or fewer than are to be averaged.
-      CheckpointError: If it has checkpoints, but none can be read.
+    With `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of the last. Raises
+    `UserError` if the run has too few checkpoints, and `CheckpointError` if none can be read.
     """
     if built.config.eval.average_checkpoints:
         return _mean_of_latest(built, run, built.config.eval.average_checkpoints, log=log)
