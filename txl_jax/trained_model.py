@@ -133,11 +133,7 @@ class LanguageModel:
         return scored if per_token else map(Totals.of, scored)
 
     def score_continuations(
-        self,
-        pairs: Iterable[tuple[Document, Document]],
-        *,
-        first: Token | None = None,
-        batch_size: int = _BATCH_SIZE,
+        self, pairs: Iterable[tuple[Document, Document]], *, first: Token | None = None, batch_size: int = _BATCH_SIZE
     ) -> list[Continuation]:
         """Computes the logprob of each continuation given its context, and whether it is the greedy one.
 

@@ -88,10 +88,7 @@ def score(
             )
     else:
         whole = evaluation_segments(
-            tokens,
-            batch_size=lengths.batch_size,
-            segment_len=lengths.segment_len,
-            warmup_tokens=lengths.warmup_tokens,
+            tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len, warmup_tokens=lengths.warmup_tokens
         )
         # Each process reads the rows of its own devices.
         reader = dataclasses.replace(whole, own=components.own_rows(lengths.batch_size))
@@ -120,11 +117,7 @@ def score_with_line(
 
 
 def evaluate_splits(
-    config: ExperimentConfig,
-    corpus: Corpus,
-    run: Run,
-    *,
-    stop_requested: Callable[[], Any] = lambda: False,
+    config: ExperimentConfig, corpus: Corpus, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
     """Scores both splits at the evaluation lengths of `config`; returns and writes evaluation.json.
 
@@ -146,11 +139,7 @@ def evaluate_splits(
 
 
 def score_tokens(
-    config: ExperimentConfig,
-    corpus: Corpus,
-    run: Run,
-    *,
-    stop_requested: Callable[[], Any] = lambda: False,
+    config: ExperimentConfig, corpus: Corpus, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Totals]:
     r"""Scores both splits like `evaluate_splits`; writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
