@@ -98,7 +98,7 @@ class Trainer:
                         return Outcome(True, step, results)
                 compilation = built.compile_step()
                 log.print(_memory_line(built, compilation))
-                progress = Progress(
+                self._progress = Progress(
                     log,
                     steps=config.steps,
                     log_every=config.log_every,
@@ -108,11 +108,11 @@ class Trainer:
                     running_totals=notes.get("running_totals"),
                 )
                 if not self._has_ended(step):
-                    step, state = self._loop(compilation.program, step, state, progress)
+                    step, state = self._loop(compilation.program, step, state)
                 if step < config.steps and validation.out_of_patience:
                     log.print(f"note      ends after step {step}: no better loss in {config.patience} evaluations")
                 if self._checkpoints.saved_step != step:
-                    self._save(step, state, progress)
+                    self._save(HookContext(step, state, log))
                 self._checkpoints.wait()
                 results = validation.make_results(step, state) if self._has_ended(step) else None
                 if results is None:
@@ -126,18 +126,18 @@ class Trainer:
         ended = step >= self._config.steps or self._validation.out_of_patience
         return ended and not self._validation.pending
 
-    def _loop(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
+    def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
-        config, validation, log = self._config, self._validation, self._log
+        config, validation, log, progress = self._config, self._validation, self._log, self._progress
         evaluation = validation.hooks()
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
-        save = Hook(config.checkpoint_every, lambda context: self._save(context.step, context.state, progress))
+        save = Hook(config.checkpoint_every, self._save)
         own = list(self.hooks)
         if own:  # They may load the best parameters.
             own.insert(0, Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best()))
         hooks = [*evaluation, *own, save]
         if stop.is_watched_by_all():
-            hooks.append(Hook(config.log_every, lambda context: self._save_on_notice(context, progress)))
+            hooks.append(Hook(config.log_every, self._save_on_notice))
         if validation.pending:  # A stop cut the last evaluation short: it is repeated.
             state, _ = run_hooks(evaluation, step, state, log=log, progress=progress)
             if not self._validation.pending:
@@ -188,15 +188,15 @@ class Trainer:
             segments = jax.tree.map(lambda *arrays: np.stack(arrays), segments, *others)
         return self.built.place(segments, batch_size=self._config.batch_size)
 
-    def _save(self, step: int, state: TrainState, progress: Progress) -> None:
-        notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
+    def _save(self, context: HookContext) -> None:
+        notes = {"running_totals": self._progress.state(), "evaluation_pending": self._validation.pending}
         self._log.seal()  # The records up to here are not made again by a run that resumes from this checkpoint.
-        self._checkpoints.save(step, state, notes)
+        self._checkpoints.save(context.step, context.state, notes)
 
-    def _save_on_notice(self, context: HookContext, progress: Progress) -> None:
+    def _save_on_notice(self, context: HookContext) -> None:
         """Saves before maintenance of a machine, which may end it."""
         if stop.save_requested() and self._checkpoints.saved_step != context.step:
-            self._save(context.step, context.state, progress)
+            self._save(context)
             self._log.note(f"checkpoint of step {context.step}, since maintenance may end this machine")
 
 
