@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import tiny, tiny_run
+from support import tiny_run
 from txl_jax.config import DType, ExperimentConfig, ModelConfig
 from txl_jax.runs.build import build
 from txl_jax.training.step import make_train_step

@@ -4,7 +4,6 @@ A conversion is verified: the tensors that were written equal the ones that were
 up to rounding.
 """
 
-import dataclasses
 import enum
 import functools
 import math
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from txl_jax import sharding
@@ -32,7 +30,7 @@ from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
 
-_SEGMENTS, _SEGMENT_LEN, _MEM_LEN = 3, 8, 12  # Of verification: memory is empty, filled in part, and full.
+_ROWS, _ROW_LEN = 3, 8  # Of tokens, for verification.
 
 
 class SourceFormat(enum.StrEnum):
@@ -190,32 +188,18 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) -> np.ndarray:
-    """Computes losses in nats of random tokens, the ends of every cluster among them, on one device: float32 [S, L]."""
+    """Computes losses in nats of random tokens, the ends of every cluster among them, on one device: float32 [B, L]."""
     # Equal settings share one compiled program: the source and the result usually have them.
-    score, components = _scorer(ExperimentConfig(model=config.model, eval=config.eval), vocab_size)
-    tokens = np.random.default_rng(0).integers(vocab_size, size=_SEGMENTS * _SEGMENT_LEN + 1, dtype=np.int32)
+    built = _build(ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size)
+    tokens = np.random.default_rng(0).integers(vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32)
     ends = [end for cutoff in (*config.model.cutoffs, vocab_size) for end in (cutoff - 1, cutoff % vocab_size)]
     ends = ends[: len(tokens) - 1]
     tokens[1 : len(ends) + 1] = ends
-    params = portable.place(parameters, components.abstract_state.params)
-    memory, found = components.model.init_memory(batch_size=1, mem_len=_MEM_LEN), []
-    for start in range(0, _SEGMENTS * _SEGMENT_LEN, _SEGMENT_LEN):
-        nll, memory = score(params, memory, jnp.asarray(tokens[None, start : start + _SEGMENT_LEN + 1]))
-        found.append(np.asarray(nll[0], np.float32))
-    return np.stack(found)
+    params = portable.place(parameters, built.abstract_state.params)  # One after another.
+    windows, targets = (each.reshape(_ROWS, _ROW_LEN) for each in (tokens[:-1], tokens[1:]))
+    return np.asarray(built.window_step(params, windows, targets), np.float32)
 
 
 @functools.lru_cache(maxsize=1)
-def _scorer(config: ExperimentConfig, vocab_size: int) -> tuple[Callable[..., Any], Built]:
-    """Returns the jitted (params, memory, tokens [1, L + 1]) -> (losses [1, L], memory) of a model on one device."""
-    one_device = MeshConfig(data=1)
-    mesh = sharding.make_mesh(one_device, jax.devices()[:1])
-    components = build(dataclasses.replace(config, mesh=one_device), vocab_size=vocab_size, mesh=mesh)
-    model: Any = components.model  # `apply` returns what its method does.
-    lengths = {"clamp_len": config.eval.clamp_len, "same_length": config.eval.same_length}
-
-    def score(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, memory = model.apply({"params": params}, tokens[:, :-1], memory, **lengths)
-        return model.apply({"params": params}, hidden, tokens[:, 1:], method=model.nll), memory
-
-    return components.jit(score), components
+def _build(config: ExperimentConfig, vocab_size: int) -> Built:
+    return build(config, vocab_size=vocab_size, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))

@@ -78,17 +78,9 @@ def open_weights(
 ) -> Weights:
     """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
 
-    All processes call it, and not within `distributed.run_on_all`.
-
-    Args:
-      path: The directory; "~" is the home directory.
-      member: The ensemble member, as "seed=2", or None if the run is not an ensemble.
-      weight_dtype: Replaces `eval.weight_dtype`, or None for the saved dtype.
-      cache_dtype: Replaces `eval.cache_dtype`, or None for the saved dtype.
-
-    Raises:
-      UserError: If there is no such run or member, its files cannot be read, or the model cannot have these dtypes. For
-        a directory of another implementation the message has the command that converts it.
+    All processes call it, and not within `distributed.run_on_all`. The arguments are those of `txl_jax.load`. Raises
+    `UserError` if there is no such run or member, its files cannot be read, or the model cannot have these dtypes. For
+    a directory of another implementation the message has the command that converts it.
     """
     folder = as_path(path)
     try:
