@@ -33,8 +33,6 @@ MemberSettings = Sequence[Mapping[str, float]]  # What the members of an ensembl
 _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
-# Settings that the choice of attention for evaluation depends on.
-_EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
 # Hosts may keep their files in different places; the contents are compared.
 _PLACES = {f"data.{leaf.name}" for leaf in config_tree.leaves(DataConfig) if leaf.setting.path}
 
@@ -146,19 +144,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Returns the implementations of attention for a start with `config`: the recorded ones, or its own choice.
 
         Another device or version may choose others, whose numbers agree up to rounding only, and a resumed run must
-        stay equal bit for bit. If `model.attention`, or for evaluation a length, was changed, the config chooses again.
+        stay equal bit for bit. If `model.attention` was changed, the config chooses again, and for evaluation also if
+        `eval` was.
         """
-        asked = str(config.model.attention)
-        if self.is_new or self.config.model.attention is not config.model.attention:
-            return Implementations(asked, asked)
-        training, evaluation = (
-            Implementation.parse(self.attention[use]) if use in self.attention else None
-            for use in ("training", "evaluation")
-        )
-        old, new = self.config.eval, config.eval
-        if any(getattr(old, name) != getattr(new, name) for name in _EVALUATION):
-            evaluation = None
-        return Implementations(training or asked, evaluation or asked)
+        asked, uses = str(config.model.attention), dict[str, Implementation | None]()
+        if not self.is_new and self.config.model.attention is config.model.attention:
+            uses = {use: Implementation.parse(text) for use, text in self.attention.items()}
+            if self.config.eval != config.eval:
+                uses["evaluation"] = None
+        return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
     # Training
 
