@@ -25,6 +25,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 from txl_jax.runs import ensemble
 from txl_jax.runs.run import Run
+from txl_jax.runs.train import train_run
 
 
 class Mode(enum.StrEnum):
@@ -64,7 +65,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         ensemble.member_configs(config, members)  # Before a text is read.
         corpus = job.corpus(config, run)
         with job.stop:
-            outcome = ensemble.train_members(config, members, corpus, run, stop_requested=lambda: job.stop, **watched)
+            outcome = train_run(config, corpus, run, members=members, stop_requested=lambda: job.stop, **watched)
     return 0 if outcome.finished else None
 
 

@@ -63,7 +63,7 @@ from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
-from txl_jax.runs.run import RESULTS, latest_folder
+from txl_jax.runs.run import RESULTS
 from txl_jax.runs.validation import with_defaults
 from txl_jax.runtime import storage
 from txl_jax.training.ensemble import VARYING
@@ -127,7 +127,7 @@ class Run:
         """Not started, running, stopped, failed or finished."""
         if self.results is not None:
             return "finished"
-        latest = latest_folder(self.folder)
+        latest = run_lib.Run(self.folder).latest
         saved = [int(name) for name in storage.names(latest) if name.isdigit()] if storage.is_dir(latest) else []
         step = max(saved, default=0)
         if self.is_running:

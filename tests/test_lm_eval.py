@@ -111,12 +111,8 @@ def test_three_tasks_of_files_of_ones_own_from_the_command_line(runs, tmp_path):
     accuracy = write_tasks(tmp_path, model)
     command = [sys.executable, "-m", "experiments.lm_eval", f"--model_path={runs['word']}", "--batch_size=2"]
     flags = [f"--tasks={','.join(TASKS)}", f"--include_path={tmp_path}", f"--output={tmp_path / 'scores.json'}"]
-    given = {
-        "env": os.environ | OFFLINE | {"PYTHONPATH": str(ROOT)},
-        "cwd": tmp_path,
-        "capture_output": True,
-        "text": True,
-    }
+    environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT)}
+    given = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
     done = subprocess.run([*command, *flags], check=False, **given)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "scores.json").read_text())["results"]

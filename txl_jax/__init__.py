@@ -7,55 +7,37 @@ import no jax.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from txl_jax.version import __version__, check_jax
+from txl_jax.version import __version__ as __version__
+from txl_jax.version import check_jax
 
-if TYPE_CHECKING:
-    from txl_jax import config
+if TYPE_CHECKING:  # `as`: each is public for type checkers too.
     from txl_jax.config import *  # noqa: F403 (all settings are public)
-    from txl_jax.config.experiment import preset
-    from txl_jax.data.corpus import read_corpus
-    from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
-    from txl_jax.errors import UserError
-    from txl_jax.memory import Memory
-    from txl_jax.memory import reset as reset_memory
-    from txl_jax.metrics import Totals
-    from txl_jax.modules.transformer_xl import TransformerXL
-    from txl_jax.ops.attention import Visibility, attention, sinusoids
-    from txl_jax.recurrence import Segments, scan_segments, weighted_sum
-    from txl_jax.runs.train import train
-    from txl_jax.runs.trainer import Outcome
-    from txl_jax.runtime.sinks import Sink
-    from txl_jax.trained_model import Continuation, LanguageModel, load
-    from txl_jax.training.hooks import Hook, HookContext
+    from txl_jax.config.experiment import preset as preset
+    from txl_jax.data.corpus import read_corpus as read_corpus
+    from txl_jax.data.segments import SegmentReader as SegmentReader
+    from txl_jax.data.segments import evaluation_segments as evaluation_segments
+    from txl_jax.data.segments import training_segments as training_segments
+    from txl_jax.errors import UserError as UserError
+    from txl_jax.memory import Memory as Memory
+    from txl_jax.memory import reset
+    from txl_jax.metrics import Totals as Totals
+    from txl_jax.modules.transformer_xl import TransformerXL as TransformerXL
+    from txl_jax.ops.attention import Visibility as Visibility
+    from txl_jax.ops.attention import attention as attention
+    from txl_jax.ops.attention import sinusoids as sinusoids
+    from txl_jax.recurrence import Segments as Segments
+    from txl_jax.recurrence import scan_segments as scan_segments
+    from txl_jax.recurrence import weighted_sum as weighted_sum
+    from txl_jax.runs.train import train as train
+    from txl_jax.runs.trainer import Outcome as Outcome
+    from txl_jax.runtime.sinks import Sink as Sink
+    from txl_jax.trained_model import Continuation as Continuation
+    from txl_jax.trained_model import LanguageModel as LanguageModel
+    from txl_jax.trained_model import load as load
+    from txl_jax.training.hooks import Hook as Hook
+    from txl_jax.training.hooks import HookContext as HookContext
 
-    __all__ = ["__version__"]
-    __all__ += config.__all__
-    __all__ += [
-        "Continuation",
-        "Hook",
-        "HookContext",
-        "LanguageModel",
-        "Memory",
-        "Outcome",
-        "SegmentReader",
-        "Segments",
-        "Sink",
-        "Totals",
-        "TransformerXL",
-        "UserError",
-        "Visibility",
-        "attention",
-        "evaluation_segments",
-        "load",
-        "preset",
-        "read_corpus",
-        "reset_memory",
-        "scan_segments",
-        "sinusoids",
-        "train",
-        "training_segments",
-        "weighted_sum",
-    ]
+    reset_memory = reset
 
 # Module of each public name that is not a setting.
 _PLACES = {

@@ -23,6 +23,7 @@ from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes
 from txl_jax.runs.weights import open_weights
 from txl_jax.runtime import distributed
 
+Documents = Iterable[Document]
 _BATCH_SIZE = 8  # Documents read side by side.
 
 
@@ -84,23 +85,16 @@ class LanguageModel:
         return self.components.config
 
     @overload
-    def score(
-        self, documents: Iterable[Document], *, first: Token | None = ..., batch_size: int = ...
-    ) -> list[Totals]: ...
+    def score(self, documents: Documents, *, first: Token | None = ..., batch_size: int = ...) -> list[Totals]: ...
 
     @overload
     def score(
-        self,
-        documents: Iterable[Document],
-        *,
-        per_token: Literal[True],
-        first: Token | None = ...,
-        batch_size: int = ...,
+        self, documents: Documents, *, per_token: Literal[True], first: Token | None = ..., batch_size: int = ...
     ) -> list[np.ndarray]: ...
 
     def score(
         self,
-        documents: Iterable[Document],
+        documents: Documents,
         *,
         per_token: bool = False,
         first: Token | None = None,
@@ -115,8 +109,7 @@ class LanguageModel:
             None to score T - 1 tokens, all but the first.
 
         Returns:
-          Per document the summed nats and the number of scored tokens, or an array of their nats, floats [T - 1] ([T]
-          with `first`).
+          Per document the summed nats and the number of scored tokens, or their nats, floats [T - 1] or [T].
 
         Raises:
           UserError: If a text cannot be encoded, ids are outside the vocabulary, or `documents` is a single text.
@@ -126,7 +119,7 @@ class LanguageModel:
 
     def score_stream(
         self,
-        documents: Iterable[Document],
+        documents: Documents,
         *,
         per_token: bool = False,
         first: Token | None = None,
@@ -135,19 +128,12 @@ class LanguageModel:
         """Yields what `score` returns, in the order of the documents, which may never end.
 
         At most 16 documents per row are held. If one cannot be encoded, the results before it come first.
-
-        Raises:
-          UserError: As `score`.
         """
         scored = self._reader(batch_size).nats(self._with_first(documents, first))
         return scored if per_token else map(Totals.of, scored)
 
     def score_continuations(
-        self,
-        pairs: Iterable[tuple[Document, Document]],
-        *,
-        first: Token | None = None,
-        batch_size: int = _BATCH_SIZE,
+        self, pairs: Iterable[tuple[Document, Document]], *, first: Token | None = None, batch_size: int = _BATCH_SIZE
     ) -> list[Continuation]:
         """Computes the logprob of each continuation given its context, and whether it is the greedy one.
 
@@ -156,9 +142,6 @@ class LanguageModel:
             continuation's tokens are the ones after as many as the context has alone.
           first: The token before a continuation without context, an id or the text of one token, or None for the token
             that generation without a prompt continues.
-
-        Raises:
-          UserError: As `score`.
         """
         before = self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
         joined = [ready_ids.joined(self.vocabulary, *pair) for pair in pairs]
@@ -171,23 +154,19 @@ class LanguageModel:
 
     def hidden_states(
         self,
-        documents: Iterable[Document] | None = None,
+        documents: Documents | None = None,
         *,
         embeddings: Iterable[Any] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> list[np.ndarray]:
-        """Computes the hidden states of the last layer, the softmax's inputs, of each document.
+        """Computes the hidden states of the last layer, the softmax's inputs, of each document: floats [T, D].
 
         Args:
           documents: Texts or token ids [T].
           embeddings: Floats [T, D] instead of documents, as `embed` returns.
 
-        Returns:
-          Floats [T, D] per document.
-
         Raises:
-          UserError: If both or neither of documents and embeddings are passed, or embeddings are not floats [T, D]; and
-            as `score`.
+          UserError: If both or neither are passed, or embeddings are not floats [T, D]; and as `score`.
         """
         if (documents is None) == (embeddings is None):
             raise UserError("hidden_states reads either documents or embeddings; give one of them")
@@ -202,11 +181,7 @@ class LanguageModel:
         return read_all(vectors, functools.partial(reader.hidden_states, vectors=True))
 
     def embed(self, document: Document) -> np.ndarray:
-        """Returns the embeddings of a document's tokens, multiplied by sqrt(D), without positions: floats [T, D].
-
-        Raises:
-          UserError: As `score`.
-        """
+        """Returns the embeddings of a document's tokens, multiplied by sqrt(D), without positions: floats [T, D]."""
         ids = self._ids(document)
         padded = np.zeros((1, 1 << max(len(ids) - 1, 0).bit_length()), np.int32)  # Lengths that few programs serve.
         padded[0, : len(ids)] = ids
@@ -214,7 +189,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompts: Iterable[Document],
+        prompts: Documents,
         settings: GenerateConfig | None = None,
         *,
         stop: str | Sequence[str] = (),
@@ -226,13 +201,12 @@ class LanguageModel:
         Args:
           prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an empty memory.
           settings: Length, temperature, top_k, top_p, stop (one token) and seed, or None for the run's `generate`.
-          stop: Strings. The first that is written ends a text, which does not include it. They are found in the text,
-            whatever its tokens are.
+          stop: Strings, whatever their tokens are. The first that is written ends a text, which does not include it.
           seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give equal texts.
 
         Raises:
           UserError: If the model cannot generate, the vocabulary lacks a prompt's characters or the stop token, a stop
-            string is empty, or there are not as many seeds as prompts.
+            string is empty, or the seeds are not as many as the prompts.
         """
         refuse_single_text(prompts)
         listed = list(prompts)
@@ -243,7 +217,7 @@ class LanguageModel:
 
     def generate_stream(
         self,
-        prompts: Iterable[Document],
+        prompts: Documents,
         settings: GenerateConfig | None = None,
         *,
         stop: str | Sequence[str] = (),
@@ -288,10 +262,7 @@ class LanguageModel:
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
         """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory.
 
-        Clamp and same_length are `config.eval`'s.
-
-        Raises:
-          UserError: If the vocabulary lacks a token id, or the memory has another batch size.
+        Clamp and same_length are `config.eval`'s. Raises `UserError` for ids outside the vocabulary.
         """
         ids = np.asarray(tokens)
         check_ids(ids, self.vocabulary.size)
@@ -327,7 +298,7 @@ class LanguageModel:
     def _generator(self) -> Generator:
         return self.components.generator(self._weights)
 
-    def _with_first(self, documents: Iterable[Document], first: Token | None) -> Iterator[np.ndarray]:
+    def _with_first(self, documents: Documents, first: Token | None) -> Iterator[np.ndarray]:
         """Returns the ids of each document, after the token `first` unless that is None."""
         refuse_single_text(documents)
         before = [] if first is None else [ready_ids.one_token(self.vocabulary, first)]

@@ -24,7 +24,7 @@ import numpy as np
 from txl_jax import cli, plots
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.evaluation.context_losses import context_losses, positions
+from txl_jax.evaluation.sliding_window import context_losses, positions
 from txl_jax.metrics import Totals
 from txl_jax.runs.records import csv_file, table
 from txl_jax.runs.run import Run
@@ -180,7 +180,10 @@ def _losses_of(
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
             arguments = parts.window_step, params, getattr(corpus, plan.split), scored
             found[length] = context_losses(
-                *arguments, context=length, batch_size=plan.batch_size, after_call=lambda done: show(done, Totals())
+                *arguments,
+                context=length,
+                batch_size=plan.batch_size,
+                after_call=lambda so_far: show(so_far.tokens, so_far),
             )
         totals = Totals.of(found[length])
         check_finite(totals, what)

@@ -31,7 +31,7 @@ def make(encoding: Encoding):
 def totals(encoding=Encoding.VASWANI, attention_len=4, stride=1, batch_size=1, **others):
     sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
     _, params, step = make(encoding)
-    return evaluate_windows(step, params, TEXT, **sizes, **others)
+    return evaluate_windows(step, params, window_batches(TEXT, **sizes), **others)
 
 
 def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
@@ -85,7 +85,7 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
         return np.where(targets > 0, targets, np.nan)
 
     nats = np.full(length, -1.0)
-    found = evaluate_windows(note, None, np.arange(length), **sizes, token_nats=nats)
+    found = evaluate_windows(note, None, window_batches(np.arange(length), **sizes), token_nats=nats)
     assert nats.tolist() == [-1, *range(1, length)]
     assert sorted(scored) == list(range(1, length))
     assert (found.tokens, found.nats) == (length - 1, sum(range(length)))

@@ -10,10 +10,8 @@ import pytest
 from support import runs
 from support.runs import StopAfter
 from txl_jax.config import config_tree
-from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation
-from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.ensemble import Members
 
@@ -29,13 +27,11 @@ def given(config, corpus, usual_emitters):
     return config_tree.replace(config, changes), corpus
 
 
-def run(given, folder, **changes):
+def run(given, folder, *, stop_requested=lambda: False, **changes):
     config, corpus = given
-    stop_requested = changes.pop("stop_requested", lambda: False)
     config = config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
-    workdir = Run(folder)
-    outcome = runs.train(config, corpus, workdir, stop_requested=stop_requested)
-    return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"], (config, corpus, workdir)
+    outcome = runs.train(config, corpus, folder, stop_requested=stop_requested)
+    return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"]
 
 
 def first(due, losses):
@@ -47,16 +43,9 @@ def never_better(losses, patience):
     return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
 
-def state_of(found):
-    config, corpus, workdir = found
-    parts = build(config, vocab_size=corpus.vocabulary.size)
-    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
-        return latest.restore(parts.abstract_state)[1]
-
-
 @pytest.fixture(scope="module")
 def whole(given, tmp_path_factory):
-    return run(given, tmp_path_factory.mktemp("whole"))
+    return run(given, tmp_path_factory.mktemp("whole"))[1]
 
 
 @pytest.mark.parametrize(
@@ -77,26 +66,24 @@ def test_patience_is_the_number_of_evaluations_without_improvement(config, corpu
 
 
 def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
-    _, losses, _ = whole
-    last = first(lambda so_far: never_better(so_far, 2), losses)
-    assert last < len(losses), "the losses of this run fall all the time; choose a higher rate"
-    outcome, found, _ = run(given, tmp_path, train__patience=2)
-    assert outcome.finished and outcome.step == last * EVERY and found == losses[:last]
+    last = first(lambda so_far: never_better(so_far, 2), whole)
+    assert last < len(whole), "the losses of this run fall all the time; choose a higher rate"
+    outcome, found = run(given, tmp_path, train__patience=2)
+    assert outcome.finished and outcome.step == last * EVERY and found == whole[:last]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["steps"] == last * EVERY and results["best_valid"]["loss"] == min(found)
     # Given more patience it goes on.
-    longer, found, _ = run(given, tmp_path, train__patience=None)
-    assert longer.step == 60 and found == losses
+    longer, found = run(given, tmp_path, train__patience=None)
+    assert longer.step == 60 and found == whole
 
 
 def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path):
-    _, losses, _ = whole
-    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
-    outcome, found, run_found = run(given, tmp_path, average__nt_asgd_patience=1)
-    state = state_of(run_found)
+    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), whole)
+    outcome, found = run(given, tmp_path, average__nt_asgd_patience=1)
+    _, state, _ = runs.state_of(tmp_path)
     assert int(state.average.begun) == due * EVERY < 60
-    assert found[:due] == losses[:due], "before it begins, the mean is the parameters"
-    assert found[due + 1 :] != losses[due + 1 :]
+    assert found[:due] == whole[:due], "before it begins, the mean is the parameters"
+    assert found[due + 1 :] != whole[due + 1 :]
     mean, last = (jax.tree.leaves(tree)[0] for tree in (state.average.params, state.params))
     assert np.abs(mean - last).max() > 1e-3
     assert outcome.results["best_valid"]["loss"] == min(found)
@@ -106,9 +93,9 @@ def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path)
 @pytest.mark.full
 def test_losses_of_other_settings_are_not_compared(given, tmp_path):
     """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
-    stopped, before, _ = run(given, tmp_path, stop_requested=StopAfter(31))
+    stopped, before = run(given, tmp_path, stop_requested=StopAfter(31))
     assert not stopped.finished and len(before) >= 2
-    outcome, found, _ = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
+    outcome, found = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
     after = found[len(before) :]
     assert after[0] > min(before), "choose a temperature that scores worse"
     ends = next((n for n in range(1, len(after) + 1) if never_better(after[:n], 1)), len(after))

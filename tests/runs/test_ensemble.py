@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,10 @@ from support import drawn_run, runs, tiny, tiny_run
 from support.runs import StopAfter
 from txl_jax.config import DType, config_tree
 from txl_jax.errors import UserError
-from txl_jax.runs import ensemble, score, validation
-from txl_jax.runs.build import Compilation, build
+from txl_jax.runs import ensemble, score
+from txl_jax.runs.build import build
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
-from txl_jax.runs.weights import load_state
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
@@ -41,7 +39,7 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, chosen=MEMBERS, **others):
-    return runs.train_members(base[0], chosen, base[1], Run(folder), **others)
+    return runs.train(*base, Run(folder), members=chosen, **others)
 
 
 def records(path, member=None):
@@ -49,11 +47,6 @@ def records(path, member=None):
     left_out = {*MEASURED, "member"}
     found = read_metrics(path)
     return [{k: v for k, v in each.items() if k not in left_out} for each in found if each.get("member") == member]
-
-
-def state_of(workdir, base):
-    """Step, state and notes of the newest checkpoint."""
-    return load_state(build(workdir.config, vocab_size=base[1].vocabulary.size), workdir, log=print)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +70,8 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     own = outcome.results["members"][name]
     assert own["test"]["loss"] == pytest.approx(alone.results["test"]["loss"], rel=1e-9)
     assert own["best_valid"]["step"] == alone.results["best_valid"]["step"]
-    both = Run.read(tmp_path / "all", member=name), Run.read(lone)
-    own_state, lone_state = (state_of(each, base)[1] for each in both)
+    both = Run(tmp_path / "all", member=name), lone
+    own_state, lone_state = (runs.state_of(each)[1] for each in both)
     for (path, a), b in zip(jax.tree.leaves_with_path(own_state), jax.tree.leaves(lone_state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=jax.tree_util.keystr(path))
 
@@ -101,24 +94,6 @@ def test_one_workdir_holds_all_members(base, whole):
         assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
 
 
-def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, tmp_path, monkeypatch):
-    folder = tmp_path / "all"
-    shutil.copytree(whole[0], folder)
-    monkeypatch.setattr(validation, "score_with_line", pytest.fail)
-    monkeypatch.setattr(Compilation, "of", pytest.fail)
-    before = (folder / "metrics.jsonl").read_bytes()
-    outcome = run(base, folder)
-    assert outcome.finished and outcome.results == whole[1].results
-    assert (folder / "metrics.jsonl").read_bytes() == before
-
-
-def assert_same_ensembles(folder, expected):
-    for name in NAMES:
-        assert records(folder, name) == records(expected, name)
-    newest, expected_newest = (find_steps(Run(each).latest)[0][0] for each in (folder, expected))
-    assert newest == expected_newest
-
-
 @pytest.mark.full
 def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
     """After updates, and in the middle of the evaluation of one of them."""
@@ -126,9 +101,10 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
         assert not run(base, tmp_path, stop_requested=StopAfter(calls)).finished
     outcome = run(base, tmp_path)
     assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
-    assert_same_ensembles(tmp_path, whole[0])
+    assert find_steps(Run(tmp_path).latest)[0].step == find_steps(Run(whole[0]).latest)[0].step
     for name in NAMES:
-        found, expected = (state_of(Run.read(folder, member=name), base)[1] for folder in (tmp_path, whole[0]))
+        assert records(tmp_path, name) == records(whole[0], name)
+        found, expected = (runs.state_of(Run(folder, member=name))[1] for folder in (tmp_path, whole[0]))
         tiny_run.assert_equal(found, expected)
 
 
@@ -159,8 +135,8 @@ def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_
     split_off(tmp_path / "all", name, tmp_path / "own")
     made = Run.read(tmp_path / "own")
     assert made.config == ensemble.member_configs(base[0], MEMBERS)[name]
-    step, found, _ = state_of(made, base)
-    expected_step, expected, _ = state_of(Run.read(tmp_path / "all", member=name), base)
+    step, found, _ = runs.state_of(made)
+    expected_step, expected, _ = runs.state_of(Run(tmp_path / "all", member=name))
     assert 0 < step == expected_step < STEPS
     tiny_run.assert_equal(found, expected)
     assert records(made.path) == records(tmp_path / "all", name)

@@ -11,8 +11,8 @@ import pytest
 from support import runs
 from support.runs import numbers
 from txl_jax.config import config_tree
-from txl_jax.runs import score
-from txl_jax.runs.build import build
+from txl_jax.runs import score, validation
+from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.checkpoint import Checkpointer
 
@@ -31,11 +31,13 @@ def test_results_that_are_damaged_or_of_an_earlier_end_are_made_again(finished, 
         assert json.loads(path.read_text()) == outcome.results and numbers(workdir) == before
 
 
-def test_a_finished_run_is_left_as_it_is(finished, config, corpus, capsys):
+def test_a_finished_run_is_neither_compiled_nor_scored_again(finished, config, corpus, capsys, monkeypatch):
     workdir, outcome = finished
-    before = numbers(workdir)
+    before = Path(workdir.path, "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(validation, "score_with_line", pytest.fail)
+    monkeypatch.setattr(Compilation, "of", pytest.fail)
     assert runs.train(config, corpus, workdir) == outcome
-    assert numbers(workdir) == before
+    assert Path(workdir.path, "metrics.jsonl").read_bytes() == before
     assert re.search(r"(?m)^finished\b", capsys.readouterr().out)
 
 

@@ -1,6 +1,8 @@
 """Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
 
+import contextlib
 import functools
+import io
 import re
 from pathlib import Path
 
@@ -32,12 +34,12 @@ def run(tmp_path_factory):
 
 
 def write(run, *, stop_requested=lambda: False, **changes):
-    """(texts, what was written on the way, what was logged) as strings."""
+    """(texts as strings, what was printed)."""
     config, _, workdir = run
     config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
-    written, logged = [], []
-    texts = runs.generate_text(config, workdir, log=logged.append, write=written.append, stop_requested=stop_requested)
-    return [text.decode() for text in texts], "".join(written), logged
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        texts = runs.generate_text(config, workdir, stop_requested=stop_requested)
+    return [text.decode() for text in texts], printed.getvalue()
 
 
 def places(texts):
@@ -47,21 +49,19 @@ def places(texts):
 
 @pytest.fixture(scope="module")
 def whole(run):
-    texts, _, logged = write(run)
-    assert [len(text) for text in texts] == [LENGTH] * 3
-    assert any(re.search(rf"\b{LENGTH}\b", line) for line in logged)
+    texts, printed = write(run)
+    assert [len(text) for text in texts] == [LENGTH] * 3 and re.search(rf"\b{LENGTH}\b", printed)
     return texts
 
 
 def test_each_sample_ends_with_its_first_stop_token(run, whole):
     stop = next(c for c, found in places(whole).items() if 0 <= found[0] < 16 and (max(found) >= 16 or -1 in found))
-    texts, written, logged = write(run, stop=stop)
+    texts, printed = write(run, stop=stop)
     for text, longer in zip(texts, whole, strict=True):
         start, found, _ = longer.partition(stop)
         assert text == start + found
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
-    assert written.startswith(texts[0] + "\n"), "the first sample is streamed up to there"
-    assert any(re.search(rf"\b{LENGTH}\b", line) for line in logged)
+    assert f"at most {LENGTH} tokens ---\n{texts[0]}\n--- sample 2" in printed, "the first is streamed up to there"
     saved = Path(run[2].path, "sample-seed4.txt").read_text()
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
@@ -69,10 +69,8 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
 @pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
 def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
     workdir = drawn_run.of_words(tmp_path / "run")
-    written = []
-    asked = config_tree.replace(workdir.config, {"generate.prompt": prompt, "generate.length": 12})
-    runs.generate_text(asked, workdir, log=str, write=written.append)
-    found = "".join(written)
+    _, printed = write((workdir.config, None, workdir), prompt=prompt, length=12)
+    found = printed.rpartition(" ---\n")[2]
     assert found.startswith(begins)
     assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
     assert set(found.split()) <= set(workdir.text.vocabulary.words)
@@ -84,16 +82,16 @@ def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypat
     made, real = [], forward.init_cache
     monkeypatch.setattr(forward, "init_cache", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
     config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
-    runs.generate_text(config, workdir, log=str, write=str)
+    runs.generate_text(config, workdir)
     assert [kwargs["dtype"] for kwargs in made] == [jnp.bfloat16]
 
 
 def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
     questions = iter([False, False])
-    texts, _, _ = write(run, stop_requested=lambda: next(questions, True))
+    texts, _ = write(run, stop_requested=lambda: next(questions, True))
     assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
     config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
-    assert runs.generate_text(config, run[2], log=str, write=str, stop_requested=lambda: True) == []
+    assert runs.generate_text(config, run[2], stop_requested=lambda: True) == []
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_scores_are_written_beside_the_run(text, drawn):
     config, corpus = text
     remote, local = drawn
     for workdir in drawn:
-        score.evaluate_splits(config, corpus, workdir, log=str)
-        score.score_tokens(config, corpus, workdir, log=str)
+        score.evaluate_splits(config, corpus, workdir)
+        score.score_tokens(config, corpus, workdir)
     names = {path.name for path in Path(local.path).iterdir() if path.is_file()}
     assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < names
     for name in names - {".lock", "config.json", "evaluation.json"}:
@@ -69,7 +69,7 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, stora
 
 def test_a_member_of_an_ensemble_is_split_off_in_a_bucket(text, bucket):
     config, corpus = text
-    results = runs.train_members(config, [{"seed": 1}, {"seed": 2}], corpus, Run(bucket / "both")).results
+    results = runs.train(config, corpus, Run(bucket / "both"), members=[{"seed": 1}, {"seed": 2}]).results
     split_off(bucket / "both", "seed=2", bucket / "second")
     own = json.loads((bucket / "second" / "results.json").read_bytes())
     assert own["test"] == results["members"]["seed=2"]["test"]

@@ -7,21 +7,18 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
-from support import runs
+from support import runs, tiny_run
 from support.metadata_server import MetadataServer
 from support.runs import StopAfter, numbers
 from txl_jax.config import config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
-from txl_jax.runs.build import build
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
 from txl_jax.runtime import stop
-from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 
@@ -30,14 +27,6 @@ STEPS = 24
 
 class Killed(BaseException):
     """Ends a run as a kill does: nothing catches it."""
-
-
-def weights(config, corpus, workdir):
-    """Everything in the latest checkpoint, as arrays."""
-    parts = build(config, vocab_size=corpus.vocabulary.size)
-    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
-        step, state, _ = latest.restore(parts.abstract_state)
-    return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
@@ -50,7 +39,7 @@ def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
     valid = [r for r in records if r["kind"] == "valid"]
     assert [r["step"] for r in valid] == [8, 16, 24]
     assert outcome.results["best_valid"]["loss"] == min(r["loss"] for r in valid)
-    assert weights(config, corpus, workdir)[0] == STEPS
+    assert runs.state_of(workdir)[0] == STEPS
     assert valid[-1]["loss"] < np.log(256)  # It learned something.
 
 
@@ -63,7 +52,7 @@ def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
     assert not runs.train(config, corpus, workdir, stop_requested=StopAfter(4)).finished
     assert runs.train(config, corpus, workdir).finished
     assert numbers(workdir) == numbers(whole)
-    jax.tree.map(np.testing.assert_array_equal, *(weights(config, corpus, run) for run in (workdir, whole)))
+    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (workdir, whole)))
 
 
 @pytest.mark.full

@@ -212,7 +212,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
     keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
     still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
     members = [{"seed": 1}, {"seed": 2}]
-    runs.train_members(still, members, corpus, workdir, hooks=[keep], stop_requested=lambda: True)
+    runs.train(still, corpus, workdir, members=members, hooks=[keep], stop_requested=lambda: True)
     [params] = states
     theirs = read(folder, old).vocabulary
     for place, word in enumerate(corpus.vocabulary.words):

@@ -1,30 +1,24 @@
 """Runs as programs make them: opened, trained, stopped, recorded; and the records that do not depend on the clock."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.runs import ensemble, generate
+from txl_jax.runs import generate
 from txl_jax.runs import train as train_lib
+from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.trainer import Outcome
+from txl_jax.runs.weights import load_state
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
+from txl_jax.training.step import TrainState
 
 
 def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Outcome:
     """Trains in a folder, or in that of a `Run`."""
     with Run.open(_path(run)) as opened:
         return train_lib.train_run(config, corpus, opened, **more)
-
-
-def train_members(
-    config: ExperimentConfig, members: Sequence[Mapping[str, float]], corpus: Corpus, run: Any, **more: Any
-) -> Outcome:
-    """Trains an ensemble in a folder, or in that of a `Run`."""
-    with Run.open(_path(run)) as opened:
-        return ensemble.train_members(config, members, corpus, opened, **more)
 
 
 def generate_text(config: ExperimentConfig, run: Any, **more: Any) -> list[bytes]:
@@ -37,6 +31,12 @@ def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members
     with Run.open(path) as run:
         run.begin(config, text, members=members)
     return Run.read_all(path)
+
+
+def state_of(run: Any) -> tuple[int, TrainState, dict[str, Any]]:
+    """Step, state and notes of the latest checkpoint of the run in a folder, or of a `Run` or its member."""
+    run = Run.read(_path(run), member=getattr(run, "member", None))
+    return load_state(build_for(run.config, run.text.vocabulary), run, log=print)
 
 
 class StopAfter:

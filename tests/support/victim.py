@@ -30,14 +30,14 @@ from unittest import mock
 
 from support import miniature
 from txl_jax.data import prepare, token_store
-from txl_jax.runs import build, score, trainer
+from txl_jax.runs import build, checkpoints, score, trainer
 from txl_jax.runs.validation import Validation
 from txl_jax.runtime import checkpoint
 
 # Where a phase begins and ends.
 PHASES = {
     "preparing": [(prepare, "_prepare"), (token_store, "_write")],
-    "restoring": [(trainer.Trainer, "_restore")],
+    "restoring": [(checkpoints.RunCheckpoints, "restore")],
     "compiling": [(build.Built, "compile_step")],
     "training": [(trainer, "run_updates")],
     "evaluating": [(Validation, "evaluate")],

@@ -15,13 +15,13 @@ computed anew for each of them.
 The model's memory has no slots here, so this also measures a model with relative positions without recurrence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from txl_jax.errors import UserError
+from txl_jax.config.config_tree import require
 from txl_jax.inference.scorer import at_temperature
 from txl_jax.metrics import Totals
 from txl_jax.modules import AnyModel
@@ -65,28 +65,18 @@ def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: flo
 def evaluate_windows(
     step: WindowStep,
     params: Any,
-    tokens: np.ndarray,
+    batches: Iterable[Windows],
     *,
-    attention_len: int,
-    stride: int,
-    batch_size: int,
     after_call: Callable[[Totals], None] = lambda totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores every token of a text but the first.
+    """Scores the targets of all windows.
 
     Args:
       step: Made by `make_window_step`.
-      params: The model's parameters.
-      tokens: Integer ids [T], may be memory-mapped.
-      attention_len: A.
-      stride: Positions that a window after the first scores.
-      batch_size: B, windows per call; changes no number.
-      after_call: Called after each call but the last with the totals so far, of T - 1 tokens in all. May raise to stop.
-      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
-
-    Raises:
-      UserError: As `window_batches`.
+      batches: As from `window_batches`, at least one.
+      after_call: Called after each call but the last with the totals so far. May raise to stop.
+      token_nats: Floats [T] to write the nats of each scored token to.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -98,7 +88,7 @@ def evaluate_windows(
             token_nats[scored[scored > 0]] = nats
         return Totals.of(nats)
 
-    for batch in window_batches(tokens, attention_len=attention_len, stride=stride, batch_size=batch_size):
+    for batch in batches:
         nll = step(params, batch.inputs, batch.targets)
         if pending is not None:  # Fetched one call late, so that the device never waits for the host.
             totals += fetch(*pending)
@@ -119,26 +109,54 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
     inputs [[2, 3, 4, 5]] targets [[5, 6]]
     inputs [[4, 5, 6, 7]] targets [[7, 8]]
 
-    Raises:
-      UserError: If the text has fewer than 2 tokens, the stride or the batch is below 1, or the stride is above A,
-        which would omit tokens.
+    Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
-    if tokens.ndim != 1 or len(tokens) < 2:
-        raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
-    if batch_size < 1 or not 1 <= stride <= attention_len:
-        raise UserError(
-            f"stride is {stride}, attention_len {attention_len} and batch_size {batch_size}; the stride must lie "
-            "between 1 and attention_len, and the batch must be at least 1"
-        )
+    require(tokens.ndim == 1 and len(tokens) > 1, f"the tokens have shape {tokens.shape}; give one axis of at least 2")
+    require(
+        batch_size > 0 and 1 <= stride <= attention_len,
+        f"stride is {stride} and batch_size {batch_size}; the stride must be 1 to attention_len ({attention_len}), "
+        "and the batch at least 1",
+    )
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
-    n_pairs = len(tokens) - 1
-    starts = np.arange(stride, n_pairs - attention_len + stride, stride)
-    for first in range(0, len(starts), batch_size):
-        batch = starts[first : first + batch_size]
-        # One shape, one compilation: the last batch is filled with windows past the end.
-        yield _windows(
-            tokens, np.pad(batch, (0, batch_size - len(batch)), constant_values=n_pairs), attention_len, stride
-        )
+    starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
+    yield from _in_batches(tokens, starts, attention_len, stride, batch_size)
+
+
+def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
+    """Returns the tokens that are scored at every context length: every `stride`-th one with `longest` before it."""
+    what = f"the longest context is {longest:,} tokens and the text has {n_token:,}"
+    require(longest < n_token, f"{what}; give a longer text, or shorter contexts")
+    return np.arange(longest, n_token, stride)
+
+
+def context_losses(
+    step: WindowStep,
+    params: Any,
+    tokens: np.ndarray,
+    scored: np.ndarray,
+    *,
+    context: int,
+    batch_size: int,
+    after_call: Callable[[Totals], None] = lambda totals: None,
+) -> np.ndarray:
+    """Computes the nats of the tokens at positions `scored` [n], each from `context` tokens and no others: float32 [n].
+
+    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c = 500 costs 500 times
+    as much as streaming.
+    """
+    nats = np.zeros(len(tokens), np.float32)
+    batches = _in_batches(tokens, scored - context, context, 1, batch_size)
+    evaluate_windows(step, params, batches, after_call=after_call, token_nats=nats)
+    return nats[scored]
+
+
+def _in_batches(
+    tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int, batch_size: int
+) -> Iterator[Windows]:
+    # One shape, one compilation: the last batch is filled with windows past the end.
+    starts = np.pad(starts, (0, -len(starts) % batch_size), constant_values=len(tokens) - 1)
+    for batch in starts.reshape(-1, batch_size):
+        yield _windows(tokens, batch, attention_len, n_scored)
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int) -> Windows:

@@ -96,27 +96,28 @@ def evaluate(
     segments_per_call: int = SEGMENTS_PER_CALL,
     place: Callable[[Segments], Segments],
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
-    keep: Callable[[int, np.ndarray], None] | None = None,
+    token_nats: np.ndarray | None = None,
 ) -> Totals:
     """Scores the whole text of `reader`.
 
     Args:
       eval_step: Compiled, made by `make_eval_step`.
       weights: The scorer's prepared weights.
-      memory: Any memory of the right shape. The reader's reset bits empty it first. It is donated.
+      memory: Any memory of the right shape, donated. The reader's reset bits empty it first.
       reader: The text's segments.
       segments_per_call: S.
       place: Puts segments on the devices.
-      after_call: Called after each call but the last with the number of segments done and the totals so far. May raise
-        to stop.
-      keep: Called with the number of a call's first segment and its nats [S, B, L], scored or not.
+      after_call: Called after each call but the last with the segments done and the totals so far. May raise to stop.
+      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
     """
     totals = Totals()
     pending: tuple[int, Scores] | None = None
 
     def fetch(first: int, scores: Scores) -> Totals:
-        if keep is not None:
-            keep(first, distributed.to_host(scores.nll))
+        if token_nats is not None:
+            nll = distributed.to_host(scores.nll)
+            scored = reader.scored(first, len(nll))
+            token_nats[scored[scored > 0]] = nll[scored > 0]
         nats, tokens = distributed.to_host(scores.nats), distributed.to_host(scores.tokens)
         # Summed on the host, in double precision.
         return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())

@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from txl_jax import sharding
 from txl_jax.config import CacheDType, EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, EvalStep, make_eval_step
 from txl_jax.inference import scorer
@@ -39,21 +39,19 @@ from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState, init_params, init_state, make_train_step
 
-# The implementations of attention that a run uses, chosen once for its lengths and the devices of its mesh.
-
 
 class Chosen(NamedTuple):
-    """An implementation and the reason for it."""
+    """An implementation of attention and the reason for it."""
 
     implementation: Implementation
     reason: str
 
 
 class AttentionChoice(NamedTuple):
-    """Implementations of a run: in updates, and in evaluation and generation, which read a KV cache."""
+    """The implementations that a run uses, chosen once for its lengths and the devices of its mesh."""
 
     training: Chosen
-    evaluation: Chosen
+    evaluation: Chosen  # Of generation too: both read a KV cache.
 
     def record(self) -> dict[str, str]:
         """Returns the implementations by use, as config.json has them."""
@@ -61,28 +59,14 @@ class AttentionChoice(NamedTuple):
 
     def describe(self, before: Mapping[str, str] | None = None) -> str:
         """Describes the choice and its reasons, for the log; with `before`, only the uses that differ from it."""
-        clauses: dict[str, str] = {}
-        for use, chosen in self._asdict().items():
-            name = str(chosen.implementation)
+        clauses: dict[str, list[str]] = {}  # By reason.
+        for use, name in self.record().items():
+            reasoned = clauses.setdefault(getattr(self, use).reason, [])
             if before is None:
-                clauses[f"{use} {name}"] = chosen.reason
+                reasoned.append(f"{use} {name}")
             elif before.get(use, name) != name:
-                clauses[f"{use} was {before[use]} and is now {name}"] = chosen.reason
-        if len(set(clauses.values())) == 1:
-            return f"{', '.join(clauses)} ({next(iter(clauses.values()))})"
-        return "; ".join(f"{clause} ({reason})" for clause, reason in clauses.items())
-
-
-def _choose_attention(
-    config: ExperimentConfig, mesh: Mesh | AbstractMesh, recorded: Implementations | None
-) -> AttentionChoice:
-    """Chooses the implementations of a run; what is recorded is kept where it can serve and is still asked for."""
-    path = str(config.model.attention)
-    kept = recorded or Implementations(path, path)
-    return AttentionChoice(
-        _choose(kept.training, path, training_problem(config, mesh)),
-        _choose(kept.cached, path, evaluation_problem(config, mesh)),
-    )
+                reasoned.append(f"{use} was {before[use]} and is now {name}")
+        return "; ".join(f"{', '.join(uses)} ({reason})" for reason, uses in clauses.items() if uses)
 
 
 def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
@@ -91,11 +75,10 @@ def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Pro
     n_keys = train.mem_len + train.segment_len
     rows = train.batch_size // train.grad_accum_steps
     return Problem(
-        **_of_model(config, mesh),
+        **_of_both(config, mesh, n_position=n_keys),
         batch=max(rows // sharding.num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
         n_keys=n_keys,
-        n_positions=_if_position_keys(config, n_keys),
         window=config.model.compat.window(train.mem_len, same_length=train.same_length),
         dropout=config.model.dropout.attention > 0,
     )
@@ -105,24 +88,23 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     """Describes attention in streaming evaluation, on one device."""
     lengths, rows = config.eval, config.eval.batch_size
     capacity = cache_capacity(mem_len=lengths.mem_len, segment_len=lengths.segment_len)
-    n_positions = table_length(
+    n_position = table_length(
         segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
     )
     split = sharding.batch_axes(mesh, rows) is not None
     return Problem(
-        **_of_model(config, mesh),
+        **_of_both(config, mesh, n_position=n_position),
         batch=rows // sharding.num_batch_shards(mesh) if split else rows,
         segment_len=lengths.segment_len,
         n_keys=capacity + lengths.segment_len,
-        n_positions=_if_position_keys(config, n_positions),
         window=config.model.compat.window(lengths.mem_len, same_length=lengths.same_length),
         capacity=capacity,
         cache_dtype=None if lengths.cache_dtype is CacheDType.INT8 else str(lengths.cache_dtype or config.model.dtype),
     )
 
 
-def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """Describes what training and evaluation have in common. An abstract mesh has no devices, and counts as CPUs."""
+def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position: int) -> dict[str, Any]:
+    """Describes what both problems state alike. An abstract mesh has no devices, and counts as CPUs."""
     model, device = config.model, None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     return {
         "platform": "cpu" if device is None else device.platform,
@@ -130,19 +112,16 @@ def _of_model(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> dict[str, 
         "dtype": str(model.dtype),
         "n_head": model.n_head // mesh.shape[sharding.TENSOR],
         "d_head": model.d_head,
+        "n_positions": n_position if encoding_of(model).products_per_key > 2 else 0,
         "has_position_score": encoding_of(model).has_position_score,
         "documents": config.data.reset_at is not None,
     }
 
 
-def _if_position_keys(config: ExperimentConfig, n_positions: int) -> int:
-    """Returns the number of position keys, 0 if the encoding has none."""
-    return n_positions if encoding_of(config.model).products_per_key > 2 else 0
-
-
-def _choose(kept: Implementation | str, path: str, problem: Problem) -> Chosen:
-    if isinstance(kept, Implementation) and path in (choose.AUTO, kept.path) and choose.can_serve(kept, problem):
-        return Chosen(kept, "as the run was begun")
+def _choose(before: Implementation | str, path: str, problem: Problem) -> Chosen:
+    """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for."""
+    if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and choose.can_serve(before, problem):
+        return Chosen(before, "as the run was begun")
     return Chosen(*choose.choose(path, problem))
 
 
@@ -175,10 +154,7 @@ class Built:
     attention: AttentionChoice | None = None  # None for a network without attention.
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Returns the jitted function, which enters the mesh whenever it is called or lowered, on any thread.
-
-        On one device the mesh is 1 x 1 x 1, arrays are whole, and this is the jitted function itself.
-        """
+        """Jits a function, which enters the mesh at each call, on any thread. On one device this is `jax.jit`."""
         return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
 
     # Training
@@ -209,27 +185,22 @@ class Built:
     def device_bytes(self) -> dict[str, int]:
         """Returns the persistent bytes per device: parameters, optimizer state, memory."""
         state = self.abstract_state
-        found = {
-            "parameters": bytes_on_device(state.params),
-            "optimizer": bytes_on_device(state.opt_state),
-            "segment memory": bytes_on_device(state.memory),
+        parts = {
+            "parameters": state.params,
+            "optimizer": state.opt_state,
+            "segment memory": state.memory,
+            "averaged parameters": state.average,
         }
-        if state.average is not None:
-            found["averaged parameters"] = bytes_on_device(state.average)
-        return found
+        return {name: bytes_on_device(tree) for name, tree in parts.items() if tree is not None}
 
     def init_params(self) -> Any:
         """Returns the parameters before the first update, initialized in place on the devices."""
         return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
 
-    def init_state(self, begin: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Returns the state before the first update, initialized in place on the devices.
-
-        Args:
-          begin: Makes it from initial parameters, as a warm start does, or None to keep them.
-        """
-        if begin is not None:
-            return begin(self.init_params())
+    def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
+        """Returns the state before the first update, made on the devices; a warm start makes it of the parameters."""
+        if warm_state is not None:
+            return warm_state(self.init_params())
         make = self.jit(
             lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=_shardings(self.abstract_state)
         )
@@ -258,16 +229,14 @@ class Built:
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        batch_size, shards = self.config.train.batch_size, sharding.num_batch_shards(self.mesh)
-        microbatches = self.config.train.grad_accum_steps
-        multiple = shards * microbatches
-        if batch_size % multiple:
-            in_microbatches = f", in {microbatches} microbatches (train.grad_accum_steps)" if microbatches > 1 else ""
-            raise UserError(
-                f"train.batch_size is {batch_size} and the rows are split over {shards} devices "
-                f"(data x fsdp of the mesh){in_microbatches}; choose a multiple of {multiple}, or fewer devices with "
-                "--mesh.data"
-            )
+        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
+        multiple = shards * train.grad_accum_steps
+        require(
+            train.batch_size % multiple == 0,
+            f"train.batch_size is {train.batch_size}, for {shards} devices (data x fsdp of the mesh) with "
+            f"{train.grad_accum_steps} microbatches each (train.grad_accum_steps); choose a multiple of {multiple}, or "
+            "fewer devices with --mesh.data",
+        )
 
     # Batches
 
@@ -275,23 +244,21 @@ class Built:
         """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
 
         They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it. Raises
-        `UserError` if they hold no row, because the mesh does not include them.
+        `UserError` if no device of the process is in the mesh.
         """
+        if jax.process_count() == 1:
+            return np.arange(batch_size)
         placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
-        if not own:
-            raise UserError(
-                f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
-                "processes, or use all devices with --mesh.data=none"
-            )
+        where = f"process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}"
+        require(own, f"no device of {where}; start fewer processes, or use all devices with --mesh.data=none")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
         """Transfers segments to the devices, with the rows sharded like those of the memory.
 
-        Args:
-          segments: The rows that this process reads (see `own_rows`); in an ensemble with a leading member axis.
-          batch_size: B, over all processes, or None if this process has read all rows.
+        They have the `own_rows` of this process, out of `batch_size` rows over all processes, or all rows if that is
+        None. In an ensemble they have a leading member axis.
         """
         if self.mesh.size == 1:
             on_device: Segments = jax.device_put(segments, sharding.named_sharding(self.mesh))
@@ -339,7 +306,7 @@ class Built:
 
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
-        """The jitted function that prepares parameters for evaluation."""
+        """The jitted function that makes parameters ready for evaluation; of an RNN they are that already."""
         return self.jit(self.scorer.prepare_params)
 
     @functools.cached_property
@@ -377,8 +344,8 @@ class Built:
 
     @property
     def memory_dtype(self) -> jnp.dtype:
-        """Type of stored keys and values."""
-        return scorer.memory_dtype(self.model, self.config.eval)
+        """Type of keys and values in a KV cache."""
+        return jnp.dtype(self.config.eval.cache_dtype or self.config.model.dtype)
 
 
 def _shardings(tree: Any) -> Any:
@@ -393,39 +360,41 @@ def build(
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
 ) -> Built:
-    """Builds what a config describes.
+    """Builds what a config describes; raises `UserError` if settings do not fit each other, V or the devices.
 
     Args:
       config: The settings.
       vocab_size: V.
       end_token: Id of the token that `data.reset_at` names.
       mesh: The devices, or None for the mesh of the config.
-      recorded: The implementations of attention of an earlier start, kept where they can serve.
-
-    Raises:
-      UserError: If settings do not fit each other, the vocabulary or the devices.
+      recorded: The implementations of attention of an earlier start, chosen again where they can serve.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
-    if (config.data.reset_at is None) != (end_token is None) or not 0 <= (end_token or 0) < vocab_size:
-        raise UserError(
-            f"end_token must be the id of the token data.reset_at ({config.data.reset_at!r}) in a vocabulary of "
-            f"{vocab_size} tokens, got {end_token}"
-        )
+    reset_at = config.data.reset_at
+    require(
+        end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size,
+        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}",
+    )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
-    if jax.dtypes.canonicalize_dtype(config.model.dtype) != config.model.dtype:
-        raise UserError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
+    dtype = config.model.dtype
+    is_there = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    require(is_there, f"model.dtype is {dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
-        if size % devices:
-            raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
+        require(size % devices == 0, f"model.{name} is {size}, which mesh.{axis} ({devices}) must divide evenly")
     model: AnyModel
     attention = None
     if config.model.network is not Network.TRANSFORMER_XL:
         model = RecurrentModel(config.model, vocab_size)
     else:
-        attention = _choose_attention(config, mesh, recorded)
+        path = str(config.model.attention)
+        before = recorded or Implementations(path, path)
+        attention = AttentionChoice(
+            _choose(before.training, path, training_problem(config, mesh)),
+            _choose(before.cached, path, evaluation_problem(config, mesh)),
+        )
         chosen = Implementations(attention.training.implementation, attention.evaluation.implementation)
         model = TransformerXL(config.model, vocab_size, end_token, attention=chosen)
     return Built(

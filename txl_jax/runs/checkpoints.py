@@ -17,9 +17,7 @@ from txl_jax.training.step import TrainState
 
 
 class RunCheckpoints:
-    """Opens, saves and restores them. Use it as a context manager, in every process of a run alike.
-
-    Before something is written, `Run.confirm` raises if another run writes in the same directory.
+    """Saves and restores them; a context manager, used in every process alike. Raises if another run writes here too.
 
     Attributes:
       saved_step: The last step that was saved or restored, or None before the first.

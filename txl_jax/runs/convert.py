@@ -4,7 +4,6 @@ A conversion is verified: the tensors that were written equal the ones that were
 up to rounding.
 """
 
-import dataclasses
 import enum
 import functools
 import math
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.config.config_tree import require
+from txl_jax.errors import CheckpointError
 from txl_jax.interop import formats, huggingface, leaves, original, portable
 from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
@@ -32,7 +31,7 @@ from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
 
-_SEGMENTS, _SEGMENT_LEN, _MEM_LEN = 3, 8, 12  # Of verification: memory is empty, filled in part, and full.
+_ROWS, _ROW_LEN = 3, 8  # Of tokens, for verification.
 
 
 class SourceFormat(enum.StrEnum):
@@ -88,8 +87,8 @@ def convert(
     began = time.monotonic()
     source, target = storage.as_path(source), storage.as_path(target)
     storage.check_new_folder(target)
-    if f"{target}/".startswith(f"{source}/"):
-        raise UserError(f"--to={target} lies in --from={source}; give a folder outside of it")
+    inside = f"{target}/".startswith(f"{source}/")
+    require(not inside, f"--to={target} lies in --from={source}; give a folder outside of it")
     read = _read(source, from_format, member, log)
     _describe(read, log)
     with storage.new_folder(target) as folder:
@@ -98,9 +97,8 @@ def convert(
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s; reading it back")
         difference = _verify(read, folder, to_format)
-    log(
-        f"verified  tensors equal bit for bit, losses to {difference:.1g} nats; {time.monotonic() - began:.1f} s in all"
-    )
+    seconds = time.monotonic() - began
+    log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats; {seconds:.1f} s in all")
     log(f"to        {to_format}: {target}")
 
 
@@ -108,13 +106,11 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
     """Opens the weights of a run, a portable checkpoint, or another implementation."""
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
-        if member is not None:
-            raise UserError(f"the member {member!r} was given and {source} is no workdir of an ensemble; leave it out")
-        if storage.is_remote(source):
-            raise UserError(
-                f"{source} holds weights of another implementation, which are read at random; copy the folder to this "
-                "machine, and give the copy"
-            )
+        require(member is None, f"the member {member!r} was given and {source} is not an ensemble; leave it out")
+        require(
+            not storage.is_remote(source),
+            f"{source} has another implementation's weights, which are read at random; give a copy on this machine",
+        )
         return formats.read(source, None if from_format is None else Format(from_format))
     found = open_weights(source, member=member)
     if not isinstance(found.source, Run):
@@ -158,12 +154,10 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     else:
         back = formats.read(folder, Format(to_format))
     config, again, vocabulary = read.info.config, back.info.config, read.info.vocabulary
-    for name in ("mem_len", "clamp_len", "same_length"):  # The lengths that other formats have too.
-        before, after = getattr(config.eval, name), getattr(again.eval, name)
-        if before != after:
-            raise UserError(f"eval.{name} was {before} and is read back as {after}; this is a bug, please report it")
-    if back.info.vocabulary != vocabulary:
-        raise UserError("the vocabulary is not read back as it was; this is a bug, please report it")
+    lengths = ("mem_len", "clamp_len", "same_length")  # Other formats have them too.
+    changed = [f"eval.{name}" for name in lengths if getattr(config.eval, name) != getattr(again.eval, name)]
+    changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
+    require(not changed, f"{', '.join(changed)} is not read back as it was; please report this bug")
     _check_same_tensors(read.leaves, back.leaves)
     # With the same `compat`: other implementations have their own, which the notes name.
     alike = config_tree.replace(config, {"model.compat": again.model.compat})
@@ -193,36 +187,18 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) -> np.ndarray:
-    """Computes losses in nats of random tokens, the ends of every cluster among them: float32 [S, L].
-
-    The parameters are read one after another onto one device. Segments and memory are short; clamp and same_length are
-    `config.eval`'s.
-    """
+    """Computes losses in nats of random tokens, the ends of every cluster among them, on one device: float32 [B, L]."""
     # Equal settings share one compiled program: the source and the result usually have them.
-    score, components = _scorer(ExperimentConfig(model=config.model, eval=config.eval), vocab_size)
-    tokens = np.random.default_rng(0).integers(vocab_size, size=_SEGMENTS * _SEGMENT_LEN + 1, dtype=np.int32)
+    built = _build(ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size)
+    tokens = np.random.default_rng(0).integers(vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32)
     ends = [end for cutoff in (*config.model.cutoffs, vocab_size) for end in (cutoff - 1, cutoff % vocab_size)]
     ends = ends[: len(tokens) - 1]
     tokens[1 : len(ends) + 1] = ends
-    params = portable.place(parameters, components.abstract_state.params)
-    memory, found = components.model.init_memory(batch_size=1, mem_len=_MEM_LEN), []
-    for start in range(0, _SEGMENTS * _SEGMENT_LEN, _SEGMENT_LEN):
-        nll, memory = score(params, memory, jnp.asarray(tokens[None, start : start + _SEGMENT_LEN + 1]))
-        found.append(np.asarray(nll[0], np.float32))
-    return np.stack(found)
+    params = portable.place(parameters, built.abstract_state.params)  # One after another.
+    windows, targets = (each.reshape(_ROWS, _ROW_LEN) for each in (tokens[:-1], tokens[1:]))
+    return np.asarray(built.window_step(params, windows, targets), np.float32)
 
 
 @functools.lru_cache(maxsize=1)
-def _scorer(config: ExperimentConfig, vocab_size: int) -> tuple[Callable[..., Any], Built]:
-    """Returns the jitted (params, memory, tokens [1, L + 1]) -> (losses [1, L], memory) of a model on one device."""
-    one_device = MeshConfig(data=1)
-    mesh = sharding.make_mesh(one_device, jax.devices()[:1])
-    components = build(dataclasses.replace(config, mesh=one_device), vocab_size=vocab_size, mesh=mesh)
-    model: Any = components.model  # `apply` returns what its method does.
-    lengths = {"clamp_len": config.eval.clamp_len, "same_length": config.eval.same_length}
-
-    def score(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, memory = model.apply({"params": params}, tokens[:, :-1], memory, **lengths)
-        return model.apply({"params": params}, hidden, tokens[:, 1:], method=model.nll), memory
-
-    return components.jit(score), components
+def _build(config: ExperimentConfig, vocab_size: int) -> Built:
+    return build(config, vocab_size=vocab_size, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))

@@ -57,15 +57,10 @@ class RunRecords:
         return max((int(record["step"]) for record in self.records), default=0)
 
     @property
-    def best_valid(self) -> Point | None:
-        """The lowest recorded validation score and its step."""
-        return min(self.scores("valid"), key=lambda point: point[1], default=None)
-
-    @property
-    def state(self) -> str:
-        """The word "finished", or how far training is."""
-        progress = f"{self.last_step:,} of {self.config.train.steps:,} updates"
-        return progress if self.results is None else "finished"
+    def tokens_per_second(self) -> float | None:
+        """Median of the recorded rates, or None if there are none."""
+        rates = [rate for _, rate in self.curve("train", "tokens_per_second")]
+        return statistics.median(rates) if rates else None
 
     @property
     def training_seconds(self) -> float:
@@ -75,33 +70,24 @@ class RunRecords:
         before = [0, *(step for step, _ in rates)]
         return sum((step - since) * tokens_per_step / rate for since, (step, rate) in zip(before, rates, strict=False))
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Median of the recorded rates, or None if there are none."""
-        rates = [rate for _, rate in self.curve("train", "tokens_per_second")]
-        return statistics.median(rates) if rates else None
-
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the run as a row with these settings. Until training ends, the best score is the recorded one."""
-        row: dict[str, Any] = {"run": self.name, "state": self.state}
+        row: dict[str, Any] = {"run": self.name, "state": "finished"}
         row |= {name: config_tree.format_value(config_tree.get(self.config, name)) for name in names}
         if seconds := self.training_seconds:
             row["seconds"] = round(seconds, 1)
         if self.results is not None:
-            found = {name: self.results[name]["loss"] for name in _SCORES if self.results.get(name)}
-            row |= {name: Totals(float(loss), 1).value(self.measure) for name, loss in found.items()}
-            row |= {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
-        elif self.best_valid:
-            row |= {"best_valid": self.best_valid[1], "measure": str(self.measure)}
+            losses = {name: self.results[name]["loss"] for name in _SCORES if self.results.get(name)}
+            row |= {name: Totals(float(loss), 1).value(self.measure) for name, loss in losses.items()}
+            return row | {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
+        row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} updates"
+        if valid := self.scores("valid"):
+            row |= {"best_valid": min(score for _, score in valid), "measure": str(self.measure)}
         return row
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
-    """Reads the runs at paths: workdirs, or directories of workdirs such as a sweep's --out.
-
-    Raises:
-      UserError: If a directory contains no run, or a run that cannot be read.
-    """
+    """Reads workdirs, or directories of workdirs such as a sweep's --out. Raises `UserError` if it cannot."""
     folders = list(dict.fromkeys(folder for path in paths for folder in _workdirs(path)))
     last = [Path(folder).name for folder in folders]
     short = {folder: name if last.count(name) == 1 else folder for folder, name in zip(folders, last, strict=True)}
@@ -137,10 +123,7 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
 
 
 def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
-    """Returns the settings in which at least one run differs, in the order of the config.
-
-    Settings that change numbers only by rounding, such as the mesh and the logging interval, do not count.
-    """
+    """Returns the settings in which runs differ, in the order of the config, if they change numbers beyond rounding."""
     first, *others = [run.config for run in runs]
     found = {leaf.name for other in others for leaf, _, _ in config_tree.differences(first, other)}
     leaves = config_tree.leaves(ExperimentConfig)
@@ -158,8 +141,7 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
 def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns a row with the means of each group of seeds, or none if no two rows differ only in their seed.
 
-    Each has the settings, "seeds" (the number of finished runs), and mean and sample standard deviation of the scores
-    as "best_valid", "best_valid_deviation", "test" and "test_deviation", where they are known.
+    It has the settings, "seeds" (the number of finished runs), and means and deviations of the scores.
     """
     groups, found = seed_groups(names, rows), []
     for group in groups:

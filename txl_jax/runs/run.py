@@ -1,24 +1,21 @@
-"""`Run`, the folder of one run and its record, which is read once; and the lock that keeps other runs out.
+"""`Run`, the directory of one run and its record, which is read once; and the lock that keeps other runs out.
 
 config.json       settings, text, implementations of attention, version; what members of an ensemble differ in
 vocabulary.txt    the tokens by id
 checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
-
-A start of training (`txl_jax.runs.train`) opens a run, compares the settings, reads the text, builds the model, loads
-the weights of a warm start, and then begins the run, which is the first write.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from txl_jax.config import DataConfig, ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.config.experiment import from_record
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
@@ -36,10 +33,7 @@ MemberSettings = Sequence[Mapping[str, float]]  # What the members of an ensembl
 
 _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
-_SECONDS_OF_A_START = 3600  # No start waits for the others as long.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
-# Settings that the choice of attention for evaluation depends on.
-_EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
 # Hosts may keep their files in different places; the contents are compared.
 _PLACES = {f"data.{leaf.name}" for leaf in config_tree.leaves(DataConfig) if leaf.setting.path}
 
@@ -57,8 +51,8 @@ class TextInfo:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Run:
-    """The folder of one run and its record. All processes make the same calls; process 0 reads and writes the files."""
+class Run(contextlib.AbstractContextManager["Run"]):
+    """The directory of one run, and its record. All processes make the same calls; process 0 reads and writes files."""
 
     path: str  # Absolute.
     member: str | None = None  # Chosen member of an ensemble, or None for all members and for a single run.
@@ -81,15 +75,11 @@ class Run:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":
-        """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing.
-
-        Raises `UserError` if the directory contains no run, its record is corrupted or from another version, its
-        storage cannot be reached, or the member does not exist or must be chosen.
-        """
+        """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing."""
         run = cls.read_all(path)
         names = by_name(run.members)
-        if names and member is None:
-            raise UserError(f"{run.path} holds an ensemble; choose a member with --ensemble_member: {', '.join(names)}")
+        choose = f"choose a member with --ensemble_member: {', '.join(names)}"
+        require(not names or member is not None, f"{run.path} holds an ensemble; {choose}")
         if member is not None:
             if member not in names:
                 there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
@@ -102,8 +92,8 @@ class Run:
         """Reads a run, or an ensemble with all of its members; as `read`."""
         run = cls(os.fspath(path))
         run._read()
-        if run.is_new:
-            raise UserError(f"{run.path} holds no run (no {_CONFIG}); give the workdir of a run that was trained")
+        there = f"{run.path} holds no run (no {_CONFIG})"
+        require(not run.is_new, f"{there}; give the workdir of a run that was trained")
         return run
 
     @classmethod
@@ -111,8 +101,7 @@ class Run:
         """Opens a run that is to be trained, new or recorded; a context manager.
 
         A recorded one is locked before it is read, so that its record cannot change. Of a new one nothing is made
-        before `begin`, so that mistakes in settings leave no folder. Raises `UserError` if another run has the lock, or
-        as `read`, except for a run that does not exist.
+        before `begin`, so that mistakes in settings leave no directory.
         """
         run = cls(os.fspath(path), is_open=True)
         try:
@@ -122,22 +111,18 @@ class Run:
             raise
         return run
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Releases the lock; nothing happens the second time."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
+    __exit__ = close
+
     @property
     def latest(self) -> str:
         """Checkpoints that training resumes from; of an ensemble with all members."""
-        return latest_folder(self.path)
+        return os.path.join(self.path, "checkpoints", "latest")
 
     @property
     def best(self) -> str:
@@ -157,20 +142,18 @@ class Run:
         return tuple(by_name(self.members))
 
     def attention_for(self, config: ExperimentConfig) -> Implementations:
-        """Returns the recorded implementations of attention that a start with `config` keeps.
+        """Returns the implementations of attention for a start with `config`: the recorded ones, or its own choice.
 
-        `auto` may choose others on another device or with another version, and numbers of two implementations agree up
-        to rounding only, so that a resumed run keeps its own and stays equal bit for bit. Not if `model.attention` was
-        changed; that of evaluation only at the lengths that it was chosen for. The others are as `config` asks for, and
-        so are kernels that are gone.
+        Another device or version may choose others, whose numbers agree up to rounding only, and a resumed run must
+        stay equal bit for bit. If `model.attention` was changed, the config chooses again, and for evaluation also if
+        `eval` was.
         """
-        asked, kept = str(config.model.attention), dict[str, Implementation]()
+        asked, uses = str(config.model.attention), dict[str, Implementation | None]()
         if not self.is_new and self.config.model.attention is config.model.attention:
-            old, new = self.config.eval, config.eval
-            same = all(getattr(old, name) == getattr(new, name) for name in _EVALUATION)
-            recorded = {use: Implementation.parse(text) for use, text in self.attention.items()}
-            kept = {use: one for use, one in recorded.items() if one and (same or use == "training")}
-        return Implementations(kept.get("training", asked), kept.get("evaluation", asked))
+            uses = {use: Implementation.parse(text) for use, text in self.attention.items()}
+            if self.config.eval != config.eval:
+                uses["evaluation"] = None
+        return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
     # Training
 
@@ -194,10 +177,10 @@ class Run:
         weights: Mapping[str, Any] | None = None,
         members: MemberSettings = (),
     ) -> None:
-        """Claims the folder and records the run in it: the first write of a start, and the only one of the record.
+        """Claims the directory and records the run in it: the first write of a start, and the only one of the record.
 
-        `weights` is the record of a warm start. Raises `UserError` if the text, its vocabulary or the weights are not
-        the recorded ones, the folder cannot be written to, not all processes see it, or another run is in it.
+        Raises `UserError` if text, vocabulary or `weights` (the record of a warm start) are not the recorded ones, the
+        directory cannot be written to, not all processes see it, or another run is in it.
         """
         if not self.is_new:
             old, now = self.text.vocabulary, text.vocabulary
@@ -206,24 +189,23 @@ class Run:
                 self._refuse([f"the text was {before!r} and is now {text.description!r}, with other content"])
             if old != now:
                 self._refuse([f"the vocabulary had {old.size:,} tokens and has {now.size:,}, or others"])
+        if weights and self.weights and weights["sha256"] != self.weights["sha256"]:
+            was, is_now = (
+                f"sha256 {each['sha256'][:12]}... of step {each['step']}" for each in (self.weights, weights)
+            )
+            changed = f"the weights in {weights['path']} changed since the run in {self.path} began"
+            raise UserError(f"{changed} ({was}, now {is_now}); give another --workdir")
+        self.weights = weights or self.weights
         self.notes += self._changes(config, free_on_resume=True)
-        chosen = {} if attention is None else attention.record()
         if attention is not None and (changed := attention.describe(self.attention)):
             self.notes.append(f"attention: {changed}")
-        if weights and self.weights and weights["sha256"] != self.weights["sha256"]:
-            raise UserError(
-                f"the weights in {weights['path']} changed since the run in {self.path} began (sha256 "
-                f"{self.weights['sha256'][:12]}... of step {self.weights['step']}, now {weights['sha256'][:12]}... of "
-                f"step {weights['step']}); give another --workdir"
-            )
-        self.weights = weights or self.weights
 
         def write() -> list[str]:
             if self._lock is None:
                 self.claim()
                 if holds_run(self.path):
                     raise UserError(f"a run was recorded in {self.path} meanwhile; start the same command again")
-            self.record(config, text, attention=chosen, members=members)
+            self.record(config, text, attention=attention.record() if attention else {}, members=members)
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
@@ -242,6 +224,10 @@ class Run:
             if leaf.setting.free_on_resume is free_on_resume
         ]
 
+    def _refuse(self, refused: list[str]) -> None:
+        advice = "Restore them, or give another --workdir"
+        require(not refused, f"{self.path} holds a run with other settings: {'; '.join(refused)}. {advice}")
+
     def record(
         self,
         config: ExperimentConfig,
@@ -250,16 +236,12 @@ class Run:
         attention: Mapping[str, str],
         members: MemberSettings = (),
     ) -> None:
-        """Writes vocabulary.txt and then config.json, which makes the folder a run; not what is there already."""
+        """Writes vocabulary.txt and then config.json, which makes the directory a run; not what is there already."""
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
-        saved: dict[str, Any] = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
-        if attention:
-            saved["attention"] = dict(attention)
-        if self.weights:
-            saved["warm_start"] = dict(self.weights)
-        if members:
-            saved["members"] = [dict(each) for each in members]
-        texts = [json.dumps(saved, indent=2, allow_nan=False) + "\n", dumps(text.vocabulary)]
+        saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
+        optional = {"attention": attention, "warm_start": self.weights, "members": members}
+        saved |= {name: value for name, value in optional.items() if value}
+        texts = [json.dumps(saved, indent=2, allow_nan=False, default=dict) + "\n", dumps(text.vocabulary)]
         if texts != self._saved:
             storage.write(os.path.join(self.path, _VOCABULARY), texts[1].encode())
             storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
@@ -273,47 +255,35 @@ class Run:
         if self._lock is not None:
             self._lock.confirm()
 
-    # Files
-
     def _read(self) -> None:
         """Reads the record in process 0, and parses the same bytes in every process."""
-        texts = distributed.broadcast_from_primary(self._texts)
-        distributed.run_on_all(lambda: self._take_in(texts))
+        self._saved = texts = distributed.broadcast_from_primary(self._texts)
+        distributed.run_on_all(lambda: None if texts is None else self._parse(*texts))
 
     def _texts(self) -> list[str] | None:
         """Reads config.json and vocabulary.txt, each once; returns None if the directory contains no run."""
         if self.is_open and holds_run(self.path):
             self.claim()
         texts = []
-        for name, named in ((_CONFIG, self._damaged), (_VOCABULARY, self._without_vocabulary)):
+        for name in (_CONFIG, _VOCABULARY):
             path = os.path.join(self.path, name)
             try:
                 texts.append(storage.read(path).decode())
             except (FileNotFoundError, NotADirectoryError, ValueError) as error:
                 if name == _CONFIG and isinstance(error, OSError):
                     return None
-                raise named(error) from error
+                raise self._damaged(name, error) from error
             except OSError as error:
-                raise _unreadable(path, error) from error
+                raise _failed("read", path, error) from error
         return texts
 
-    def _take_in(self, texts: list[str] | None) -> None:
-        """Parses the record."""
-        self._saved = texts
-        if texts is None:
-            return
-        file = os.path.join(self.path, _CONFIG)
+    def _parse(self, record: str, vocabulary: str) -> None:
         try:
-            saved = json.loads(texts[0])
+            saved = json.loads(record)
             number = saved.get("format", 1)  # Format 1 has no number.
-        except (ValueError, AttributeError) as error:
-            raise self._damaged(error) from error
-        if number != FORMAT:  # Before anything else, which may mean something else there.
-            raise UserError(
-                f"{file} has format {number!r} and this version of txl_jax reads format {FORMAT}; commit 624573f reads "
-                "formats 1 and 2, a newer txl_jax later ones"
-            )
-        try:
+            # Before anything else, which may mean something else there.
+            other = "commit 624573f reads formats 1 and 2, a newer txl_jax later ones"
+            require(number == FORMAT, f"format {number!r}, and this version of txl_jax reads format {FORMAT}; {other}")
             self.config, text = from_record(saved["config"]), saved["text"]
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected, self.members = text["vocabulary_sha256"], saved.get("members", [])
@@ -323,70 +293,40 @@ class Run:
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
         except UserError as error:
-            raise UserError(
-                f"{file} is of another version ({error}); give another --workdir, and train anew in it"
-            ) from error
+            file = os.path.join(self.path, _CONFIG)
+            raise UserError(f"{file} is of another version ({error}); train anew in another --workdir") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
-            raise self._damaged(error) from error
-        self.text = TextInfo(**facts, vocabulary=self._parse_vocabulary(texts[1], expected))
-        self.is_new = False
-
-    def _damaged(self, error: Exception) -> UserError:
-        file = os.path.join(self.path, _CONFIG)
-        return UserError(f"{file} is damaged or of another version ({error!r}); restore it or give another --workdir")
-
-    def _without_vocabulary(self, error: Exception) -> UserError:
-        file = os.path.join(self.path, _VOCABULARY)
-        return UserError(f"{file} cannot be read ({error}); restore it: without it the run's ids mean nothing")
-
-    def _parse_vocabulary(self, text: str, expected: str) -> Vocabulary:
+            raise self._damaged(_CONFIG, error) from error
         try:
-            vocabulary = loads(text, KINDS)
+            self.text = TextInfo(**facts, vocabulary=loads(vocabulary, KINDS))
+            if (found := digest(self.text.vocabulary)) != expected:
+                size = f"{self.text.vocabulary.size:,} tokens"
+                raise ValueError(f"sha256 {found[:12]}... of {size} in place of {expected[:12]}...")
         except MissingPackageError:
             raise
         except ValueError as error:
-            raise self._without_vocabulary(error) from error
-        if (found := digest(vocabulary)) != expected:
-            raise UserError(
-                f"{os.path.join(self.path, _VOCABULARY)} must contain the tokens of the run's checkpoints (sha256 "
-                f"{expected[:12]}...), got {vocabulary.size:,} others (sha256 {found[:12]}...). Restore the file"
-            )
-        return vocabulary
+            raise self._damaged(_VOCABULARY, error) from error
+        self.is_new = False
+
+    def _damaged(self, name: str, error: Exception) -> UserError:
+        file = os.path.join(self.path, name)
+        return UserError(f"{file} is damaged or of another version ({error!r}); restore it, or give another --workdir")
 
     def claim(self) -> None:
-        """Makes the folder, locks it in one process, and removes what killed runs left.
-
-        Raises `UserError` if a run was read from it already, another run is in it, or it cannot be written to.
-        """
-        if not self.is_new:
-            raise UserError(f"{self.path} holds a run already; give another folder with --to=PATH")
+        """Makes the directory, locks it, and removes what killed runs left; process 0 calls it."""
+        require(self.is_new, f"{self.path} holds a run already; give another folder with --to=PATH")
         try:
             storage.probe(self.path)
         except OSError as error:
-            if is_remote(self.path):
-                raise remote_error("write to", self.path, error) from error
-            advice = "give --workdir=... a folder that you may write to, on a disk with space"
-            raise UserError(f"cannot write to the workdir {self.path} ({error.strerror}); {advice}") from error
+            raise _failed("write to", self.path, error) from error
         lock = RunLock(self.path)
         lock.acquire()
         self._lock = lock
         ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)  # Other half-written files may belong to a running program.
         for name in storage.names(self.path):
-            path = os.path.join(self.path, name)
             partial = name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
             if name.startswith(".probe-") or partial:
-                storage.remove(path)
-            elif name.startswith(".seen-by-all-"):  # A scoring that is beginning may have one too.
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - storage.modified(path) > _SECONDS_OF_A_START:
-                        storage.remove(path)
-
-    def _refuse(self, refused: list[str]) -> None:
-        if refused:
-            raise UserError(
-                f"{self.path} holds a run with other settings: {'; '.join(refused)}. "
-                "Restore them, or give another --workdir"
-            )
+                storage.remove(os.path.join(self.path, name))
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
@@ -395,40 +335,29 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
     try:
         return storage.exists(os.path.join(path, _CONFIG))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _failed("read", path, error) from error
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
-    """Returns results.json; for a member of an ensemble its own scores replace the scores of all members.
-
-    Returns an empty dict before training has ended, and if the file is corrupted: training writes it again.
-    """
+    """Returns results.json, with a member's own scores if one is named; empty if it is missing or corrupted."""
     try:
-        results = json.loads(storage.read(os.path.join(workdir, RESULTS)))
-        own = results["members"][member] if member else {}
-        found: dict[str, Any] = {}
-        for name, value in results.items():
-            found |= own if member and name == "members" else {name: value}
+        results = dict(json.loads(storage.read(os.path.join(workdir, RESULTS))))
+        own = {} if member is None else results.pop("members")[member]
+        return results | own
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return found
-
-
-def latest_folder(workdir: str) -> str:
-    """Returns the folder of the checkpoints that training resumes from."""
-    return os.path.join(workdir, "checkpoints", "latest")
 
 
 def best_folder(workdir: str, member: str | None = None) -> str:
     """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
-    best = os.path.join(workdir, "checkpoints", "best")
-    return os.path.join(best, member) if member else best
+    return os.path.join(workdir, "checkpoints", "best", *filter(None, [member]))
 
 
-def _unreadable(path: str, error: OSError) -> UserError:
+def _failed(what: str, path: str, error: OSError) -> UserError:
     if is_remote(path):
-        return remote_error("read", path, error)
-    return UserError(f"cannot read {path} ({error.strerror}); check its permissions, or give another --workdir")
+        return remote_error(what, path, error)
+    advice = "check its permissions and the space on its disk, or give another --workdir"
+    return UserError(f"cannot {what} {path} ({error.strerror}); {advice}")
 
 
 def member_name(differences: Mapping[str, float]) -> str:
@@ -442,11 +371,7 @@ def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
 
 
 def short_name(setting: str) -> str:
-    """Shortens a setting's dotted name.
-
-    >>> short_name("optimizer.learning_rate"), short_name("model.dropout.rate"), short_name("train.mem_len")
-    ('learning_rate', 'dropout.rate', 'train.mem_len')
-    """
+    """Shortens a setting's dotted name: "learning_rate" for optimizer.learning_rate, "seed" for seed."""
     return setting.removeprefix("model.").removeprefix("optimizer.")
 
 
@@ -461,19 +386,16 @@ def check_same_settings(config: ExperimentConfig) -> None:
 
 def check_same_text(text: Corpus) -> None:
     """Raises `UserError` in all processes if one has another text, of which each reads its own rows."""
-    facts = {
-        "the text": f"{text.description} (sha256 {text.digest[:12]}...)",
-        "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}...",
-    }
+    found = f"{text.description} (sha256 {text.digest[:12]}...)"
+    facts = {"the text": found, "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}..."}
     _check_same(facts, "give all hosts the same files and the same versions of the libraries")
 
 
 def check_same_attention(choice: AttentionChoice | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
     facts = {} if choice is None else {f"attention in {use}": name for use, name in choice.record().items()}
-    _check_same(
-        facts, "start all hosts with the same devices and versions of the libraries, or choose with --model.attention"
-    )
+    advice = "start all hosts with the same devices and versions of the libraries, or choose with --model.attention"
+    _check_same(facts, advice)
 
 
 def _check_same(facts: Mapping[str, Any], advice: str) -> None:

@@ -23,10 +23,10 @@ import tqdm
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
-from txl_jax.data.segments import SegmentReader, evaluation_segments
+from txl_jax.data.segments import evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary, escape
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.evaluation.sliding_window import evaluate_windows
+from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.modules.transformer_xl import TransformerXL
@@ -36,7 +36,6 @@ from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, load_to_score
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -69,37 +68,31 @@ def score(
 ) -> Totals:
     """Computes the losses of a text [T]: streaming with a memory, or, with `eval.stride`, in a sliding window.
 
-    Args:
-      name: The text's name, in the progress bar and in errors.
-      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
-
-    Raises:
-      Interrupted: If a stop was requested before the end.
-      NonFiniteError: If the loss is nan or infinite.
+    `token_nats` are floats [T] that get the nats of each token but the first, which is not scored. Raises
+    `Interrupted` on request, and `NonFiniteError` with the text's name if the loss is nan or infinite.
     """
     lengths = components.config.eval
     progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
     if lengths.stride is not None:
         with progress(len(tokens) - 1, unit="token") as show:
+            batches = window_batches(
+                tokens, attention_len=lengths.segment_len, stride=lengths.stride, batch_size=lengths.batch_size
+            )
             totals = evaluate_windows(
                 components.window_step,
                 params,
-                tokens,
-                attention_len=lengths.segment_len,
-                stride=lengths.stride,
-                batch_size=lengths.batch_size,
+                batches,
                 after_call=lambda so_far: show(so_far.tokens, so_far),
                 token_nats=token_nats,
             )
     else:
-        whole = evaluation_segments(
+        reader = evaluation_segments(
             tokens,
             batch_size=lengths.batch_size,
             segment_len=lengths.segment_len,
             warmup_tokens=lengths.warmup_tokens,
+            own=components.own_rows(lengths.batch_size),  # Each process reads the rows of its own devices.
         )
-        # Each process reads the rows of its own devices.
-        reader = dataclasses.replace(whole, own=components.own_rows(lengths.batch_size))
         weights = components.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
             totals = evaluate(
@@ -109,76 +102,9 @@ def score(
                 reader,
                 place=functools.partial(components.place, batch_size=lengths.batch_size),
                 after_call=show,
-                keep=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
+                token_nats=token_nats,
             )
     check_finite(totals, name)
-    return totals
-
-
-def evaluate_splits(
-    config: ExperimentConfig,
-    corpus: Corpus,
-    run: Run,
-    *,
-    log: Callable[[str], None] = print,
-    stop_requested: Callable[[], Any] = lambda: False,
-) -> dict[str, Any]:
-    """Scores both splits at the evaluation lengths of `config`; returns and writes evaluation.json.
-
-    You can score another text than the run was trained on if its vocabulary is the same.
-
-    Raises:
-      UserError: If the text has another vocabulary, or the run has no checkpoint.
-      Interrupted: If a stop was requested. Nothing is written then.
-    """
-    step, score_split = _load(config, corpus, run, log, stop_requested)
-    results: dict[str, Any] = {
-        "text": corpus.description,
-        "text_sha256": corpus.digest,
-        "step": step,
-        "eval": config_tree.to_dict(config.eval),
-        **environment.describe(),
-    }
-    results |= {split: as_result(score_split(split, None)) for split in Split}
-    path = os.path.join(run.outputs, "evaluation.json")
-    distributed.broadcast_from_primary(lambda: write_json(path, results))
-    log(f"results   {path}")
-    return results
-
-
-def score_tokens(
-    config: ExperimentConfig,
-    corpus: Corpus,
-    run: Run,
-    *,
-    log: Callable[[str], None] = print,
-    stop_requested: Callable[[], Any] = lambda: False,
-) -> dict[str, Totals]:
-    r"""Scores both splits like `evaluate_splits`; writes scores-valid.tsv and scores-test.tsv, each when it is done.
-
-        index	token	nats
-        1	h	2.3841858
-        2	\n	0.017624786
-
-    A file has one line per token but the first, in the order of the text, whatever rows and segments it was read in.
-    `token` is its name in the vocabulary with the vocabulary's own escapes, \\ \n \r; further \t, \uNNNN for any other
-    control character or line separator, and \xNN for a byte that is no character by itself. `nats` is minus the logprob
-    of the token, and reads back as exactly the number that was computed. Like all scores it depends on the evaluation
-    lengths and on `eval.batch_size`: every row of the batch begins with an empty memory.
-
-    Raises:
-      UserError, Interrupted: As `evaluate_splits`. The files that are complete stay.
-    """
-    _, score_split = _load(config, corpus, run, log, stop_requested)
-    totals: dict[str, Totals] = {}
-    for split in Split:
-        tokens = getattr(corpus, split)
-        nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype))
-        totals[split] = score_split(split, nats)
-        path = os.path.join(run.outputs, f"scores-{split}.tsv")
-        lines = token_lines(tokens, nats, corpus.vocabulary)
-        distributed.broadcast_from_primary(functools.partial(write_lines, path, lines))
-        log(f"scores    {path}")
     return totals
 
 
@@ -191,27 +117,65 @@ def score_with_line(
     return totals, with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began)
 
 
-def _load(
-    config: ExperimentConfig, corpus: Corpus, run: Run, log: Callable[[str], None], stop_requested: Callable[[], Any]
-) -> tuple[int, Callable[[Split, np.ndarray | None], Totals]]:
-    """Returns the step of a run's parameters, and a function that scores a split with them and logs the result."""
-    components, step, params = load_to_score(config, corpus, run, log=log)
+def evaluate_splits(
+    config: ExperimentConfig, corpus: Corpus, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
+) -> dict[str, Any]:
+    """Scores both splits at the evaluation lengths of `config`; returns and writes evaluation.json.
 
-    def score_split(split: Split, token_nats: np.ndarray | None) -> Totals:
-        totals, line = score_with_line(
-            components,
-            params,
-            getattr(corpus, split),
-            name=split,
-            measure=corpus.vocabulary.measure,
-            log=log,
-            stop_requested=stop_requested,
-            token_nats=token_nats,
-        )
-        log(line)
-        return totals
+    The text may be another than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
+    """
+    scored = list(_score_splits(config, corpus, run, stop_requested))
+    results: dict[str, Any] = {
+        "text": corpus.description,
+        "text_sha256": corpus.digest,
+        "step": scored[0][0],
+        "eval": config_tree.to_dict(config.eval),
+        **environment.describe(),
+        **{split: as_result(totals) for _, split, totals, _ in scored},
+    }
+    path = os.path.join(run.outputs, "evaluation.json")
+    distributed.broadcast_from_primary(lambda: write_json(path, results))
+    print(f"results   {path}")
+    return results
 
-    return step, score_split
+
+def score_tokens(
+    config: ExperimentConfig, corpus: Corpus, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
+) -> dict[str, Totals]:
+    r"""Scores both splits like `evaluate_splits`; writes scores-valid.tsv and scores-test.tsv, each when it is done.
+
+        index	token	nats
+        1	h	2.3841858
+        2	\n	0.017624786
+
+    A file has one line per token but the first, in the order of the text, whatever rows and segments it was read in.
+    `token` is its name in the vocabulary as `printable` escapes it. `nats` is minus the logprob of the token, and reads
+    back as exactly the number that was computed. It depends on the evaluation lengths and on `eval.batch_size`: every
+    row of the batch begins with an empty memory.
+    """
+    found: dict[str, Totals] = {}
+    for _, split, totals, nats in _score_splits(config, corpus, run, stop_requested, per_token=True):
+        found[split] = totals
+        path = os.path.join(run.outputs, f"scores-{split}.tsv")
+        lines = token_lines(getattr(corpus, split), nats, corpus.vocabulary)
+        distributed.broadcast_from_primary(functools.partial(write_lines, path, lines))
+        print(f"scores    {path}")
+    return found
+
+
+def _score_splits(
+    config: ExperimentConfig, corpus: Corpus, run: Run, stop_requested: Callable[[], Any], *, per_token: bool = False
+) -> Iterator[tuple[int, Split, Totals, Any]]:
+    """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
+    components, step, params = load_to_score(config, corpus, run, log=print)
+    measure = corpus.vocabulary.measure
+    for split in Split:
+        tokens = getattr(corpus, split)
+        nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype)) if per_token else None
+        options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
+        totals, line = score_with_line(components, params, tokens, name=split, measure=measure, **options)
+        print(line)
+        yield step, split, totals, nats
 
 
 # Documents
@@ -227,10 +191,9 @@ class Likeness(NamedTuple):
 class DocumentReader:
     """The compiled functions that read documents with one model, at the evaluation lengths; each is compiled once.
 
-    Each document starts from an empty memory, and its results are the ones that it has alone. One function of fixed
-    shape [S, B, L] reads any number of documents of any lengths. `txl_jax.data.documents` says how they share its rows.
-    `eval.stride` and `eval.warmup_tokens` have no effect: a document is read once. The results come in the order of the
-    documents. If the iterator of documents raises `UserError`, the results of the documents before it come first.
+    Each document starts from an empty memory and is read once, without stride or warm-up; its results are the ones that
+    it has alone. One function of fixed shape [S, B, L] reads any number of documents of any lengths
+    (`txl_jax.data.documents`). Results come in the order of the documents, also before an error of their iterator.
     """
 
     def __init__(self, components: Built, weights: Any, *, batch_size: int):
@@ -268,7 +231,7 @@ class DocumentReader:
             vectors=(config.model.d_model, dtype) if vectors else None,
         )
         memory = self._components.init_memory(self._weights)
-        kept: dict[int, list[Any]] = collections.defaultdict(list)  # Parts of documents that are being read.
+        pieces: dict[int, list[Any]] = collections.defaultdict(list)  # Parts of documents that are being read.
         finished: dict[int, Any] = {}
         pending: tuple[Call, Any] | None = None
         while pending is not None or not rows.ended:
@@ -282,9 +245,11 @@ class DocumentReader:
                 for part in pending[0].parts:
                     here = part.segment, part.row, slice(part.length)
                     # Copied, or a short document's result would keep the whole array.
-                    kept[part.number].append(jax.tree.map(lambda array, here=here: array[here].copy(), results))
+                    pieces[part.number].append(jax.tree.map(lambda array, here=here: array[here].copy(), results))
                     if part.ends:
-                        finished[part.number] = jax.tree.map(lambda *each: np.concatenate(each), *kept.pop(part.number))
+                        finished[part.number] = jax.tree.map(
+                            lambda *each: np.concatenate(each), *pieces.pop(part.number)
+                        )
                 while rows.delivered in finished:
                     rows.delivered += 1
                     yield finished.pop(rows.delivered - 1)
@@ -313,7 +278,7 @@ class DocumentReader:
             def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 memory, results = carry
                 memory, found = read(memory, jax.tree.map(lambda array: array[i], segments))
-                return memory, jax.tree.map(lambda kept, new: kept.at[i].set(new), results, found)
+                return memory, jax.tree.map(lambda whole, new: whole.at[i].set(new), results, found)
 
             n_segment = segments.targets.shape[0]
             _, shapes = jax.eval_shape(read, memory, jax.tree.map(lambda array: array[0], segments))
@@ -380,47 +345,34 @@ def open_input(path: str) -> BinaryIO:
 
 def documents(lines: Iterable[bytes], form: InputFormat) -> Iterator[tuple[int, bytes]]:
     """Yields the documents, without the newline at their end, each after the number of its first line, from 1 on."""
-    held: list[bytes] = []  # The lines of a document whose end was not read yet.
-    number = 0
-    for number, line in enumerate(lines, start=1):
-        if form is InputFormat.LINES:
-            yield number, line.removesuffix(b"\n")
-        elif line.strip():
-            held.append(line)
-        elif held:
-            yield number - len(held), b"".join(held).removesuffix(b"\n")
-            held = []
-    if held:
-        yield number - len(held) + 1, b"".join(held).removesuffix(b"\n")
+    if form is InputFormat.LINES:
+        yield from ((number, line.removesuffix(b"\n")) for number, line in enumerate(lines, start=1))
+        return
+    for has_text, numbered in itertools.groupby(enumerate(lines, start=1), lambda pair: bool(pair[1].strip())):
+        if has_text:
+            numbers, texts = zip(*numbered, strict=True)
+            yield numbers[0], b"".join(texts).removesuffix(b"\n")
 
 
 def score_documents(
     model: Weights, texts: Iterable[tuple[int, bytes]], *, name: str, per_token: bool, write: Callable[[str], Any]
 ) -> None:
-    r"""Writes the JSON records of each document as soon as it is scored.
-
-    There is one record per document, or per token:
+    r"""Writes the JSON records of each document as soon as it is scored: one per document, or one per token.
 
         {"index": 0, "nats": 35.17, "tokens": 14}
 
         {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
 
-    `index` counts the documents from 0 on, in the order of the input. The first token of a document is not scored.
-    `token` is its name in the vocabulary, with \xNN for a byte that is no character by itself. `nats` is minus the
-    logprob of the token, and reads back as exactly the number that was computed. `eval.batch_size` documents are read
-    side by side, each from an empty memory, so a document's scores are the ones that it has alone. Memory does not grow
-    with the length of the file.
+    `index` counts the documents, which are read as by `DocumentReader`. The first token of each is not scored. `token`
+    is its name in the vocabulary, with \xNN for a byte that is no character by itself. `nats` is minus the logprob of
+    the token, and reads back as exactly the number that was computed.
 
     Args:
       model: A trained model, whose config has the evaluation lengths.
       texts: The documents, each after the number of its line.
       name: The input's name, in errors.
       per_token: Whether to write a record per token.
-      write: Takes the records of a document: lines, each with its newline.
-
-    Raises:
-      UserError: If there is no checkpoint, or a document cannot be encoded. The records before it are written.
-      NonFiniteError: If the loss of a document is nan or infinite.
+      write: Takes the records of a document: lines, each with its newline. Those before an error are written.
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
@@ -455,20 +407,11 @@ def score_documents(
 
 def as_record(totals: Totals) -> dict[str, float]:
     """Returns the fields of a result in metrics.jsonl and results.json."""
-    return {
-        "loss": totals.nll,
-        "bpc": totals.bpc,
-        "perplexity": totals.perplexity,
-        "tokens": totals.tokens,
-    }
+    return {"loss": totals.nll, "bpc": totals.bpc, "perplexity": totals.perplexity, "tokens": totals.tokens}
 
 
 def as_result(totals: Totals) -> dict[str, Any]:
-    """Returns `as_record` for a JSON file: a perplexity above the largest float, of a run that diverged, is null.
-
-    >>> as_result(Totals(nats=2000.0, tokens=2.0))["perplexity"] is None
-    True
-    """
+    """Returns `as_record` for a JSON file: a perplexity above the largest float, of a run that diverged, is null."""
     record = as_record(totals)
     if math.isfinite(record["perplexity"]):
         return dict(record)
@@ -483,7 +426,7 @@ def format_scores(totals: Totals, measure: Measure) -> str:
 
 def with_duration(line: str, seconds: float) -> str:
     """Appends the time that something took."""
-    return f"{line}  in {duration(seconds)}"
+    return f"{line}  in {environment.duration(seconds)}"
 
 
 @contextlib.contextmanager
@@ -492,8 +435,7 @@ def progress_bar(
 ) -> Iterator[Callable[[float, Totals], None]]:
     """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
-    Yields a function to call with how much of `total` is done and the scores so far. It raises `Interrupted` once a
-    stop is requested.
+    Yields a function of how much of `total` is done and the scores so far; it raises `Interrupted` on request.
     """
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
@@ -513,15 +455,9 @@ def progress_bar(
                 last_line = now
                 remaining = (now - began) / done * (total - done) if done else math.nan
                 shown_score = f"  {score_so_far} so far" if score_so_far else ""
-                log(f"{name}: {done / total:.0%}{shown_score}  ETA {duration(remaining)}")
+                log(f"{name}: {done / total:.0%}{shown_score}  ETA {environment.duration(remaining)}")
 
         yield show
-
-
-def put_in_text_order(token_nats: np.ndarray, reader: SegmentReader, first: int, nll: np.ndarray) -> None:
-    """Writes the nats [S, B, L] of the segments from number `first` on to their tokens' places in floats [T]."""
-    scored = reader.scored(first, len(nll))
-    token_nats[scored[scored > 0]] = nll[scored > 0]
 
 
 def check_finite(totals: Totals, name: str) -> None:

@@ -1,11 +1,8 @@
 """The training job: from config and text to checkpoints and results.json.
 
-A start goes in this order, so that the cheap failures come first and nothing is written before them:
-  1. the model is built, with the attention of an earlier start, and the text is cut into segments: settings that do
-     not fit fail here, and so do processes that do not have the same ones;
-  2. the weights of a warm start are read, and the run is recorded in its directory;
-  3. `txl_jax.runs.trainer` restores the latest sound checkpoint, or initializes the state, prints the opening lines,
-     compiles the step, runs the loop, and scores the best parameters on the test split.
+A start goes in this order, so that the cheap failures come first and nothing is written before them: the model is
+built, with the attention of an earlier start, and the text is cut into segments; the weights of a warm start are read;
+the run is recorded in its directory; and `txl_jax.runs.trainer` restores or initializes the state and trains.
 """
 
 import os
@@ -15,10 +12,10 @@ from typing import Any
 import jax
 
 from txl_jax import sharding
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, Network, Order
+from txl_jax.config import ExperimentConfig, Network, Order
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
-from txl_jax.runs import warm_start
+from txl_jax.runs import ensemble, warm_start
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
@@ -33,6 +30,7 @@ def train_run(
     corpus: Corpus,
     run: Run,
     *,
+    members: MemberSettings = (),
     hooks: Sequence[Hook] = (),
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
@@ -41,6 +39,8 @@ def train_run(
     """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
 
     Args:
+      members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or empty for one run.
+        States then have a member axis, and results.json an object `members`, of which members.md is the table.
       hooks: The caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
         schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
       sinks: The caller's, in addition to metrics.jsonl and TensorBoard's files.
@@ -48,58 +48,53 @@ def train_run(
         profile.
 
     Raises:
-      UserError: If settings, text and workdir do not go together, or the workdir cannot be used.
+      UserError: If settings, members, text and workdir do not go together, or the workdir cannot be used.
       NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
       CheckpointError: If there are checkpoints, but none can be read.
       RemoteProcessError: If another process could not continue.
     """
-    check_requests(config, hooks, profile_steps)
-    run.compare(config)
-    check_same_text(corpus)
-
-    def prepare() -> tuple[Built, SegmentReader]:
-        built = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
-        built.check_batch_size()
-        return built, training_reader(built, corpus, config.seed)
-
-    built, reader = distributed.run_on_all(prepare)
-    check_same_attention(built.attention)
-    return begin_and_train(
-        built,
-        corpus,
-        run,
-        [reader],
-        hooks=hooks,
-        sinks=sinks,
-        profile_steps=profile_steps,
-        stop_requested=stop_requested,
-    )
-
-
-def begin_and_train(
-    built: Built,
-    corpus: Corpus,
-    run: Run,
-    readers: Sequence[SegmentReader],
-    *,
-    members: MemberSettings = (),
-    opening: Sequence[str] = (),
-    **requests: Any,
-) -> Outcome:
-    """Reads the weights of a warm start, records the run, and trains it; `requests` are the caller's, for `Trainer`."""
-    weights = warm_start.load(built, corpus.vocabulary, run) if built.config.init_from else None
-    record = weights and weights.record
-    run.begin(built.config, corpus, attention=built.attention, weights=record, members=members)
-    lines = [*_opening(built, corpus, readers[0]), *(weights.lines if weights else []), *opening]
-    return Trainer(built, run, corpus, readers, begin=weights and weights.state, opening=lines, **requests).train()
-
-
-def check_requests(config: ExperimentConfig, hooks: Sequence[Hook], profile_steps: tuple[int, int] | None) -> None:
-    """Raises `UserError` if the run has no updates at which to run the hooks, or none of those to profile."""
     for hook in hooks:
         hook.check_interval(config.train.segments_per_call)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
+    members = [ensemble.in_order(member) for member in members]
+    run.compare(config, members)
+    if distributed.is_multiprocess():
+        check_same_text(corpus)
+
+    def build_and_cut() -> tuple[Built, list[SegmentReader]]:
+        built = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
+        built.check_batch_size()
+        if not members:
+            return built, [training_reader(built, corpus, config.seed)]
+        built = ensemble.Ensemble.of(built, members)
+        return built, [training_reader(built, corpus, each.seed) for each in built.configs.values()]
+
+    built, readers = distributed.run_on_all(build_and_cut)
+    if distributed.is_multiprocess():
+        check_same_attention(built.attention)
+    weights = None
+    if config.init_from is not None:
+        weights = warm_start.load(built, corpus.vocabulary, run)
+    run.begin(config, corpus, attention=built.attention, weights=weights and weights.record, members=members)
+    opening = _opening(built, corpus, readers[0]) + (weights.lines if weights else [])
+    if members:
+        opening.append(f"ensemble  {'; '.join(built.members.names)}: one program, losses in this order")
+    outcome = Trainer(
+        built,
+        run,
+        corpus,
+        readers,
+        warm_state=weights and weights.state,
+        opening=opening,
+        hooks=hooks,
+        sinks=sinks,
+        profile_steps=profile_steps,
+        stop_requested=stop_requested,
+    ).train()
+    if members and outcome.results is not None:
+        print(f"table     {ensemble.write_table(run.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
+    return outcome
 
 
 def train(
@@ -153,45 +148,37 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 
 def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     """Describes text, model, work per step, evaluation, devices and attention, one line each."""
-    c, train = built.config.model, built.config.train
-    context = f"memory {train.mem_len}"
-    if train.stride:
-        context = f"after {train.segment_len - train.stride} that are read again"
-    slices, axes = sharding.num_slices(built.mesh), built.mesh.shape
-    return [
-        (
-            f"text      {corpus.description}: {len(corpus.train):,} / {len(corpus.valid):,} / {len(corpus.test):,} "
-            f"tokens to train / validate / test on, vocabulary {corpus.vocabulary.size:,}"
-        ),
-        f"model     {_sizes(c)}, {c.dtype}: {built.num_parameters:,} parameters",
-        (
-            f"training  {train.batch_size} rows x {train.new_tokens} = {train.batch_size * train.new_tokens:,} tokens "
-            f"per step, {context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of "
-            f"{reader.n_segments:,} steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
-        ),
-        f"scoring   {_how_scored(built.config.eval)}",
-        f"devices   {built.mesh.size} x {device_kind()} "
-        f"({', '.join(f'{name} {size}' for name, size in axes.items())})"
-        + (f" in {slices} slices" if slices > 1 else "")
-        + (f" in {jax.process_count()} processes" if distributed.is_multiprocess() else ""),
-        *([] if built.attention is None else [f"attention {built.attention.describe()}"]),
-    ]
-
-
-def _how_scored(eval_config: EvalConfig) -> str:
-    clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
-    if eval_config.stride:
-        return (
-            f"the last {eval_config.stride} of windows of {eval_config.segment_len}, {clamp}, {eval_config.batch_size} "
-            "windows at a time"
-        )
-    early = f", each begun {eval_config.warmup_tokens} tokens early" if eval_config.warmup_tokens else ""
-    rows = f"{eval_config.batch_size} row{'s' if eval_config.batch_size > 1 else ''}"
-    return f"segments of {eval_config.segment_len}, memory {eval_config.mem_len}, {clamp}, {rows}{early}"
-
-
-def _sizes(c: ModelConfig) -> str:
+    c, train, lengths, mesh = built.config.model, built.config.train, built.config.eval, built.mesh
+    sizes = f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}"
     if c.network is not Network.TRANSFORMER_XL:
-        return f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
-    how = "" if c.encoding is type(c).encoding else f", positions as {c.encoding}"
-    return f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}{how}"
+        sizes = f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
+    elif c.encoding is not type(c).encoding:
+        sizes += f", positions as {c.encoding}"
+    reread = train.segment_len - train.new_tokens
+    context = f"after {reread} that are read again" if reread else f"memory {train.mem_len}"
+    scoring = f"segments of {lengths.segment_len}, memory {lengths.mem_len}, batch {lengths.batch_size}"
+    if lengths.warmup_tokens:
+        scoring += f", each row begun {lengths.warmup_tokens} tokens early"
+    if lengths.stride:
+        scoring = f"the last {lengths.stride} of windows of {lengths.segment_len}, batch {lengths.batch_size}"
+    clamp = f"distances clamped at {lengths.clamp_len}" if lengths.clamp_len else "no clamp"
+    devices = f"{mesh.size} x {device_kind()} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
+    if (slices := sharding.num_slices(mesh)) > 1:
+        devices += f" in {slices} slices"
+    if distributed.is_multiprocess():
+        devices += f" in {jax.process_count()} processes"
+    splits = " / ".join(f"{len(tokens):,}" for tokens in (corpus.train, corpus.valid, corpus.test))
+    size = corpus.vocabulary.size
+    work = (
+        f"{train.batch_size} rows x {train.new_tokens} = {train.batch_size * train.new_tokens:,} tokens per step, "
+        f"{context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of {reader.n_segments:,} "
+        f"steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
+    )
+    lines = [
+        f"text      {corpus.description}: {splits} tokens to train / validate / test on, vocabulary {size:,}",
+        f"model     {sizes}, {c.dtype}: {built.num_parameters:,} parameters",
+        f"training  {work}",
+        f"scoring   {scoring}, {clamp}",
+        f"devices   {devices}",
+    ]
+    return lines if built.attention is None else [*lines, f"attention {built.attention.describe()}"]

@@ -1,5 +1,6 @@
 """The trainer owns state, log and checkpoints of a run or of an ensemble; everything periodic is a hook."""
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -21,7 +22,6 @@ from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation
 from txl_jax.runtime import distributed, environment, stop
-from txl_jax.runtime.environment import megabytes
 from txl_jax.runtime.log import RunLog
 from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
@@ -54,7 +54,7 @@ class Trainer:
     corpus: Corpus
     readers: Sequence[SegmentReader]  # The training segments of each member.
     _: dataclasses.KW_ONLY
-    begin: Callable[[Any], TrainState] | None  # Makes the first state from initial parameters, or None to keep them.
+    warm_state: Callable[[Any], TrainState] | None  # Initial parameters -> the first state of a warm start.
     opening: Sequence[str]  # Lines that introduce the run in its log.
     stop_requested: Callable[[], Any]  # Asked between calls of the train step and while a text is scored.
     hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
@@ -73,102 +73,112 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
-        built, validation = self.built, self._validation
+        built, config, log, validation = self.built, self._config, self._log, self._validation
         for note in self.run.notes:
-            self._log.note(note)
+            log.note(note)
         with self._checkpoints:
-            step, state, notes = self._restore()
-            with self._open_log(step):
-                self._log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
+            restored = self._checkpoints.restore(built.members.abstract(built.abstract_state))
+            step, state, notes = restored or (0, built.init_state(self.warm_state), {})
+            validation.pending = notes.get("evaluation_pending", False)
+            # What was recorded and then lost its consequences to a kill is done, and recorded, again.
+            redone = {"valid"} if validation.pending else set()
+            if validation.results_after(step) is None:
+                redone.add("test")
+            with log.open(step, redone=redone, opening=self.opening):
+                log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
                 if step:
                     epoch, index = divmod(step, self.readers[0].n_segments)
-                    self._log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
+                    log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 validation.read_losses()
                 if self._has_ended(step):
                     results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
                     if results:
-                        self._log.print(f"finished  already: {validation.results_path}")
+                        log.print(f"finished  already: {validation.results_path}")
                         return Outcome(True, step, results)
                 compilation = built.compile_step()
-                self._log.print(_memory_line(built, compilation))
-                progress = Progress(
-                    self._log,
-                    steps=self._config.steps,
-                    log_every=self._config.log_every,
+                log.print(_memory_line(built, compilation))
+                self._progress = Progress(
+                    log,
+                    steps=config.steps,
+                    log_every=config.log_every,
                     cost=flops.of_step(built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size),
                     measure=self.corpus.vocabulary.measure,
                     members=built.members,
                     running_totals=notes.get("running_totals"),
                 )
                 if not self._has_ended(step):
-                    step, state = self._loop(compilation.program, step, state, progress)
-                return self._finish(step, state, progress)
+                    step, state = self._loop(compilation.program, step, state)
+                if step < config.steps and validation.out_of_patience:
+                    log.print(f"note      ends after step {step}: no better loss in {config.patience} evaluations")
+                if self._checkpoints.saved_step != step:
+                    self._save(HookContext(step, state, log))
+                self._checkpoints.wait()
+                results = validation.make_results(step, state) if self._has_ended(step) else None
+                if results is None:
+                    log.print(
+                        f"stopped   on request after step {step}; everything is saved, the same command goes on from "
+                        "here"
+                    )
+                return Outcome(results is not None, step, results)
 
-    def _restore(self) -> tuple[int, TrainState, dict[str, Any]]:
-        """Restores the latest checkpoint, or makes the initial state: (updates done, state after them, notes)."""
-        restored = self._checkpoints.restore(self.built.members.abstract(self.built.abstract_state))
-        step, state, notes = restored or (0, self.built.init_state(self.begin), {})
-        self._validation.pending = notes.get("evaluation_pending", False)
-        return step, state, notes
+    def _has_ended(self, step: int) -> bool:
+        ended = step >= self._config.steps or self._validation.out_of_patience
+        return ended and not self._validation.pending
 
-    def _open_log(self, step: int) -> RunLog:
-        """Opens the log, which drops its records of updates after `step`."""
-        # What was recorded and then lost its consequences to a kill is done, and recorded, again.
-        redone = {"valid"} if self._validation.pending else set()
-        if self._validation.results_after(step) is None:
-            redone.add("test")
-        return self._log.open(step, redone=redone, opening=self.opening)
-
-    def _loop(self, train_step: TrainStep, step: int, state: TrainState, progress: Progress) -> tuple[int, TrainState]:
+    def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
-        config, validation = self._config, self._validation
-        evaluation = [
-            Hook(config.eval_every, validation.evaluate),
-            Hook(config.eval_every, validation.begin_averaging),
-            Hook(config.eval_every, validation.stop_early),
-        ]
-        # The caller's hooks may load the best parameters.
-        best_is_saved = Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())
+        config, validation, log, progress = self._config, self._validation, self._log, self._progress
+        evaluation = validation.hooks()
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
-        save = Hook(config.checkpoint_every, lambda context: self._save(context.step, context.state, progress))
-        hooks = [*evaluation, best_is_saved, *self.hooks, save]
+        save = Hook(config.checkpoint_every, self._save)
+        own = list(self.hooks)
+        if own:  # They may load the best parameters.
+            own.insert(0, Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best()))
+        hooks = [*evaluation, *own, save]
         if stop.is_watched_by_all():
-            hooks.append(Hook(config.log_every, lambda context: self._save_on_notice(context, progress)))
+            hooks.append(Hook(config.log_every, self._save_on_notice))
         if validation.pending:  # A stop cut the last evaluation short: it is repeated.
-            state, _ = run_hooks(evaluation, step, state, log=self._log, progress=progress)
+            state, _ = run_hooks(evaluation, step, state, log=log, progress=progress)
             if not self._validation.pending:
                 # Else a kill before the next checkpoint would evaluate, and record, again.
-                run_hooks([save], step, state, log=self._log, progress=progress)
-            if self._validation.pending or self._validation.out_of_patience:
+                run_hooks([save], step, state, log=log, progress=progress)
+            if self._validation.pending or validation.out_of_patience:
                 return step, state
         per_call = config.segments_per_call
-        profiled = StepProfiler(  # Calls `train_step`, and records a profile if one was asked for.
-            train_step,
-            os.path.join(self.run.path, PROFILE),
-            first_step=step,
-            segments_per_call=per_call,
-            profile_steps=self.profile_steps,
-            log=self._log.note,
-            exclude=progress.exclude,
-        )
-        try:
-            with profiled, Prefetcher(self._read, segments_per_call=per_call, steps=config.steps) as prefetched:
+        with contextlib.ExitStack() as stack:
+            if self.profile_steps is not None:
+                train_step = stack.enter_context(
+                    StepProfiler(
+                        train_step,
+                        os.path.join(self.run.path, PROFILE),
+                        first_step=step,
+                        segments_per_call=per_call,
+                        profile_steps=self.profile_steps,
+                        log=log.note,
+                        exclude=progress.exclude,
+                    )
+                )
+            prefetched = stack.enter_context(Prefetcher(self._read, segments_per_call=per_call, steps=config.steps))
+            try:
                 return run_updates(
                     state,
-                    profiled,
+                    train_step,
                     prefetched,
                     first_step=step,
                     steps=config.steps,
                     segments_per_call=per_call,
                     progress=progress,
                     hooks=hooks,
-                    log=self._log,
+                    log=log,
                     stop_requested=self._stop_requested,
                 )
-        except NonFiniteError as error:
-            saved = self._checkpoints.saved_step
-            kept = "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
-            raise NonFiniteError(f"{error}; {kept}. {self._advice()}") from None
+            except NonFiniteError as error:
+                saved = self._checkpoints.saved_step
+                there = "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
+                advice = "a longer --optimizer.warmup_steps, in a new --workdir"
+                if self.built.members.names:
+                    advice = "start without that --ensemble_member, or split off the other members (--mode=split)"
+                raise NonFiniteError(f"{error}; {there}. Try a lower --optimizer.learning_rate, or {advice}") from None
 
     def _read(self, first: int, count: int) -> Segments:
         """Returns the segments of updates `first`, .. on the devices: [S, B, L], or [n, S, B, L] of an ensemble."""
@@ -177,42 +187,16 @@ class Trainer:
             segments = jax.tree.map(lambda *arrays: np.stack(arrays), segments, *others)
         return self.built.place(segments, batch_size=self._config.batch_size)
 
-    def _save(self, step: int, state: TrainState, progress: Progress) -> None:
-        notes = {"running_totals": progress.state(), "evaluation_pending": self._validation.pending}
+    def _save(self, context: HookContext) -> None:
+        notes = {"running_totals": self._progress.state(), "evaluation_pending": self._validation.pending}
         self._log.seal()  # The records up to here are not made again by a run that resumes from this checkpoint.
-        self._checkpoints.save(step, state, notes)
+        self._checkpoints.save(context.step, context.state, notes)
 
-    def _save_on_notice(self, context: HookContext, progress: Progress) -> None:
+    def _save_on_notice(self, context: HookContext) -> None:
         """Saves before maintenance of a machine, which may end it."""
         if stop.save_requested() and self._checkpoints.saved_step != context.step:
-            self._save(context.step, context.state, progress)
+            self._save(context)
             self._log.note(f"checkpoint of step {context.step}, since maintenance may end this machine")
-
-    def _advice(self) -> str:
-        if self.built.members.names:
-            return (
-                "Start again without that --ensemble_member, or with a lower learning rate for it, in a new --workdir; "
-                "or split off the other members (--mode=split)"
-            )
-        return "Try a lower --optimizer.learning_rate or a longer --optimizer.warmup_steps, in a new --workdir"
-
-    def _has_ended(self, step: int) -> bool:
-        ended = step >= self._config.steps or self._validation.out_of_patience
-        return ended and not self._validation.pending
-
-    def _finish(self, step: int, state: TrainState, progress: Progress) -> Outcome:
-        """Saves the last checkpoint and, after the last update, scores the test split."""
-        if step < self._config.steps and self._validation.out_of_patience:
-            self._log.print(f"note      ends after step {step}: no better loss in {self._config.patience} evaluations")
-        if self._checkpoints.saved_step != step:
-            self._save(step, state, progress)
-        self._checkpoints.wait()
-        results = self._validation.make_results(step, state) if self._has_ended(step) else None
-        if results is None:
-            self._log.print(
-                f"stopped   on request after step {step}; everything is saved, the same command goes on from here"
-            )
-        return Outcome(results is not None, step, results)
 
 
 def run_updates(
@@ -228,7 +212,7 @@ def run_updates(
     log: RunLog,
     stop_requested: Callable[[], Any],
 ) -> tuple[int, TrainState]:
-    """Updates the state from `first_step` to `steps`, or until a stop is requested.
+    """Updates the state from `first_step` to `steps`, or until a stop is requested: (updates done, state after them).
 
     Args:
       state: The state after `first_step` updates.
@@ -236,10 +220,6 @@ def run_updates(
       prefetched: From the number of updates done to the next S segments, on the devices.
       hooks: Run in this order where due. Every loss up to there was finite before any of them runs, so a
         checkpoint never holds the result of a nan.
-      log: Passed on to the hooks.
-
-    Returns:
-      The number of updates done, and the state after them.
     """
 
     def segments_of(step: int) -> Any:
@@ -294,8 +274,8 @@ def _memory_line(built: Built, compilation: Compilation) -> str:
     sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
-    by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
+    by_kind = ", ".join(f"{name} {environment.megabytes(size)}" for name, size in sizes.items())
     return (
-        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
+        f"memory    {environment.megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
         f"(compiled in {compilation.seconds:.1f} s)"
     )

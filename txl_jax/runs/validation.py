@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from txl_jax.config import EvalConfig, config_tree
@@ -17,17 +17,13 @@ from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import write_json
 from txl_jax.training import weight_averaging
-from txl_jax.training.hooks import HookContext
+from txl_jax.training.hooks import Hook, HookContext
 from txl_jax.training.step import TrainState
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Validation:
-    """Scores the splits with the parameters of a run, or of each member of an ensemble.
-
-    As hooks it scores the validation split, keeps the best parameters, and acts on the losses so far. At the end it
-    scores the test split with them.
-    """
+    """Scores the splits with the parameters of a run, or of each member of an ensemble: the hooks, and results.json."""
 
     built: Built
     corpus: Corpus
@@ -66,54 +62,52 @@ class Validation:
         found = distributed.broadcast_from_primary(recorded)
         self.losses = [[] if self._best(index) is None else losses for index, losses in enumerate(found)]
 
-    def _score(self, split: Split, index: int, params: Any, *, prefix: str = "") -> tuple[Totals, str]:
-        """Scores a split with the parameters of a member; returns the scores and a line about them."""
-        tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
-        return score_with_line(
-            self.built,
-            params,
-            tokens,
-            name=f"{prefix}{self._members.prefix(index)}{split}",
-            measure=self._measure,
-            log=self.log.print,
-            stop_requested=self.stop_requested,
-        )
-
-    # Hooks, in this order.
+    def hooks(self) -> list[Hook]:
+        """Returns what is done after every `eval_every` updates, in this order."""
+        actions: list[Callable[[HookContext], TrainState | None]] = [self.evaluate]
+        if self._config.average.nt_asgd_patience:
+            actions.append(self.start_averaging)
+        if self._config.train.patience:
+            actions.append(self.stop_early)
+        return [Hook(self._config.train.eval_every, action) for action in actions]
 
     def evaluate(self, context: HookContext) -> None:
         """Scores the validation split, and keeps the parameters of a member if no earlier ones were better."""
         self.pending = True  # Until it is done: a checkpoint written now must record it.
-        scored = []
-        try:
-            for index in range(len(self._members)):
-                params = self._members.take(context.state.scored_params, index)
-                scored.append((params, *self._score(Split.VALID, index, params, prefix=f"step {context.step}: ")))
-        except Interrupted:  # All members are scored again when the run is resumed.
+        of_members = self._members.split(context.state.scored_params)
+        scored = self._score(Split.VALID, of_members, prefix=f"step {context.step}: ")
+        if scored is None:  # All members are scored again when the run is resumed.
             return
         self.pending = False
-        for index, (params, totals, line) in enumerate(scored):
-            self._take(context, index, params, totals, line)
+        for index, (totals, line) in enumerate(scored):
+            best = self._best(index)
+            context.record("valid", as_record(totals), member=self._members.labels[index])
+            # Those of this very step are written again: a kill may have come before they had their digests.
+            if best is None or totals.nll < best["loss"] or best["step"] == context.step:
+                context.log(f"{line}  best so far")
+                notes = {"step": context.step, **as_result(totals), "eval": self._eval_settings}
+                self.checkpoints.save_best(index, context.step, of_members[index], notes)
+            else:
+                context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
+            self.losses[index].append(totals.nll)
 
-    def _take(self, context: HookContext, index: int, params: Any, totals: Totals, line: str) -> None:
-        """Records the scores of a member, and saves its parameters if they are the best."""
-        best = self._best(index)
-        # Those of this very step are written again: a kill may have come before they had their digests.
-        better = best is None or totals.nll < best["loss"] or best["step"] == context.step
-        context.record("valid", as_record(totals), member=self._members.labels[index])
-        if better or best is None:
-            context.log(f"{line}  best so far")
-            notes = {"step": context.step, **as_result(totals), "eval": self._eval_settings}
-            self.checkpoints.save_best(index, context.step, params, notes)
-        else:
-            context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
-        self.losses[index].append(totals.nll)
+    def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
+        """Scores a split with each member's parameters: the scores, and a line about them; None if a stop came."""
+        tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
+        options: dict[str, Any] = {"log": self.log.print, "stop_requested": self.stop_requested}
+        names = [f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))]
+        try:
+            return [
+                score_with_line(self.built, params, tokens, name=name, measure=self._measure, **options)
+                for name, params in zip(names, of_members, strict=True)
+            ]
+        except Interrupted:
+            return None
 
-    def begin_averaging(self, context: HookContext) -> TrainState | None:
+    def start_averaging(self, context: HookContext) -> TrainState | None:
         """NT-ASGD: starts weight averaging in members whose validation loss has stopped improving."""
-        trigger = self._config.average.nt_asgd_patience
-        average = context.state.average
-        if not trigger or self.pending or average is None:
+        trigger, average = self._config.average.nt_asgd_patience or 0, context.state.average
+        if self.pending or average is None:
             return None
         for index, losses in enumerate(self.losses):
             if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(losses, trigger):
@@ -131,21 +125,19 @@ class Validation:
 
     def _best(self, index: int) -> dict[str, Any] | None:
         """Returns step and scores of the best parameters so far, or None if none are comparable."""
-        return distributed.broadcast_from_primary(lambda: self._best_on_disk(index))
 
-    def _best_on_disk(self, index: int) -> dict[str, Any] | None:
-        try:
-            notes = self.checkpoints.best_notes(index)
-        except CheckpointError as error:
-            self.log.note(f"{error}; the best is chosen anew from here")
+        def comparable() -> dict[str, Any] | None:
+            try:
+                notes = self.checkpoints.best_notes(index)
+            except CheckpointError as error:
+                self.log.note(f"{error}; the best is chosen anew from here")
+                return None
+            if notes is None or with_defaults(notes["eval"]) == self._eval_settings:
+                return notes
+            self.log.note(f"the best is chosen again: step {notes['step']} was scored with other --eval settings")
             return None
-        if notes is not None and with_defaults(notes["eval"]) != self._eval_settings:
-            self.log.note(
-                f"the best so far, of step {notes['step']}, was scored with other --eval settings; "
-                "it is chosen anew from here"
-            )
-            return None
-        return notes
+
+        return distributed.broadcast_from_primary(comparable)
 
     # results.json
 
@@ -167,18 +159,15 @@ class Validation:
 
     def make_results(self, step: int, state: TrainState) -> dict[str, Any] | None:
         """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
-        scored = []
-        try:
-            for index in range(len(self._members)):
-                best, params = self._best_or_last(index, state)
-                scored.append((best, *self._score(Split.TEST, index, params)))
-        except Interrupted:
+        best, of_members = zip(*(self._best_or_last(i, state) for i in range(len(self._members))), strict=True)
+        scored = self._score(Split.TEST, of_members)
+        if scored is None:
             return None
         results = []
-        for label, (best, totals, line) in zip(self._members.labels, scored, strict=True):
+        for label, own, (totals, line) in zip(self._members.labels, best, scored, strict=True):
             self.log.record("test", step, as_record(totals), member=label)
             self.log.print(line)
-            results.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
+            results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **as_result(totals)}})
         content = {
             **self.facts,
             "steps": step,

@@ -1,11 +1,8 @@
 """Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
 
-Optimizer, step, memory and the position in the text are those of a new run. A warm start happens once, before the first
-checkpoint of a workdir: config.json records what was read (path, step, sha256 of the parameters, tokens kept), and
-later starts of the same command resume without reading the weights again.
-
-The settings that make the parameters what they are must be those of the trained model. Programs take them from there
-where no flag gives them (`with_trained_settings`), and from config.json once there is one.
+Optimizer, step, memory and the position in the text start anew. A warm start happens once, before the first checkpoint:
+config.json records what was read, and later starts of the same command resume without the weights. The settings that
+make the parameters what they are come from the trained model where no flag gives them.
 """
 
 import hashlib
@@ -16,6 +13,7 @@ import jax
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, Tokenizer, TokenizerConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.subwords import SubwordVocabulary
@@ -56,10 +54,7 @@ class WarmStart(NamedTuple):
 
 
 def basis(path: str, run: Run) -> Weights:
-    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`.
-
-    All processes call it, and not within `distributed.run_on_all`. Raises `UserError` as `open_weights`.
-    """
+    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`."""
     return _open(path) if run.is_new else Weights.of_run(run)
 
 
@@ -74,35 +69,26 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: I
 
 
 def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
-    """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's.
-
-    All processes call it. Raises `UserError` if one of them cannot be read, or the config has another tokenizer.
-    """
-    kept: Vocabulary | None = None
+    """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's."""
+    vocabulary: Vocabulary | None = None
     if config.init_from is not None and config.init_vocabulary is InitVocabulary.KEPT:
-        kept = basis(config.init_from, run).vocabulary
+        vocabulary = basis(config.init_from, run).vocabulary
 
     def read() -> Corpus:
-        wanted = {} if kept is None else _tokenizer_settings(kept)
-        given = {name: config_tree.get(config, name) for name in wanted}
-        if given != wanted:
-            different = (
-                f"{name} is {given[name]} and there {wanted[name]}" for name in wanted if given[name] != wanted[name]
-            )
-            raise UserError(
-                f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {'; '.join(different)}; leave "
-                "these flags out"
-            )
-        return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=kept)
+        if vocabulary is not None:
+            there = config_tree.replace(config, _tokenizer_settings(vocabulary))
+            if different := config_tree.differences(there, config):
+                named = "; ".join(f"{leaf.name} is {ours} and there {theirs}" for leaf, theirs, ours in different)
+                raise UserError(
+                    f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {named}; leave these flags out"
+                )
+        return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
 
     return distributed.run_on_all(read)
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
-    """Raises `UserError` if settings differ that make the parameters what they are; names every one.
-
-    Bounds of clusters may differ, as they depend on the vocabulary; their number may not.
-    """
+    """Raises `UserError` if settings differ that make the parameters what they are. Bounds of clusters may differ."""
     refused = []
     for leaf, theirs, ours in config_tree.differences(trained, config):
         if leaf.name == _CUTOFFS and len(theirs) == len(ours):
@@ -110,23 +96,12 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
         if leaf.setting.shapes_params and _is_read(leaf.name, config):
             here, there = (config_tree.format_value(value) or "empty" for value in (ours, theirs))
             refused.append(f"{leaf.name} is {here} and there {there}")
-    if refused:
-        raise UserError(
-            f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; leave these settings out, "
-            "and they are taken from there"
-        )
+    advice = "leave these settings out, and they are taken from there"
+    require(not refused, f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; {advice}")
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
-    """Reads the weights at `init_from`, once. All processes call it.
-
-    Returns:
-      The weights. If the run resumes, only the record of them, or None if they were not recorded.
-
-    Raises:
-      UserError: If there are no weights, or they do not fit config and vocabulary.
-      CheckpointError: If they are corrupted.
-    """
+    """Reads the weights at `init_from`, once. If the run resumes, returns only their record, or None if it has none."""
     config = components.config
     assert config.init_from is not None
 
@@ -135,11 +110,19 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
             f"the checkpoints in {run.latest} vanished while the run was opened; start the same command again"
         )
 
-    if distributed.broadcast_from_primary(lambda: _has_checkpoint(run)):
+    def has_checkpoint() -> bool:
+        with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
+            return latest.latest_step() is not None
+
+    if distributed.broadcast_from_primary(has_checkpoint):
         return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
-    step, params = trained.params(_build_on_same_mesh(trained, components))
+    # The trained model on the mesh of the run that begins.
+    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
+    changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
+    same_mesh = build_for(config_tree.replace(trained.config, changed), trained.vocabulary, mesh=components.mesh)
+    step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
@@ -176,20 +159,6 @@ def _open(path: str) -> Weights:
         raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
 
 
-def _build_on_same_mesh(trained: Weights, components: Built) -> Built:
-    """Builds the trained model on the mesh of the run that begins."""
-    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
-    defaults = {"eval.average_checkpoints": ExperimentConfig().eval.average_checkpoints}
-    changed = defaults | {name: config_tree.get(components.config, name) for name in ours}
-    config = config_tree.replace(trained.config, changed)
-    return build_for(config, trained.vocabulary, mesh=components.mesh)
-
-
-def _has_checkpoint(run: Run) -> bool:
-    with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
-        return latest.latest_step() is not None
-
-
 def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that make token ids what they are, as a given vocabulary has them."""
     kind = Tokenizer.SUBWORD if isinstance(vocabulary, SubwordVocabulary) else vocabulary.kind  # Its saved kind is hf.
@@ -211,11 +180,12 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
     check_model(config, trained.config)
     theirs = trained.vocabulary
     same = theirs == vocabulary
-    if not same and theirs.kind != vocabulary.kind:
-        raise UserError(
-            f"the tokens of {trained.path} are of kind {theirs.kind} ({theirs.size:,}) and those of the text of kind "
-            f"{vocabulary.kind} ({vocabulary.size:,}); give --init_vocabulary=kept to read the text in that vocabulary"
-        )
+    kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
+    require(
+        same or theirs.kind == vocabulary.kind,
+        f"the tokens of {trained.path} are of kind {kinds[0]}, and the text's of kind {kinds[1]}; give "
+        "--init_vocabulary=kept to read the text in that vocabulary",
+    )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.ops.attention import Implementation
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed
@@ -59,16 +59,13 @@ class Weights:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `built` is built with this config, or with one with the same `model` on another mesh.
-
-        Raises:
-          UserError: If there is no checkpoint yet.
-          CheckpointError: If the weights are corrupted, or belong to another model.
+        `built` is built with this config, or with one with the same `model` on another mesh. Raises `UserError` if
+        no checkpoint exists yet, and `CheckpointError` if the weights are corrupted or belong to another model.
         """
-        from txl_jax.interop import portable
-
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
+        from txl_jax.interop import portable
+
         leaves = distributed.run_on_all(lambda: portable.read_leaves(self.path))
         return self.source.step, portable.place(leaves, built.abstract_state.params)
 
@@ -82,27 +79,16 @@ def open_weights(
 ) -> Weights:
     """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
 
-    All processes call it, and not within `distributed.run_on_all`.
-
-    Args:
-      path: The directory; "~" is the home directory.
-      member: The ensemble member, as "seed=2", or None if the run is not an ensemble.
-      weight_dtype: Replaces `eval.weight_dtype`, or None for the saved dtype.
-      cache_dtype: Replaces `eval.cache_dtype`, or None for the saved dtype.
-
-    Raises:
-      UserError: If the run or member does not exist, or its files cannot be read; or if the model cannot have such
-        weights or cache. For a directory of another implementation the message has the command that converts it.
+    All processes call it, and not within `distributed.run_on_all`. Takes the arguments of `txl_jax.load`. Raises
+    `UserError` if the run or member does not exist, its files cannot be read, or the model cannot have these dtypes.
+    For a directory of another implementation the message has the command that converts it.
     """
-    from txl_jax.interop import portable
-
-    folder, given = as_path(path), {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
-    # Process 0 decides, so that all processes go the same way, whatever each of them sees.
-    if distributed.broadcast_from_primary(lambda: _holds_portable(folder, member)):
-        info = distributed.run_on_all(lambda: portable.read_info(folder))
-        found = Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
-    else:
+    folder = as_path(path)
+    try:
         found = Weights.of_run(Run.read(folder, member=member))
+    except UserError as error:
+        found = _open_portable(folder, member, error)
+    given = {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
     changes = {name: dtype for name, dtype in given.items() if dtype is not None}
     if changes:
         found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
@@ -110,25 +96,26 @@ def open_weights(
     return found
 
 
-def _holds_portable(folder: str, member: str | None) -> bool:
-    """Returns whether a directory is a portable checkpoint; raises `UserError` if it is neither that nor a run's."""
+def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weights:
+    """Opens a portable checkpoint; raises `no_run`, or an error that says more, if the directory contains none."""
     from txl_jax.interop import exported, portable
 
-    if portable.is_portable(folder):
-        if member is not None:
-            raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
-        return True
-    if exported.is_exported(folder):
-        raise UserError(
-            f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; give "
-            "the run or the folder of weights that it was exported from"
-        )
-    if holds_other_weights(folder):
-        raise UserError(
-            f"{folder} holds no run of txl_jax but other files of weights; convert them with "
-            f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
-        )
-    return False
+    def check() -> None:
+        if portable.is_portable(folder):
+            one = f"the member {member!r} was given and {folder} holds one model; leave the member out"
+            require(member is None, one)
+        elif exported.is_exported(folder):
+            raise UserError(f"{folder} is an exported model (docs/export.md); give the run or folder it was made from")
+        elif holds_other_weights(folder):
+            convert = f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`"
+            raise UserError(f"{folder} has weights of another program; convert them with {convert} and give that")
+        else:
+            raise no_run
+
+    # Process 0 decides, so that all processes go the same way, whatever each of them sees.
+    distributed.broadcast_from_primary(check)
+    info = distributed.run_on_all(lambda: portable.read_info(folder))
+    return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
 
 
 def holds_other_weights(path: str) -> bool:
@@ -145,18 +132,13 @@ def holds_other_weights(path: str) -> bool:
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, run: Run, *, log: Callable[[str], None]
 ) -> tuple[Built, int, Any]:
-    """Loads a trained run that is to score a text: (what is built of it, step, parameters).
-
-    Raises `UserError` if the text has another vocabulary than the run, or processes have different ones; and as
-    `load_parameters`.
-    """
+    """Loads a trained run that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
     check_same_settings(config)
     check_same_text(corpus)
-    if corpus.vocabulary != run.text.vocabulary:
-        raise UserError(
-            f"the run was trained on {run.text.description!r} with {run.text.vocabulary.size} tokens, and "
-            f"{corpus.description!r} was read with {corpus.vocabulary.size} or others; read it in the run's vocabulary"
-        )
+    theirs, ours = run.text.vocabulary, corpus.vocabulary
+    trained = f"the run was trained on {run.text.description!r} with {theirs.size} tokens"
+    scored = f"{corpus.description!r} was read with {ours.size} or others"
+    require(ours == theirs, f"{trained}, and {scored}; read it in the run's vocabulary")
     if corpus.digest != run.text.digest:
         log(f"note: this is not the text of training ({run.text.description}), but {corpus.description}")
     built = build_trained(config, run, log=log)
@@ -164,28 +146,20 @@ def load_to_score(
 
 
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
-    """Builds a trained run with its recorded implementations of attention; all processes call it.
-
-    Raises `UserError` if settings do not fit each other or the devices, or processes have different devices.
-    """
+    """Builds a trained run with its recorded implementations of attention; all processes call it."""
     recorded = run.attention_for(config)
     built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
-    choice = built.attention
-    check_same_attention(choice)
-    if choice is not None and recorded.cached != choice.evaluation.implementation:
-        was = f"was {recorded.cached} and is now " if isinstance(recorded.cached, Implementation) else ""
-        log(f"attention: evaluation {was}{choice.evaluation.implementation} ({choice.evaluation.reason})")
+    check_same_attention(built.attention)
+    if built.attention is not None and (changed := built.attention.describe({"evaluation": str(recorded.cached)})):
+        log(f"attention: {changed}")
     return built
 
 
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Loads the best parameters of a run, or the latest before its first evaluation: (step, parameters).
 
-    With `eval.average_checkpoints` it returns the mean of that many latest checkpoints, and the step of the last.
-
-    Raises:
-      UserError: If the run has no checkpoint, or fewer than are to be averaged.
-      CheckpointError: If it has checkpoints, but none can be read.
+    With `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of the last. Raises
+    `UserError` if the run has too few checkpoints, and `CheckpointError` if none can be read.
     """
     if built.config.eval.average_checkpoints:
         return _mean_of_latest(built, run, built.config.eval.average_checkpoints, log=log)
@@ -211,16 +185,14 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest sound training state: (step, state, notes), or None if there is none.
+    """Loads the latest sound training state, before step `before` if given: (step, state, notes), or None.
 
-    For an ensemble with a chosen member it returns that member's state, with the notes of all members. Steps from
-    `before` on are not loaded. Raises `CheckpointError` if there are checkpoints, but none can be read.
+    For an ensemble with a chosen member it is that member's state, with the notes of all members.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
-    abstract_state = members.abstract(built.abstract_state)
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:
-        restored = latest.restore(abstract_state, before=before)
+        restored = latest.restore(members.abstract(built.abstract_state), before=before)
     if restored is None:
         return None
     step, state, notes = restored
@@ -234,10 +206,8 @@ def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], 
     while len(steps) < count:
         restored = load_state(built, run, log=log, before=steps[-1] if steps else None)
         if restored is None:
-            raise UserError(
-                f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}; train with as many "
-                "--train.keep_checkpoints, or give a smaller number"
-            )
+            what = f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}"
+            raise UserError(f"{what}; train with as many --train.keep_checkpoints, or give a smaller number")
         steps.append(restored[0])
         params = restored[1].scored_params
         total = params if total is None else jax.tree.map(jnp.add, total, params)

@@ -12,7 +12,7 @@ from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding, config_tree
 from txl_jax.errors import UserError
-from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
+from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 from txl_jax.runs import score
 from txl_jax.runs.score import Interrupted, Split
 from txl_jax.runs.validation import as_record
@@ -45,7 +45,7 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     assert list(found) == [row["attention_length"] for row in rows] == [3, 12], "shortest first, each once"
     for length, row, segment_len in zip(found, rows, [3, 5], strict=True):  # Those of evaluation have 5.
         at = {"eval.mem_len": length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir, log=str)[split]
+        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir)[split]
         assert as_record(found[length]) == alone == {name: row[name] for name in alone} and row["seconds"] > 0
     assert found[3].nats != found[12].nats
     assert Path(workdir.path, "context_length.png").exists() == plots.can_draw()
@@ -60,7 +60,8 @@ def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
     step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
     assert list(found) == [row["attention_length"] for row in rows] == [4, 9]
     for length, totals in found.items():
-        expected = evaluate_windows(step, params, corpus.valid, attention_len=length, stride=3, batch_size=1)
+        batches = window_batches(corpus.valid, attention_len=length, stride=3, batch_size=1)
+        expected = evaluate_windows(step, params, batches)
         assert totals.tokens == expected.tokens == len(corpus.valid) - 1
         assert totals.nats == pytest.approx(expected.nats, rel=1e-6)
 
