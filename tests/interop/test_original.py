@@ -19,10 +19,12 @@ from txl_jax.interop.original import Format
 
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.VASWANI, Encoding.AL_RFOU])
 def test_other_encodings_have_no_names_in_hugging_face(encoding):
-    config = tiny.model_config(encoding=encoding)
-    for convert, sizes in ((original.from_flax, {}), (original.to_flax, {"vocab_size": tiny.V})):
-        with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
-            convert({}, config, **sizes, format=Format.HUGGINGFACE)
+    config, params = foreign.make("pytorch", encoding=encoding, num_positions=7, n_head=2, d_head=3)
+    tensors = original.from_flax(params, config)
+    with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
+        original.from_flax(params, config, format=Format.HUGGINGFACE)
+    with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
+        original.to_flax(tensors, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
 
 
 GOLDEN = ["s09_adaptive_div1_wt103", "s13_adaptive_div4_wt103", "s15_not_tied", "s16_untie_r", "s18_vaswani"]
@@ -56,7 +58,7 @@ def test_a_parameter_reads_its_own_tensors_alone():
     arrays, reads = original.from_flax(params, config, format=Format.HUGGINGFACE), []
 
     def counted(name, leaf):
-        return leaf._replace(read=lambda: reads.append(name) or arrays[name])
+        return leaf._replace(part=lambda index: reads.append(name) or arrays[name][index])
 
     tensors = {name: counted(name, leaf) for name, leaf in leaves.from_tree(arrays).items()}
     found = original.to_leaves(tensors, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)

@@ -52,7 +52,7 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
 
 def test_one_array_at_a_time_is_in_memory(tmp_path):
     size = 1 << 20
-    drawn = {str(i): Leaf((size,), np.dtype(np.uint8), lambda: np.ones(size, np.uint8)) for i in range(16)}
+    drawn = {str(i): Leaf((size,), np.dtype(np.uint8), lambda _: np.ones(size, np.uint8)) for i in range(16)}
     tracemalloc.start()
     ours.write(tmp_path / "a", drawn)
     _, peak = tracemalloc.get_traced_memory()
@@ -61,7 +61,7 @@ def test_one_array_at_a_time_is_in_memory(tmp_path):
 
 
 def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):
-    leaf = Leaf((2,), np.dtype(np.float32), lambda: np.zeros(3, np.float32))
+    leaf = Leaf((2,), np.dtype(np.float32), lambda _: np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"\ba\b.*\(3,\).*\(2,\)"):
         ours.write(tmp_path / "a", {"a": leaf})
     with pytest.raises(ValueError, match="complex64"):

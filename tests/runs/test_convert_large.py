@@ -30,13 +30,13 @@ runpy.run_module("experiments.convert", run_name="__main__")
 def drawn(name, shape):
     """A tensor that is drawn when it is read."""
 
-    def read():
+    def part(_):
         if name.endswith("layer_norm.weight"):
             return np.ones(shape, np.float32)
         seed = int.from_bytes(name.encode()[-16:], "little")
         return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
 
-    return Leaf(shape, np.dtype(np.float32), read)
+    return Leaf(shape, np.dtype(np.float32), part)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ names the tensor and both shapes.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, NormPlace
@@ -18,19 +18,19 @@ from txl_jax.interop.leaves import Leaf, Leaves, is_same
 # Cutoffs of the published models by vocabulary size. NVIDIA's files with other cutoffs record them.
 _PUBLISHED_CUTOFFS = {267_735: (20_000, 40_000, 200_000), 793_470: (60_000, 100_000, 640_000)}
 _SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val")
+_LISTS = {"cutoffs": int, "tie_projs": bool}
+_FLAGS = ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first")
+_INTEGERS = (*_SIZES, "n_token", "mem_len", "clamp_len", "tgt_len")
+_KINDS: dict[str, type] = dict.fromkeys(_INTEGERS, int) | dict.fromkeys(_FLAGS, bool) | _LISTS
+_LEAST = dict.fromkeys((*_SIZES, "n_token"), 1) | {"mem_len": 0}
 _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 
 
 def infer(tensors: Leaves, facts: Mapping[str, Any], *, name: str) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
-    """Infers a model's configuration.
+    """Infers the sizes, ties and encoding, V, the lengths, and one line per choice that is left open.
 
-    Args:
-      tensors: The tensors by the release's names, of which only those that may be shared are read.
-      facts: Known keyword arguments of MemTransformerLM or TransfoXLConfig.
-      name: The file's name, for errors.
-
-    Returns:
-      Sizes, ties and encoding, V, the lengths if the facts have them, and one line per choice that is left open.
+    Of the tensors only those that may be shared are read. `facts` are known arguments of MemTransformerLM or
+    TransfoXLConfig.
 
     Raises:
       UserError: If a tensor that decides on a size is missing or has another rank, a fact has another type, or the
@@ -89,9 +89,8 @@ class _Tensors(dict[str, Leaf]):
 
 def _num_layers(tensors: _Tensors) -> int:
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    for layer in range(len(numbers)):
-        if str(layer) not in numbers:
-            raise UserError(f"{tensors.name} has tensors of {len(numbers)} layers, but none of layer {layer}")
+    if missing := set(map(str, range(len(numbers)))) - numbers:
+        raise UserError(f"{tensors.name} has tensors of {len(numbers)} layers, but none of layer {min(missing)}")
     return len(numbers)
 
 
@@ -183,23 +182,14 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
 
 def _checked(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the facts that are used, by the release's names, or raises `UserError` for one of another type."""
-    types: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys((*_SIZES, "n_token"), lambda value: type(value) is int and value > 0),
-        "mem_len": lambda value: type(value) is int and value >= 0,
-        **dict.fromkeys(("clamp_len", "tgt_len"), lambda value: type(value) is int),
-        **dict.fromkeys(
-            ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"),
-            lambda value: type(value) is bool,
-        ),
-        "cutoffs": lambda value: isinstance(value, (list, tuple)) and all(type(v) is int for v in value),
-        "tie_projs": lambda value: isinstance(value, (list, tuple)) and all(type(v) is bool for v in value),
-    }
     found: dict[str, Any] = {}
-    for key, is_right in types.items():
+    for key, kind in _KINDS.items():
         value = facts.get(key, facts.get(_OTHER_NAMES.get(key, key)))
         if value is None or (key == "d_embed" and value == -1):
             continue
-        if not is_right(value):
+        values = value if key in _LISTS else [value]
+        valid = isinstance(values, list | tuple) and all(type(each) is kind for each in values)
+        if not valid or (key in _LEAST and value < _LEAST[key]):
             raise UserError(f"{name} has {key} {str(value)[:60]}, which is not a valid value. Correct or remove it.")
         found[key] = value
     return found

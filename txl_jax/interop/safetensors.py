@@ -22,9 +22,9 @@ from txl_jax.runtime.storage import local_copy
 
 _METADATA = "__metadata__"
 _DTYPES = {
-    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
-    **{f"I{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
-    **{f"U{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "BOOL": np.dtype(bool),
 }
@@ -34,9 +34,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 class SafeTensors(Mapping[str, Leaf]):
     """The tensors of a file by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
 
-    Attributes:
-      path: The file.
-      local: The same file, or its copy on this machine if it is on object storage.
+    `local` is the file's path, or the path of its copy on this machine if the file is on object storage.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -55,9 +53,8 @@ class SafeTensors(Mapping[str, Leaf]):
                 self._header = json.loads(file.read(length), object_pairs_hook=_distinct)
                 self._start = file.tell()
             self._header.pop(_METADATA, None)
-            for name, entry in self._header.items():
-                if entry["dtype"] not in _DTYPES:
-                    raise ValueError(f"tensor {name} has dtype {entry['dtype']}, must be one of {', '.join(_DTYPES)}")
+            if unknown := {entry["dtype"] for entry in self._header.values()} - _DTYPES.keys():
+                raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror or error}). Check the path.") from error
         except (SafetensorError, ValueError) as error:
@@ -69,14 +66,14 @@ class SafeTensors(Mapping[str, Leaf]):
         """Returns a tensor."""
         entry = self._header[name]
         shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        offset = self._start + entry["data_offsets"][0]
 
-        def read() -> np.ndarray:
-            if not math.prod(shape):
-                return np.empty(shape, dtype)
-            offset = self._start + entry["data_offsets"][0]
-            return np.memmap(self.local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
+        def part(index: Any) -> np.ndarray:
+            if not math.prod(shape):  # Nothing can be mapped.
+                return np.empty(shape, dtype)[index]
+            return np.memmap(self.local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
 
-        return Leaf(shape, dtype, read)
+        return Leaf(shape, dtype, part)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header)
@@ -86,15 +83,7 @@ class SafeTensors(Mapping[str, Leaf]):
 
 
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
-    """Writes a file and syncs it to disk, with one tensor at a time in memory.
-
-    Args:
-      path: The file, which is replaced.
-      leaves: The tensors by name.
-      metadata: Texts for the header.
-
-    Returns:
-      The sha256 of the file's bytes, in hexadecimal.
+    """Writes and syncs a file, with one tensor at a time in memory; returns the sha256 of its bytes in hexadecimal.
 
     Raises:
       OSError: If the file cannot be written.
@@ -111,27 +100,26 @@ def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str
         header[name] = {"dtype": _CODES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    tensors = (_read_bytes(name, leaves[name]) for name in names)
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for part in itertools.chain([struct.pack("<Q", len(text)), text], tensors):
-            digest.update(part)
-            file.write(part)
+        for data in itertools.chain([struct.pack("<Q", len(text)), text], _contents(names, leaves)):
+            digest.update(data)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _read_bytes(name: str, leaf: Leaf) -> Any:
-    """Reads a leaf as an array of its bytes, in row-major order."""
-    array = leaf.read()
-    if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-        raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _contents(names: list[str], leaves: Leaves) -> Iterator[Any]:
+    """Reads tensor after tensor as arrays of bytes, in row-major order."""
+    for name in names:
+        array, leaf = leaves[name].read(), leaves[name]
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    if len(found := dict(pairs)) != len(pairs):
         raise ValueError("its header has a name twice")
     return found

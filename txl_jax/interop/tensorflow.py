@@ -56,17 +56,11 @@ _LENGTHS = {
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's contents.
+    """A checkpoint's contents."""
 
-    Attributes:
-      tensors: The weights by the PyTorch release's names, in its layouts.
-      cutoffs: Cutoffs of the clusters, from the sizes of their biases.
-      left_out: Number of variables that are not weights.
-    """
-
-    tensors: dict[str, Leaf]
-    cutoffs: list[int]
-    left_out: int
+    tensors: dict[str, Leaf]  # The weights by the PyTorch release's names, in its layouts.
+    cutoffs: list[int]  # Cutoffs of the clusters, from the sizes of their biases.
+    left_out: int  # Number of variables that are not weights.
 
 
 def read(prefix: Path) -> Checkpoint:
@@ -92,7 +86,7 @@ def read(prefix: Path) -> Checkpoint:
         # The PyTorch release has one bias if there is one table.
         biases = [tensors.pop(f"crit.out_layers.{c}.bias") for c in range(len(sizes))]
         tensors["crit.out_layers.0.bias"] = Leaf(
-            (sum(sizes),), biases[0].dtype, lambda: np.concatenate([bias.read() for bias in biases])
+            (sum(sizes),), biases[0].dtype, lambda index: np.concatenate([bias.read() for bias in biases])[index]
         )
     table, second = (tensors.get(f"word_emb.emb_layers.{c}.weight") for c in range(2))
     # If only the other clusters have projections, the first is as wide as the model.
@@ -120,14 +114,14 @@ def _open(prefix: Path) -> dict[str, Leaf]:
         shape, dtype = tuple(shapes[name]), np.dtype(dtypes[name].as_numpy_dtype)
         transposed = name.endswith(("/kernel", "/proj", "/proj_W"))
 
-        def read() -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             try:
-                array: np.ndarray = reader.get_tensor(name)
+                array: np.ndarray = np.asarray(reader.get_tensor(name))
             except damage as error:
                 raise damaged(error) from error
-            return array.T if transposed else array
+            return (array.T if transposed else array)[index]
 
-        return Leaf(shape[::-1] if transposed else shape, dtype, read)
+        return Leaf(shape[::-1] if transposed else shape, dtype, part)
 
     try:
         reader: Any = tensorflow.train.load_checkpoint(str(prefix))
@@ -157,14 +151,9 @@ def find(path: Path) -> Path | None:
     return path / max(found, key=lambda name: (int(name.rpartition("-")[2]) if name[-1:].isdecimal() else -1, name))
 
 
-def folders_of_vocabulary(prefix: Path) -> list[Path]:
-    """Returns where a vocabulary may be: next to the checkpoint, or as published in the neighbouring "data"."""
-    return [prefix.parent, prefix.parent.parent / "data"]
-
-
 def lengths(dataset: Any) -> dict[str, Any]:
     """Returns the published evaluation lengths of a corpus by the release's names, empty if it is unknown."""
-    if not isinstance(dataset, str) or dataset not in _LENGTHS:
+    if str(dataset) not in _LENGTHS:
         return {}
-    segment_len, mem_len, clamp_len = _LENGTHS[dataset]
+    segment_len, mem_len, clamp_len = _LENGTHS[str(dataset)]
     return {"tgt_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len, "same_length": True}

@@ -1,7 +1,7 @@
 """Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
 
 There are two formats: the zip archive of torch 1.6 and later, and the older sequence of pickles followed by the
-storages' bytes, which the published transfo-xl weights have. A file is mapped into memory, and each access reads anew.
+storages' bytes, which the published transfo-xl weights have.
 
     file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
     tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
@@ -28,18 +28,9 @@ from txl_jax.interop.pickles import Symbol
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAX_RANK = 16
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # Zip entry: signature, lengths of name and extra field.
-_STORAGES = {
-    "DoubleStorage": np.dtype("<f8"),
-    "FloatStorage": np.dtype("<f4"),
-    "HalfStorage": np.dtype("<f2"),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "LongStorage": np.dtype("<i8"),
-    "IntStorage": np.dtype("<i4"),
-    "ShortStorage": np.dtype("<i2"),
-    "CharStorage": np.dtype("i1"),
-    "ByteStorage": np.dtype("u1"),
-    "BoolStorage": np.dtype("?"),
-}
+_KINDS = {"Double": "<f8", "Float": "<f4", "Half": "<f2", "BFloat16": ml_dtypes.bfloat16}
+_KINDS |= {"Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1", "Bool": "?"}
+_STORAGES = {f"{kind}Storage": np.dtype(dtype) for kind, dtype in _KINDS.items()}
 
 
 class TensorError(Exception):
@@ -78,17 +69,17 @@ class TorchFile:
         """Returns a tensor's numbers, read-only. Each read maps them anew, so that a dropped array frees its pages."""
         storage, shape, dtype = tensor.storage, tensor.shape, tensor.storage.dtype
 
-        def read() -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             if not math.prod(shape):
-                return np.empty(shape, dtype)
+                return np.empty(shape, dtype)[index]
             assert storage.offset is not None  # All storages are found before a file is returned.
             offset = storage.offset + tensor.begin * dtype.itemsize
             size = _last(tensor) + 1 - tensor.begin
             mapped = np.memmap(self.path, dtype, mode="r", offset=offset, shape=(size,)).view(np.ndarray)
             strides = [stride * dtype.itemsize for stride in tensor.strides]
-            return np.lib.stride_tricks.as_strided(mapped, shape, strides, writeable=False)
+            return np.lib.stride_tricks.as_strided(mapped, shape, strides, writeable=False)[index]
 
-        return Leaf(shape, dtype, read)
+        return Leaf(shape, dtype, part)
 
 
 def _last(tensor: Tensor) -> int:
