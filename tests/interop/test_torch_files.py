@@ -57,14 +57,6 @@ def test_views_share_a_storage(write, tmp_path):
     assert root["whole"].storage is root["part"].storage
 
 
-def test_older_views_of_storages(tmp_path):
-    base = np.arange(10, dtype=np.float32)
-    key = ("storage", Name("torch", "FloatStorage"), "0", "cpu", 10, ("view", 4, 5))
-    view = Call(Name("torch._utils", "_rebuild_tensor"), (Persistent(key), 1, (2,), (2,)))
-    found = tensors(torch_bytes.write_legacy(tmp_path / "a.bin", {"base": base, "view": view}))
-    np.testing.assert_array_equal(found["view"].read(), base[[5, 7]])
-
-
 WEIGHTS = {"a.weight": array((2, 3)), "a.bias": array(2)}
 
 
@@ -158,9 +150,9 @@ def test_a_file_without_weights_is_refused(write, value, message, tmp_path):
         tensors(write(tmp_path / "a.pt", value))
 
 
-def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage"):
+def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage", view=None):
     """A tensor of a storage of 6 numbers, with some of its sizes wrong."""
-    storage = Persistent(("storage", Name("torch", kind), "0", "cpu", numel))
+    storage = Persistent(("storage", Name("torch", kind), "0", "cpu", numel, view))
     return {"a": Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, begin, shape, strides, False, None))}
 
 
@@ -180,6 +172,7 @@ def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage
         {"numel": -1},
         {"kind": "ComplexStorage"},
         {"shape": (1,) * 40, "strides": (1,) * 40},
+        {"view": ("0", 0, 6)},
     ],
     ids=str,
 )

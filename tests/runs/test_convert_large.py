@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("large") / "huggingface"
     made.mkdir()
     pieces = original._pieces(CONFIG, V, Format.HUGGINGFACE)
-    tensors = {piece.name: drawn(piece.name, piece.shape) for piece in pieces}
+    tensors = {theirs.name: drawn(theirs.name, theirs.shape) for theirs, _ in pieces}
     safetensors.write(made / "model.safetensors", tensors, metadata={"format": "pt"})
     arguments = huggingface.config_of(CONFIG, EvalConfig(mem_len=1600, clamp_len=1000), vocab_size=V)
     (made / "config.json").write_text(json.dumps(arguments))

@@ -82,8 +82,7 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
     by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}
     config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts, name=str(weights.path))
-    tensors = original.fill_shared(weights.tensors, original.aliases(config, format))
-    params = original.to_leaves(tensors, config, vocab_size=vocab_size, format=format)
+    params = original.to_leaves(weights.tensors, config, vocab_size=vocab_size, format=format)
     vocabulary, order, more = _vocabulary(weights, vocab_size)
     notes += [*more, *weights.notes]
     if order is not None:

@@ -12,7 +12,7 @@ with the greatest distance, ours with 0. `Format` has the differences of the oth
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -51,21 +51,21 @@ _UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer search
 _DOUBLE = np.dtype(np.float64)
 
 
-class Piece(NamedTuple):
-    """Rows of an original tensor, and the place in our parameters that holds the same numbers."""
+class Part(NamedTuple):
+    """A part of an array: of an original tensor, or of one of our parameters."""
 
-    name: str  # The original's tensor,
-    shape: tuple[int, ...]  # its shape,
-    path: str  # Our parameter, "a/b/c",
-    path_shape: tuple[int, ...]  # its shape,
-    place: slice | int | EllipsisType = ...  # and where along its first axis.
-    rows: slice | tuple[slice, slice] = slice(None)  # Which rows of the tensor, or which of its first two axes.
-    transposed: bool = False  # [out, in] there, [in, out] here.
+    name: str  # Of the array; our parameters' are paths, "a/b/c".
+    shape: tuple[int, ...]  # Of the whole array.
+    index: slice | int | tuple[slice, slice] | EllipsisType = ...
+    transposed: bool = False  # [out, in] in the original, [in, out] here.
 
-    def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the rows of the original tensor in our order of axes."""
-        rows = tensor[self.rows]
-        return rows.T if self.transposed else rows
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """Returns the part of an array in our order of axes."""
+        part = array[self.index]
+        return part.T if self.transposed else part
+
+
+Piece = tuple[Part, Part]  # A part of an original tensor, and the part of our parameter that holds the same numbers.
 
 
 def to_flax(
@@ -80,41 +80,28 @@ def to_leaves(
 ) -> dict[str, Leaf]:
     """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
 
-    `tensors` has every tensor by its name in `format`, shared ones under all their names.
+    `tensors` are by their names in `format`. A shared one needs only one of its names.
 
     Raises:
       UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the implementation has
         no such model.
     """
     pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
-    expected = {piece.name: piece.shape for piece in pieces}
-    expected |= {name: expected[first] for name, first in shared.items()}
-    constant = _name(FREQUENCIES, format) if _has_frequencies(config) else None
-    _check({name: leaf.shape for name, leaf in tensors.items() if name != constant}, expected, "tensor")
-    if constant and constant in tensors:
-        _check_frequencies(tensors[constant].read(), config.d_model)
+    found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(tensors)
+    found = {name: found[first] for name, first in shared.items() if first in found} | found
+    constant = found.pop(_name(FREQUENCIES, format), None) if _has_frequencies(config) else None
+    expected = {theirs.name: theirs.shape for theirs, _ in pieces}
+    _check(found, expected | {name: expected[first] for name, first in shared.items()}, "tensor")
+    if constant:
+        _check_frequencies(constant.read(), config.d_model)
     for name, first in shared.items():
-        if not leaves_lib.is_same(tensors[name], tensors[first]):
+        if not leaves_lib.is_same(found[name], found[first]):
             raise UserError(
                 f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
                 f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
                 "equal values."
             )
-    return {path: _parameter(tensors, parts) for path, parts in _grouped(pieces, lambda piece: piece.path).items()}
-
-
-def _parameter(tensors: Leaves, pieces: list[Piece]) -> Leaf:
-    """Returns one of our parameters, made of pieces of original tensors; one layer's entry needs its own only."""
-    shape, dtype = pieces[0].path_shape, tensors[pieces[0].name].dtype
-
-    def part(index: Any) -> np.ndarray:
-        array = np.empty(shape, dtype)
-        for piece in [piece for piece in pieces if piece.place == index] or pieces:
-            target = array[piece.place]
-            target[...] = piece.view(tensors[piece.name].read()).reshape(target.shape)
-        return array[index]
-
-    return Leaf(shape, dtype, part)
+    return _assembled(found, pieces)
 
 
 def from_flax(
@@ -140,51 +127,43 @@ def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.
         raise UserError("parameter softmax/bias is missing. Pass the tree below 'params'.")
     bias = leaves["softmax/bias"]
     pieces = _pieces(config, bias.shape[0], format)
-    expected = {piece.path: piece.path_shape for piece in pieces}
-    _check({path: leaf.shape for path, leaf in leaves.items()}, expected, "parameter")
-    tensors = {name: _tensor(leaves, parts) for name, parts in _grouped(pieces, lambda piece: piece.name).items()}
+    _check(leaves, {ours.name: ours.shape for _, ours in pieces}, "parameter")
+    tensors = _assembled(leaves, [(ours, theirs) for theirs, ours in pieces])
     if _has_frequencies(config):
         tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
     return tensors
 
 
-def _tensor(leaves: Leaves, pieces: list[Piece]) -> Leaf:
-    """Returns an original tensor, made of pieces of our parameters."""
-    shape, dtype = pieces[0].shape, leaves[pieces[0].path].dtype
+def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Leaf]:
+    """Returns leaves made of parts of others. Each pair is a part of a source and the part of a result it becomes."""
+    by_name: dict[str, list[tuple[Part, Part]]] = {}
+    for source, target in pairs:
+        by_name.setdefault(target.name, []).append((source, target))
 
-    def part(index: Any) -> np.ndarray:
-        array = np.empty(shape, dtype)
-        for piece in pieces:
-            target = piece.view(array)
-            target[...] = leaves[piece.path].part(piece.place).reshape(target.shape)
-        return array[index]
+    def leaf(parts: list[tuple[Part, Part]]) -> Leaf:
+        first, result = parts[0]
+        dtype = sources[first.name].dtype
 
-    return Leaf(shape, dtype, part)
+        def part(index: Any) -> np.ndarray:
+            array = np.empty(result.shape, dtype)
+            # A layer's entry of a stacked parameter needs its own tensors only.
+            for source, target in [pair for pair in parts if pair[1].index == index] or parts:
+                place, values = target.view(array), sources[source.name].part(source.index)
+                place[...] = (values.T if source.transposed else values).reshape(place.shape)
+            return array[index]
+
+        return Leaf(result.shape, dtype, part)
+
+    return {name: leaf(parts) for name, parts in by_name.items()}
 
 
-def _grouped(pieces: list[Piece], key: Callable[[Piece], str]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(key(piece), []).append(piece)
-    return found
-
-
-def _check(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
+def _check(found: Leaves, expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
     """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
     for name in [*expected, *found]:
-        if found.get(name) != expected.get(name):
-            there = f"has shape {list(found[name])}" if name in found else "is missing"
+        if name not in found or found[name].shape != expected.get(name):
+            there = f"has shape {list(found[name].shape)}" if name in found else "is missing"
             wanted = f"expected shape {list(expected[name])}" if name in expected else f"expected no such {kind}"
             raise UserError(f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or model.untie_r.")
-
-
-def fill_shared(tensors: Leaves, shared: Mapping[str, str]) -> dict[str, Leaf]:
-    """Returns a file's tensors under all their names, because files have only one of the names in `aliases`."""
-    found = dict(tensors)
-    for name, first in shared.items():
-        if name in tensors:
-            found.setdefault(first, tensors[name])
-    return {name: found[first] for name, first in shared.items() if first in found} | found
 
 
 def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, str]:
@@ -223,10 +202,9 @@ def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]
     if config.cutoffs:
         in_order = format in (Format.HUGGINGFACE, Format.TENSORFLOW)
         rows, tails = slice(None, None, None if in_order else -1), len(config.cutoffs)
-        weights = (tails, config.embed_width)
-        pieces.append(Piece("crit.cluster_weight", weights, "softmax/tail_table", weights, rows=rows))
-        pieces.append(Piece("crit.cluster_bias", (tails,), "softmax/tail_bias", (tails,), rows=rows))
-    return [piece._replace(name=_name(piece.name, format)) for piece in pieces]
+        for theirs, ours, shape in (("weight", "table", (tails, config.embed_width)), ("bias", "bias", (tails,))):
+            pieces.append((Part(f"crit.cluster_{theirs}", shape, rows), Part(f"softmax/tail_{ours}", shape)))
+    return [(theirs._replace(name=_name(theirs.name, format)), ours) for theirs, ours in pieces]
 
 
 def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
@@ -234,10 +212,10 @@ def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
     for name, shape, path, path_shape, is_reversed in position_tensors(config, format):
         if format is Format.HUGGINGFACE and config.untie_r:
             for layer in range(config.n_layer):
-                yield Piece(f"layers.{layer}.dec_attn.{name}", shape[1:], path, path_shape, layer)
+                yield Part(f"layers.{layer}.dec_attn.{name}", shape[1:]), Part(path, path_shape, layer)
         else:
-            rows = (slice(None), slice(None, None, -1)) if is_reversed else slice(None)
-            yield Piece(name, shape, path, path_shape, rows=rows)
+            index = (slice(None), slice(None, None, -1)) if is_reversed else ...
+            yield Part(name, shape, index), Part(path, path_shape)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
@@ -245,15 +223,14 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
     d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
     heads = n_head * d_head
 
-    def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: slice = slice(None)) -> Piece:
-        stacked = (config.n_layer, *ours)
-        return Piece(f"layers.{layer}.{name}", shape, f"stack/layers/{path}", stacked, layer, rows, len(shape) == 2)
+    def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: Any = ...) -> Piece:
+        theirs = Part(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
+        return theirs, Part(f"stack/layers/{path}", (config.n_layer, *ours), layer)
 
-    inward = (d_model, n_head, d_head)
     for net, parts in encoding_of(config).original_projections.items():
         for i, part in enumerate(parts):
             shape, rows = (len(parts) * heads, d_model), slice(i * heads, (i + 1) * heads)
-            yield piece(f"dec_attn.{net}.weight", shape, f"attention/{part}", inward, rows)
+            yield piece(f"dec_attn.{net}.weight", shape, f"attention/{part}", (d_model, n_head, d_head), rows)
     yield piece("dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model))
     yield piece("pos_ff.CoreNet.0.weight", (d_inner, d_model), "feed_forward/inner_kernel", (d_model, d_inner))
     yield piece("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))
@@ -270,17 +247,18 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
     shared = aliases(config)
 
     def projection(name: str, path: str, width: int) -> Piece:
-        return Piece(name, (config.d_model, width), path, (width, config.d_model), transposed=True)
+        return Part(name, (config.d_model, width), transposed=True), Part(path, (width, config.d_model))
 
     for c, (start, end) in enumerate(itertools.pairwise(bounds)):
         width = config.cluster_width(c)
         table = (end - start, width)
-        yield Piece(f"word_emb.emb_layers.{c}.weight", table, f"embedding/table_{c}", table)
+        yield Part(f"word_emb.emb_layers.{c}.weight", table), Part(f"embedding/table_{c}", table)
         if f"crit.out_layers.{c}.weight" not in shared:
-            yield Piece(f"crit.out_layers.{c}.weight", table, f"softmax/table_{c}", table)
+            yield Part(f"crit.out_layers.{c}.weight", table), Part(f"softmax/table_{c}", table)
         if config.has_projections:
             yield projection(f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", width)
-        yield Piece(f"crit.out_layers.{c}.bias", (end - start,), "softmax/bias", (vocab_size,), slice(start, end))
+        bias = Part("softmax/bias", (vocab_size,), slice(start, end))
+        yield Part(f"crit.out_layers.{c}.bias", (end - start,)), bias
     for c in range(config.n_cluster):
         if config.has_projections and f"crit.out_projs.{c}" not in shared:
             yield projection(f"crit.out_projs.{c}", f"softmax/projection_{c}", config.cluster_width(c))

@@ -44,8 +44,6 @@ class _Storage:
     dtype: np.dtype[Any]
     numel: int
     offset: int | None = None  # Known once the bytes are found.
-    base: "_Storage | None" = None  # A view's storage,
-    begin: int = 0  # and its first element there.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,19 +134,13 @@ class _Reader:
                 return cls
             case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if kind in _STORAGES and numel >= 0:
                 dtype = _STORAGES[kind]
-                base = self.storages.setdefault(name, _Storage(dtype, numel))
-                if base.dtype != dtype or numel > base.numel or numel * dtype.itemsize > self.size:
+                storage = self.storages.setdefault(name, _Storage(dtype, numel))
+                if storage.dtype != dtype or numel > storage.numel or numel * dtype.itemsize > self.size:
                     raise TensorError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
-                return _view(base, view[0]) if view and view[0] is not None else base
+                if any(view):
+                    raise TensorError("a storage that is a view of another, as torch 1.0 and later do not write")
+                return storage
         raise TensorError("a persistent id of another kind")
-
-
-def _view(base: _Storage, view: Any) -> _Storage:
-    """Returns a part of a storage, which the older format describes by (key, first element, size)."""
-    match view:
-        case (_, int(begin), int(size)) if 0 <= begin <= begin + size <= base.numel:
-            return _Storage(base.dtype, size, base=base, begin=begin)
-    raise TensorError("a view beyond its storage")
 
 
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
@@ -160,7 +152,7 @@ def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tens
     # A stride of 0 repeats numbers, so that a small file could claim any number of them.
     if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
         raise TensorError(f"a tensor of shape {list(shape)} at element {begin} of {storage.numel:,}")
-    return Tensor(storage.base or storage, begin + storage.begin, shape, strides)
+    return Tensor(storage, begin, shape, strides)
 
 
 def _parameter(data: Any = None, *_: Any) -> Any:
