@@ -48,10 +48,10 @@ def test_a_tokenizer_of_hugging_face(name, write, tmp_path):
 
 @torch_bytes.by_format
 def test_a_corpus_of_the_pytorch_release(write, tmp_path):
+    """It has its encoded text too."""
     vocab = attributes(lower_case=True)
     del vocab["counter"], vocab["sym2idx"]
-    splits = {"train": np.arange(50), "valid": np.arange(5)}  # Its encoded text.
-    whole = {"dataset": "ptb", "vocab": Object(Name("vocabulary", "Vocab"), vocab), **splits}
+    whole = {"dataset": "ptb", "vocab": Object(Name("vocabulary", "Vocab"), vocab), "train": np.arange(50)}
     write(tmp_path / "cache.pt", Object(Name("data_utils", "Corpus"), whole))
     found = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
     assert found == WordVocabulary(tuple(WORDS), LineMark.EOS, True, "<unk>")
@@ -84,9 +84,8 @@ def test_a_corpus_of_the_tensorflow_release(tmp_path):
 def test_bytes(symbols, dataset, expected):
     found = foreign_vocabulary.of_symbols(symbols, lower_case=False, dataset=dataset, name="cache.pkl")
     assert found.vocabulary == expected and found.order is not None
-    assert [symbols[token] for token in found.order] == [
-        symbol for _, symbol in sorted((int(s) if s.isdecimal() else ord(s.replace("_", " ")), s) for s in symbols)
-    ]
+    text = [symbols[token].replace("_", " ") for token in found.order]
+    assert bytes(int(each) if each.isdecimal() else ord(each) for each in text) == bytes(sorted(expected.symbols))
 
 
 def test_lists_of_words(tmp_path):

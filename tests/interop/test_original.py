@@ -1,17 +1,16 @@
-"""Tests of weights by the original's and Hugging Face's names: golden tensors, lazy reading, shared names, refusals.
+"""Tests of weights by the original's and Hugging Face's names: lazy reading, shared names, refusals.
 
-`test_formats.py` has the round trips of all kinds of models.
+`test_formats.py` has the round trips of all kinds of models, `test_golden.py` the releases' own tensors.
 """
 
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
 
-from support import ROOT, foreign, tiny
-from txl_jax.config import Encoding, ModelConfig, NormPlace
+from support import foreign, tiny
+from txl_jax.config import Encoding, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.interop import leaves, original
 from txl_jax.interop.original import Format
@@ -25,29 +24,6 @@ def test_other_encodings_have_no_names_in_hugging_face(encoding):
         original.from_flax(params, config, format=Format.HUGGINGFACE)
     with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
         original.to_flax(tensors, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
-
-
-GOLDEN = ["s09_adaptive_div1_wt103", "s13_adaptive_div4_wt103", "s15_not_tied", "s16_untie_r", "s18_vaswani"]
-
-
-@pytest.mark.parametrize("name", [*GOLDEN, "s25_hf_zeros", "s26_hf_empty"])
-def test_golden_tensors_survive_the_round_trip(name):
-    format, prefix = (Format.HUGGINGFACE, "transformer.") if "_hf_" in name else (Format.ORIGINAL, "")
-    frequencies = prefix + original.FREQUENCIES
-    with np.load(ROOT / "tests" / "golden" / f"{name}.npz") as arrays:
-        golden = json.loads(str(arrays["config_json"]))
-        tensors = {key.removeprefix("param/"): arrays[key] for key in arrays.files if key.startswith("param/")}
-        tensors[frequencies] = arrays[f"buffer/{frequencies}"]
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in golden.items() if key in fields}
-    config = ModelConfig(**values, encoding=Encoding.VASWANI if golden.get("attn_type") == 2 else Encoding.RELATIVE)
-    assert original.aliases(config, format) == golden["aliases"]
-    params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=format)
-    again = original.from_flax(params, config, format=format)
-    assert again.keys() == tensors.keys()
-    np.testing.assert_allclose(again.pop(frequencies), tensors.pop(frequencies), rtol=1e-15)
-    for key, value in tensors.items():
-        np.testing.assert_array_equal(again[key], value, err_msg=key)
 
 
 LAZY = foreign.CONFIGS["div_val 2"] | {"d_embed": 8}

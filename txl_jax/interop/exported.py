@@ -4,14 +4,7 @@
     generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
 
 Weights and memory are dictionaries, {"layers.0.output": array}, because trees of this package's classes cannot be
-deserialized without it. A memory begins as zeros with `reset` set in every row. The directory contains:
-
-manifest.json         sizes, arguments and results, weights, tokens, versions, and the sha256 of the other files
-manifest.sha256       the sha256 of manifest.json, as `sha256sum` writes it
-score.jax_export      scoring of segments
-generate.jax_export   a generation step, if the model generates
-weights.safetensors   the arrays that both take, by name
-tokens.json           the bytes of each token, in hexadecimal, by id
+deserialized without it. A memory begins as zeros with `reset` set in every row. docs/export.md describes the files.
 """
 
 import hashlib

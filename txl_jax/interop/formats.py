@@ -74,14 +74,14 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     except UserError as error:
         if str(file.parent) in str(error):
             raise
-        raise UserError(f"{file}: {error}") from error  # Errors of the correspondence name tensors alone.
+        raise UserError(f"{file}: {error}") from error  # Errors on tensors and settings name these alone.
 
 
 def _read_weights(weights: _Weights, format: Format) -> Model:
     beside = weights.path.with_name("config.json")
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
     by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}
-    config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts, name=str(weights.path))
+    config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts)
     params = original.to_leaves(weights.tensors, config, vocab_size=vocab_size, format=format)
     vocabulary, order, more = _vocabulary(weights, vocab_size)
     notes += [*more, *weights.notes]
@@ -100,10 +100,10 @@ def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
     if weights.vocabulary is not None:
         found = foreign_vocabulary.of_object(weights.vocabulary, name=str(weights.path))
         return foreign_vocabulary.check_size(found, vocab_size, name=str(weights.path))
-    for folder in weights.folders[:-1]:
+    for folder in weights.folders:
         if (found := foreign_vocabulary.find(folder, vocab_size)).vocabulary:
-            return found
-    return foreign_vocabulary.find(weights.folders[-1], vocab_size)
+            break
+    return found
 
 
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
@@ -166,15 +166,11 @@ def _open_parts(file: Path) -> tuple[Leaves, Any]:
 
 def _open_tensorflow(prefix: Path) -> _Weights:
     """Opens a checkpoint of TensorFlow, with the evaluation lengths published for its corpus."""
-    tensors, cutoffs, left_out = tensorflow.read(prefix)
+    tensors, facts, note = tensorflow.read(prefix)
     folders = [prefix.parent, prefix.parent.parent / "data"]  # The second one as published.
     abouts = (folder / "corpus-info.json" for folder in folders)
-    about = next((path for path in abouts if path.is_file()), None)
-    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": cutoffs}
-    if "word_emb.emb_projs.0" in tensors:
-        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(len(cutoffs) + 1)]
-    facts |= tensorflow.lengths(_read_json(about).get("dataset")) if about else {}
-    note = f"{left_out} variables of the optimizer and of averages are left out"
+    if about := next((path for path in abouts if path.is_file()), None):
+        facts |= tensorflow.lengths(_read_json(about).get("dataset"))
     return _Weights(prefix, tensors, Format.TENSORFLOW, facts, folders, notes=(note,))
 
 
@@ -195,11 +191,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON:
             raise ValueError("it is too long")
-        found = json.loads(path.read_bytes())
+        if not isinstance(found := json.loads(path.read_bytes()), dict):
+            raise ValueError("another value")
+        return found
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({type(error).__name__}). Copy or download it again.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object. Copy or download it again.")
-    return found
+        raise UserError(f"{path} is not a JSON object ({error}). Copy or download it again.") from error

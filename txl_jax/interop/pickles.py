@@ -1,9 +1,9 @@
 """Reads pickles without running anything that they name.
 
 A pickle is a program for a stack machine. `pickletools.genops` splits it into instructions, and the machine here has
-neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its arguments and state. Only
-the functions in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not
-need is a `UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
+neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions
+in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not need is a
+`UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
 
 The file's size bounds time and memory: `genops` reads no more bytes than the file has, calls may copy a few times its
 size in total, and keys are flat. Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not
@@ -57,13 +57,10 @@ class Symbol(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Record:
-    """An object whose class is not imported: the contents of its pickle."""
+    """An object whose class is not imported. Arguments, and what a subclass of list or dict contains, are left out."""
 
     symbol: Symbol
-    args: tuple[Any, ...] = ()
     state: Any = None
-    elements: list[Any] = dataclasses.field(default_factory=list)  # If the class is a list.
-    entries: dict[Any, Any] = dataclasses.field(default_factory=dict)  # If the class is a dict.
 
     def attributes(self) -> dict[Any, Any]:
         """Returns the object's `__dict__`, or an empty dict."""
@@ -119,8 +116,7 @@ def _object_of(cls: Any, base: Any = None, state: Any = None) -> Record:
     """Returns an object as protocols 0 and 1 make it with copyreg."""
     if not isinstance(cls, Symbol):
         raise DamagedError("an object's class is not a name")
-    elements = state if isinstance(state, list) else []
-    return Record(cls, (), None, elements, _dict(state if isinstance(state, dict) else ()))
+    return Record(cls)
 
 
 _CALLS: Mapping[str, Call] = {
@@ -275,20 +271,21 @@ class _Machine:
         self.set_entries(self.POP_MARK())
 
     def add_elements(self, values: list[Any]) -> None:
-        target = self.stack[-1].elements if isinstance(self.stack[-1], Record) else self.stack[-1]
+        target = self.stack[-1]
         if isinstance(target, set):
             target.update(_set(values))
         elif isinstance(target, list):
             target.extend(values)
-        else:
+        elif not isinstance(target, Record):
             raise DamagedError("an element has no list")
 
     def set_entries(self, values: list[Any]) -> None:
         """Puts keys and values, in turn, into the dict on top of the stack."""
-        target = self.stack[-1].entries if isinstance(self.stack[-1], Record) else self.stack[-1]
-        if not isinstance(target, dict):
+        entries, target = _dict(_pairs(values)), self.stack[-1]
+        if isinstance(target, dict):
+            target.update(entries)
+        elif not isinstance(target, Record):
             raise DamagedError("an entry has no dict")
-        target.update(_dict(_pairs(values)))
 
     GLOBAL = _pushes(lambda m, names: m.symbol(*names.split(" ")))
     STACK_GLOBAL = _pushes(lambda m, _: m.symbol(name=m.pop(), module=m.pop()))
@@ -303,7 +300,7 @@ class _Machine:
         args, cls = self.pop(), self.pop()
         if not (isinstance(cls, Symbol) and isinstance(args, tuple)):
             raise DamagedError("an object's class is not a name")
-        self.push(self.call(cls, args) if str(cls) in self.calls else Record(cls, args))
+        self.push(self.call(cls, args) if str(cls) in self.calls else Record(cls))
 
     def NEWOBJ_EX(self, _: Any) -> None:
         self.pop()  # Keyword arguments, which nobody needs.
@@ -348,7 +345,7 @@ class _Machine:
                 raise DamagedError("its values are larger than the file")
             return self.calls[dotted](*args)
         if dotted in _INERT_CALLS:
-            return Record(function, args)
+            return Record(function)
         raise self.refused("calls", dotted)
 
     def refused(self, verb: str, what: str) -> UserError:

@@ -55,15 +55,12 @@ class SafeTensors(Mapping[str, Leaf]):
             self._header.pop(_METADATA, None)
             if unknown := {entry["dtype"] for entry in self._header.values()} - _DTYPES.keys():
                 raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read ({error.strerror or error}). Check the path.") from error
-        except (SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(
-                f"{self.path} is damaged or not a safetensors file ({error}). Copy or download it again."
+                f"{self.path} cannot be read as a safetensors file ({error}). Check the path, or copy the file again."
             ) from error
 
     def __getitem__(self, name: str) -> Leaf:
-        """Returns a tensor."""
         entry = self._header[name]
         shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
         offset = self._start + entry["data_offsets"][0]

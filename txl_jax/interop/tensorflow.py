@@ -6,10 +6,11 @@ share one table. The rows of the head's clusters are in order. A cluster as wide
 omitted.
 """
 
+import itertools
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -55,16 +56,12 @@ _LENGTHS = {
 }
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint's contents."""
-
-    tensors: dict[str, Leaf]  # The weights by the PyTorch release's names, in its layouts.
-    cutoffs: list[int]  # Cutoffs of the clusters, from the sizes of their biases.
-    left_out: int  # Number of variables that are not weights.
-
-
-def read(prefix: Path) -> Checkpoint:
+def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """Opens a checkpoint, by its path without ".index".
+
+    Returns:
+      The weights by the PyTorch release's names and in its layouts, the arguments of its MemTransformerLM that names
+      and sizes give, and a line on what is omitted.
 
     Raises:
       UserError: If TensorFlow is not installed, the checkpoint is damaged, or a variable is unknown.
@@ -93,8 +90,10 @@ def read(prefix: Path) -> Checkpoint:
     if second and table and len(table.shape) == 2 and "word_emb.emb_projs.0" not in tensors:
         identity = leaf_of(np.eye(table.shape[1], dtype=np.float32))
         tensors = {"word_emb.emb_projs.0": identity, "crit.out_projs.0": identity} | tensors
-    cutoffs = [sum(sizes[:end]) for end in range(1, len(sizes))]
-    return Checkpoint(tensors, cutoffs, len(variables) - len(kept))
+    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": list(itertools.accumulate(sizes[:-1]))}
+    if "word_emb.emb_projs.0" in tensors:
+        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))]
+    return tensors, facts, f"{len(variables) - len(kept)} variables of the optimizer and of averages are left out"
 
 
 def _open(prefix: Path) -> dict[str, Leaf]:

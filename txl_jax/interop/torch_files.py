@@ -34,7 +34,7 @@ _STORAGES = {f"{kind}Storage": np.dtype(dtype) for kind, dtype in _KINDS.items()
 
 
 class TensorError(Exception):
-    """A tensor that its file cannot hold."""
+    """Part of a file that `torch.save` does not write, or a tensor that its file cannot hold."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,17 +94,15 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise UserError(f"{path} is empty. Copy or download it again.")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                if data[:4] == b"PK\x03\x04":
-                    return TorchFile(path, _read_zip(path, data))
-                return TorchFile(path, _read_pickles(path, data))
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            read_value = _read_zip if data[:4] == b"PK\x03\x04" else _read_pickles
+            return TorchFile(path, read_value(path, data))
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Check the path.") from error
-    except TensorError as error:
-        raise UserError(f"{path} has a tensor or storage that it cannot hold ({error}). Copy it again.") from error
+    except (TensorError, zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+        raise UserError(f"{path} is not a whole file of torch.save ({error}). Copy or download it again.") from error
 
 
 class _Reader:
@@ -161,34 +159,28 @@ def _parameter(data: Any = None, *_: Any) -> Any:
 
 def _read_zip(path: Path, data: mmap.mmap) -> Any:
     """Reads an archive: the pickle NAME/data.pkl, and the storages NAME/data/KEY, which are not compressed."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = {entry.filename: entry for entry in archive.infolist()}
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise UserError(f"{path} is a damaged or truncated file of PyTorch ({error}). Copy it again.") from error
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise UserError(f"{path} is a zip archive without PyTorch's data.pkl. Pass a file of torch.save.")
+        raise TensorError("a zip archive without PyTorch's data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
-    if f"{folder}byteorder" in entries:
-        begin, end = _place(data, entries[f"{folder}byteorder"])
-        if data[begin:end] != b"little":
-            raise TensorError("the byte order is not little-endian")
+    if f"{folder}byteorder" in entries and data[_place(data, entries[f"{folder}byteorder"])] != b"little":
+        raise TensorError("the byte order is not little-endian")
     reader = _Reader(str(path), len(data))
-    begin, end = _place(data, entries[pickles[0]])
-    root, _ = reader.load(data[begin:end])
+    root, _ = reader.load(data[_place(data, entries[pickles[0]])])
     for key, storage in reader.storages.items():
         if f"{folder}data/{key}" not in entries:
             raise TensorError(f"storage {key[:40]} is missing")
-        begin, end = _place(data, entries[f"{folder}data/{key}"])
-        if end - begin < storage.numel * storage.dtype.itemsize:
-            raise TensorError(f"storage {key[:40]} has {end - begin:,} bytes for {storage.numel:,} numbers")
-        storage.offset = begin
+        place = _place(data, entries[f"{folder}data/{key}"])
+        if place.stop - place.start < storage.numel * storage.dtype.itemsize:
+            raise TensorError(f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers")
+        storage.offset = place.start
     return root
 
 
-def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Returns begin and end of an archive's entry."""
+def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
+    """Returns the place of an archive's entry in the file."""
     header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
     if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
         raise TensorError(f"{entry.filename[:60]} is compressed, encrypted or missing")
@@ -196,14 +188,14 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
     begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
     if signature != b"PK\x03\x04" or begin + entry.file_size > len(data):
         raise TensorError(f"{entry.filename[:60]} lies beyond the file's end")
-    return begin, begin + entry.file_size
+    return slice(begin, begin + entry.file_size)
 
 
 def _read_pickles(path: Path, data: mmap.mmap) -> Any:
     """Reads the older format: magic number, protocol, machine, value, keys and storages; or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
-        raise UserError(f"{path} is neither a file of PyTorch nor a pickle. Pass a file of torch.save.")
+        raise TensorError("neither an archive nor a pickle")
     root, at = reader.load(data)
     if root != _LEGACY_MAGIC:
         return root
