@@ -86,9 +86,9 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> Built:
     """Builds the model on one device, with attention in XLA's own operations: kernels would belong to one platform."""
-    lengths = dataclasses.replace(config.eval, batch_size=rows, stride=None, warmup_tokens=0)
-    config = dataclasses.replace(config, eval=lengths, mesh=MeshConfig(data=1))
-    config = config_tree.replace(config, {"model.attention": "reference"})
+    changes: dict[str, Any] = {"eval.batch_size": rows, "eval.stride": None, "eval.warmup_tokens": 0}
+    changes |= {"mesh": MeshConfig(data=1), "model.attention": "reference"}
+    config = config_tree.replace(config, changes)
     return build_for(config, vocabulary, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))
 
 

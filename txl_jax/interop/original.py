@@ -56,12 +56,12 @@ class Part(NamedTuple):
 
     name: str  # Of the array; our parameters' are paths, "a/b/c".
     shape: tuple[int, ...]  # Of the whole array.
-    index: slice | int | tuple[slice, slice] | EllipsisType = ...
+    place: slice | int | tuple[slice, slice] | EllipsisType = ...  # Where in it, as an index.
     transposed: bool = False  # [out, in] in the original, [in, out] here.
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """Returns the part of an array in our order of axes."""
-        part = array[self.index]
+        part = array[self.place]
         return part.T if self.transposed else part
 
 
@@ -147,9 +147,9 @@ def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Lea
         def part(index: Any) -> np.ndarray:
             array = np.empty(result.shape, dtype)
             # A layer's entry of a stacked parameter needs its own tensors only.
-            for source, target in [pair for pair in parts if pair[1].index == index] or parts:
-                place, values = target.view(array), sources[source.name].part(source.index)
-                place[...] = (values.T if source.transposed else values).reshape(place.shape)
+            for source, target in [pair for pair in parts if pair[1].place == index] or parts:
+                view, values = target.view(array), sources[source.name].part(source.place)
+                view[...] = (values.T if source.transposed else values).reshape(view.shape)
             return array[index]
 
         return Leaf(result.shape, dtype, part)
@@ -190,7 +190,7 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
     """Returns the encoding's own tensors, or raises `UserError` if an implementation has no such encoding."""
     encoding = encoding_of(config)
     if encoding.original_type is None or (format is Format.HUGGINGFACE and encoding.original_type != 0):
-        raise UserError(f"model.encoding is {config.encoding}, which the format {format} lacks. Choose another format.")
+        raise UserError(f"model.encoding is {config.encoding}, which the {format} format lacks. Choose another format.")
     return encoding.original_tensors()
 
 
@@ -214,8 +214,8 @@ def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
             for layer in range(config.n_layer):
                 yield Part(f"layers.{layer}.dec_attn.{name}", shape[1:]), Part(path, path_shape, layer)
         else:
-            index = (slice(None), slice(None, None, -1)) if is_reversed else ...
-            yield Part(name, shape, index), Part(path, path_shape)
+            place = (slice(None), slice(None, None, -1)) if is_reversed else ...
+            yield Part(name, shape, place), Part(path, path_shape)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
@@ -348,7 +348,9 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
     if config.data.reset_at is not None:
-        notes.append(f"documents are kept apart here, by the token {config.data.reset_at!r}, and not by {format}")
+        notes.append(
+            f"documents are kept apart here, by the token {config.data.reset_at!r}, and not in the {format} format"
+        )
     unused = {
         "final_norm": True,  # A model that has one is rejected.
         "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.
@@ -357,8 +359,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     }
     theirs = apply_preset(config, PRESETS[format]).model.compat
     return notes + [
-        f"{format} has model.compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
-        f"{config_tree.format_value(here)}: it gives other losses"
+        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, and these weights were "
+        f"read with {config_tree.format_value(here)}: it gives other losses"
         for leaf, here, there in config_tree.differences(config.model.compat, theirs)
         if not unused.get(leaf.name)
     ]

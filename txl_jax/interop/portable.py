@@ -250,10 +250,10 @@ def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure is Measure.BPC else "perplexity"
     lines = ["## Scores", "", f"| text | {name} | nats per token | tokens |", "|---|---|---|---|"]
-    rows = [(label, scores[key]) for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)]
-    for label, row in rows:
-        values = ((row.get(key), form) for key, form in ((name, ".4f"), ("loss", ".4f"), ("tokens", ",.0f")))
-        cells = (format(value, form) if isinstance(value, int | float) else "" for value, form in values)
+    rows = {label: scores[key] for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)}
+    for label, row in rows.items():
+        formats = {name: ".4f", "loss": ".4f", "tokens": ",.0f"}
+        cells = (format(row[key], form) if row.get(key) is not None else "" for key, form in formats.items())
         lines.append(f"| {label} | {' | '.join(cells)} |")
     if lengths := scores.get("eval"):
         names = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")
