@@ -128,11 +128,7 @@ def _names(tree: Any) -> list[str]:
 
 
 def write(folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> None:
-    """Lowers the functions for all platforms and writes the files into a local directory, the manifest last.
-
-    Raises:
-      OSError, LogError: If the files cannot be written.
-    """
+    """Lowers the functions for all platforms and writes the files into a local directory, the manifest last."""
     safetensors.write(folder / _WEIGHTS, from_tree(model.weights))
     storage.write_json(folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
     functions = {}
@@ -172,11 +168,7 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
-    """Reads an exported model back: the manifest, the weights and the functions, the latter two by name.
-
-    Raises:
-      CheckpointError: If a file is not as it was written, is missing, or is one too many.
-    """
+    """Returns an exported model's manifest, weights and functions, or raises `CheckpointError` if a file changed."""
     content = (folder / _MANIFEST).read_bytes()
     if (folder / _DIGEST).read_bytes() != _digest_line(content):
         raise CheckpointError(f"{folder / _MANIFEST} does not match {_DIGEST}. Export the model again.")

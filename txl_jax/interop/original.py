@@ -114,11 +114,7 @@ def from_flax(
 
 
 def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
-    """Inverts `to_leaves`, with only the first name of a shared tensor.
-
-    Raises:
-      UserError: If a parameter is missing, unknown or of the wrong shape, or has no name in the implementation.
-    """
+    """Inverts `to_leaves`, with only the first name of a shared tensor; raises `UserError` as it does."""
     if any(path.startswith("final_norm/") for path in leaves):
         raise UserError(
             "final_norm has no name in the original. To export pre-norm, train with model.compat.final_norm off."
@@ -297,8 +293,7 @@ def write_model(
     """Writes model.safetensors, config.json and the vocabulary for an implementation; returns notes on differences.
 
     Raises:
-      UserError: If the model has parts that the implementation lacks.
-      OSError, LogError: If the files cannot be written.
+      UserError: If the model has parts that the implementation lacks, or the files cannot be written.
     """
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.

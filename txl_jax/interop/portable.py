@@ -110,9 +110,6 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
 
     `leaves` are the parameters of `TransformerXL`, which are converted to float32.
-
-    Raises:
-      OSError, LogError: If they cannot be written.
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
@@ -138,11 +135,7 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
 
 def read_info(folder: AnyPath) -> ModelInfo:
-    """Reads everything except the weights.
-
-    Raises:
-      UserError: If this is not a portable checkpoint, it has a newer version, or a file is corrupted.
-    """
+    """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
     path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     try:
@@ -161,12 +154,7 @@ def read_info(folder: AnyPath) -> ModelInfo:
 
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
-    """Checks the weights against their sha256 and returns them by path, each read when it is needed.
-
-    Raises:
-      UserError: See `read_info`.
-      CheckpointError: If the weights cannot be read or are corrupted.
-    """
+    """Returns the weights by path, each read when it is needed, or raises `CheckpointError` if they are corrupted."""
     expected = _read_config(folder).get("sha256", {})
     tensors = SafeTensors(os.path.join(folder, WEIGHTS))
     if storage.sha256(tensors.local) != expected.get(WEIGHTS):
@@ -179,8 +167,7 @@ def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
 def place(leaves: Leaves, abstract_params: Any) -> Any:
     """Reads parameters onto devices by their abstract shardings. Each device reads only its part of each array.
 
-    Raises:
-      CheckpointError: If the leaves belong to another model. Names up to three of them.
+    Raises `CheckpointError` if the leaves belong to another model.
     """
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
     found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}

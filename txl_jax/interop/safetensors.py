@@ -38,11 +38,7 @@ class SafeTensors(Mapping[str, Leaf]):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Reads the header.
-
-        Raises:
-          CheckpointError: If the file cannot be read, is damaged, or has a dtype that numpy does not.
-        """
+        """Reads the header, or raises `CheckpointError` if the file is damaged or has a dtype that numpy lacks."""
         self.path = os.fspath(path)
         try:
             self.local = local_copy(self.path, self)
@@ -83,7 +79,6 @@ def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str
     """Writes and syncs a file, with one tensor at a time in memory; returns the sha256 of its bytes in hexadecimal.
 
     Raises:
-      OSError: If the file cannot be written.
       ValueError: If the format has no such dtype, or a leaf reads as another array than it describes.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}

@@ -16,11 +16,7 @@ _REPLICA = "module."  # DataParallel puts it before every name.
 
 
 def of(file: TorchFile) -> dict[str, Leaf]:
-    """Returns a model's tensors by name, with one leaf for all names of a shared one.
-
-    Raises:
-      UserError: If the file has none.
-    """
+    """Returns a model's tensors by name, one leaf for all names of a shared one, or raises `UserError` without any."""
     model, named = model_in(file.root), {}
     if isinstance(model, Record):
         named = {f"{prefix}{name}": value for prefix, parts in _modules(model) for name, value in _own_values(parts)}

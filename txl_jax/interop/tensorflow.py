@@ -6,9 +6,11 @@ share one table. The rows of the head's clusters are in order. A cluster as wide
 omitted.
 """
 
+import contextlib
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +50,14 @@ _NAMES = {
 }
 _NUMBER = re.compile(r"(layer|cutoff)_(\d+)")
 # Segment, memory and clamp lengths of the published evaluations, by the corpus in corpus-info.json.
-_LENGTHS = {
-    "enwik8": (128, 3800, 1000),
-    "text8": (128, 3800, 1000),
-    "wt103": (128, 1600, 1000),
-    "lm1b": (32, 128, -1),
-}
+_LENGTHS = {"enwik8": (128, 3800, 1000), "text8": (128, 3800, 1000), "wt103": (128, 1600, 1000), "lm1b": (32, 128, -1)}
 
 
 def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """Opens a checkpoint, by its path without ".index".
 
-    Returns:
-      The weights by the PyTorch release's names and in its layouts, the arguments of its MemTransformerLM that names
-      and sizes give, and a line on what is omitted.
+    Returns the weights by the PyTorch release's names and in its layouts, the arguments of its MemTransformerLM that
+    names and sizes give, and a line on what is omitted.
 
     Raises:
       UserError: If TensorFlow is not installed, the checkpoint is damaged, or a variable is unknown.
@@ -104,29 +100,29 @@ def _open(prefix: Path) -> dict[str, Leaf]:
         raise UserError(
             f"{prefix} is a checkpoint of TensorFlow, which is not installed. pip install 'txl_jax[tensorflow]'"
         ) from error
-    damage = tensorflow.errors.OpError, ValueError, RuntimeError
 
-    def damaged(error: Exception) -> UserError:
-        return UserError(f"{prefix} is a damaged or incomplete checkpoint ({type(error).__name__}). Download it again.")
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        try:
+            yield
+        except (tensorflow.errors.OpError, ValueError, RuntimeError) as error:
+            reason = type(error).__name__
+            raise UserError(f"{prefix} is a damaged or incomplete checkpoint ({reason}). Download it again.") from error
 
     def leaf(name: str) -> Leaf:
         shape, dtype = tuple(shapes[name]), np.dtype(dtypes[name].as_numpy_dtype)
         transposed = name.endswith(("/kernel", "/proj", "/proj_W"))
 
         def part(index: Any) -> np.ndarray:
-            try:
-                array: np.ndarray = np.asarray(reader.get_tensor(name))
-            except damage as error:
-                raise damaged(error) from error
+            with reading():
+                array = np.asarray(reader.get_tensor(name))
             return (array.T if transposed else array)[index]
 
         return Leaf(shape[::-1] if transposed else shape, dtype, part)
 
-    try:
+    with reading():
         reader: Any = tensorflow.train.load_checkpoint(str(prefix))
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    except damage as error:
-        raise damaged(error) from error
     return {name: leaf(name) for name in sorted(shapes)}
 
 

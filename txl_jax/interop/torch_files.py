@@ -87,11 +87,7 @@ def _last(tensor: Tensor) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> TorchFile:
-    """Reads a file of `torch.save`, or a plain pickle.
-
-    Raises:
-      UserError: If the file cannot be read, is damaged or truncated, or calls anything that tensors do not need.
-    """
+    """Reads a file of `torch.save` or a plain pickle; raises `UserError` if it is damaged or would run something."""
     path = Path(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
