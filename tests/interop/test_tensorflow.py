@@ -102,9 +102,9 @@ class Oracle:
     1e-12 to the variance, and the tail clusters follow the head's tokens in order.
     """
 
-    def __init__(self, variables, *, cutoffs, vocab_size, n_layer, mem_len, clamp_len, same_length):
+    def __init__(self, variables, *, cutoffs, n_layer, mem_len, clamp_len, same_length):
         self.variables = {name.removeprefix("transformer/"): np.float64(value) for name, value in variables.items()}
-        self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, vocab_size]
+        self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, foreign.V]
         self.n_layer, self.mem_len, self.clamp_len = n_layer, mem_len, clamp_len
         self.window = mem_len + 1 if same_length else None
         self.width = self.variables["layer_0/ff/layer_1/kernel"].shape[0]
@@ -249,7 +249,7 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     whole = found.info.config
     model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), foreign.V)
     read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.leaves))}
-    sizes = {"cutoffs": config.cutoffs, "vocab_size": foreign.V, "n_layer": config.n_layer, "mem_len": 5}
+    sizes = {"cutoffs": config.cutoffs, "n_layer": config.n_layer, "mem_len": 5}
     for same_length in (False, True):
         lengths = {"clamp_len": 4, "same_length": same_length}
         encode, memory, losses = tiny.encoder(model, **lengths), model.init_memory(batch_size=1, mem_len=5), []

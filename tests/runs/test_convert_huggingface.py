@@ -11,17 +11,9 @@ from txl_jax.runs.weights import open_weights
 
 V = 61
 # wt103's structure, scaled down: three tails, div_val 4, projections shared but for the head's.
-SIZES = {
-    "vocab_size": V,
-    "cutoffs": [7, 19, 40],
-    "d_model": 64,
-    "d_embed": 64,
-    "n_head": 4,
-    "d_head": 16,
-    "d_inner": 96,
-}
-SIZES |= {"div_val": 4, "n_layer": 3, "mem_len": 24, "clamp_len": 15, "same_length": True, "eos_token_id": None}
-SIZES |= {"init_std": 0.15, "proj_init_std": 0.15}
+SIZES = {"vocab_size": V, "cutoffs": [7, 19, 40], "d_model": 64, "d_embed": 64, "n_head": 4, "d_head": 16}
+SIZES |= {"d_inner": 96, "div_val": 4, "n_layer": 3, "mem_len": 24, "clamp_len": 15, "same_length": True}
+SIZES |= {"eos_token_id": None, "init_std": 0.15, "proj_init_std": 0.15}
 pytestmark = [
     pytest.mark.nightly(part="huggingface"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
