@@ -13,7 +13,6 @@ from txl_jax.errors import CheckpointError
 from txl_jax.interop import leaves
 from txl_jax.interop import safetensors as ours
 from txl_jax.interop.leaves import Leaf
-from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runtime.storage import sha256
 
 TENSORS = {
@@ -38,7 +37,7 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
     path = tmp_path / "a.safetensors"
     digest = ours.write(path, leaves.from_tree(TENSORS))
     assert digest == sha256(path)
-    found = SafeTensors(path)
+    found = ours.read(path)
     check_equal(found, TENSORS)
     with pytest.raises(ValueError, match="read-only"):
         found["matrix"].read()[0] = 1
@@ -47,7 +46,7 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
     ours.write(path, leaves.from_tree({name: TENSORS[name] for name in theirs}))
     check_equal(load_file(path), theirs)
     save_file(theirs, path)
-    check_equal(SafeTensors(path), theirs)
+    check_equal(ours.read(path), theirs)
 
 
 def test_one_array_at_a_time_is_in_memory(tmp_path):
@@ -94,4 +93,4 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        SafeTensors(path)
+        ours.read(path)

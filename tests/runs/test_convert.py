@@ -18,7 +18,6 @@ from txl_jax.config import NormPlace
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import leaf_of
-from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -102,8 +101,8 @@ def test_to_another_format_and_back(tmp_path, to_format, changes):
     assert any("model.compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
     before = txl_jax.load(made.path)
     assert (tmp_path / "there" / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
-    tensors = SafeTensors(tmp_path / "there" / "model.safetensors")
-    with safe_open(tensors.path, "np") as file:
+    tensors = safetensors.read(tmp_path / "there" / "model.safetensors")
+    with safe_open(tmp_path / "there" / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
     prefix = "transformer." if to_format is TargetFormat.HUGGINGFACE else ""
     assert tensors[f"{prefix}word_emb.emb_layers.1.weight"].shape == (3, 16)
@@ -163,7 +162,7 @@ def test_losses_that_differ_or_are_not_finite_are_refused():
 
 
 def swap_tensors(path):
-    tensors = SafeTensors(path)
+    tensors = safetensors.read(path)
     leaves = {name: leaf_of(np.array(leaf.read())) for name, leaf in tensors.items()}
     leaves["softmax.bias"] = leaf_of(np.zeros(leaves["softmax.bias"].shape[0] + 1, np.float32))
     digest = safetensors.write(path, leaves)

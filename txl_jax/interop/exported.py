@@ -26,7 +26,6 @@ from txl_jax.inference import forward
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import from_tree
-from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.modules import AnyModel
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runtime import storage
@@ -180,7 +179,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str,
         name: export.deserialize(bytearray((folder / function["file"]).read_bytes()))
         for name, function in manifest["functions"].items()
     }
-    weights = {name: leaf.read() for name, leaf in SafeTensors(folder / _WEIGHTS).items()}
+    weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
     return manifest, weights, functions
 
 

@@ -13,11 +13,19 @@ from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, Mode
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import foreign_vocabulary, infer_config, nvidia, original, state_dict, tensorflow, torch_files
+from txl_jax.interop import (
+    foreign_vocabulary,
+    infer_config,
+    nvidia,
+    original,
+    safetensors,
+    state_dict,
+    tensorflow,
+    torch_files,
+)
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.interop.safetensors import SafeTensors
 
 _MAX_JSON = 1 << 24
 # Files of weights in a directory, in order of preference.
@@ -150,7 +158,7 @@ def _open_any(path: Path) -> _Weights | None:
 def _open_file(file: Path) -> tuple[Leaves, Any]:
     """Returns a file's tensors, and the value of a PyTorch file."""
     if file.suffix == ".safetensors":
-        return SafeTensors(file), None
+        return safetensors.read(file), None
     found = torch_files.read(file)
     return state_dict.of(found), found.root
 

@@ -32,7 +32,6 @@ from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.metrics import Measure
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
@@ -155,12 +154,8 @@ def read_info(folder: AnyPath) -> ModelInfo:
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
     """Returns the weights by path, each read when it is needed, or raises `CheckpointError` if they are corrupted."""
-    expected = _read_config(folder).get("sha256", {})
-    tensors = SafeTensors(os.path.join(folder, WEIGHTS))
-    if storage.sha256(tensors.local) != expected.get(WEIGHTS):
-        raise CheckpointError(
-            f"{tensors.path} is damaged: its sha256 does not match {CONFIG}. Copy or convert the directory again."
-        )
+    expected = str(_read_config(folder).get("sha256", {}).get(WEIGHTS))
+    tensors = safetensors.read(os.path.join(folder, WEIGHTS), sha256=expected)
     return {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
 
 

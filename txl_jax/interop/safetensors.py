@@ -3,6 +3,7 @@
 The package's own writer needs all tensors in memory, and writes wrong numbers for arrays that are not contiguous.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from txl_jax.errors import CheckpointError
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.runtime.storage import local_copy
+from txl_jax.runtime import storage
 
 _METADATA = "__metadata__"
 _DTYPES = {
@@ -31,48 +32,41 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-class SafeTensors(Mapping[str, Leaf]):
-    """The tensors of a file by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
+def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
+    """Returns a file's tensors by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
 
-    `local` is the file's path, or the path of its copy on this machine if the file is on object storage.
+    Raises:
+      CheckpointError: If the file is damaged, has a dtype that numpy lacks, or has another `sha256`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        """Reads the header, or raises `CheckpointError` if the file is damaged or has a dtype that numpy lacks."""
-        self.path = os.fspath(path)
-        try:
-            self.local = local_copy(self.path, self)
-            with safe_open(self.local, "np"):  # Checks all but names that occur twice.
-                pass
-            with open(self.local, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                self._header = json.loads(file.read(length), object_pairs_hook=_distinct)
-                self._start = file.tell()
-            self._header.pop(_METADATA, None)
-            if unknown := {entry["dtype"] for entry in self._header.values()} - _DTYPES.keys():
-                raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path} cannot be read as a safetensors file ({error}). Check the path, or copy the file again."
-            ) from error
-
-    def __getitem__(self, name: str) -> Leaf:
-        entry = self._header[name]
+    def part(entry: Mapping[str, Any], index: Any) -> np.ndarray:
         shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
-        offset = self._start + entry["data_offsets"][0]
+        if not math.prod(shape):  # Nothing can be mapped.
+            return np.empty(shape, dtype)[index]
+        offset = start + entry["data_offsets"][0]
+        return np.memmap(local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
 
-        def part(index: Any) -> np.ndarray:
-            if not math.prod(shape):  # Nothing can be mapped.
-                return np.empty(shape, dtype)[index]
-            return np.memmap(self.local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
-
-        return Leaf(shape, dtype, part)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._header)
-
-    def __len__(self) -> int:
-        return len(self._header)
+    try:
+        local = storage.local_copy(path, part)  # A copy of a remote file is there as long as a leaf has `part`.
+        if sha256 is not None and storage.sha256(local) != sha256:
+            raise ValueError("its sha256 is another")
+        with safe_open(local, "np"):  # Checks all but names that occur twice.
+            pass
+        with open(local, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+            start = file.tell()
+        header.pop(_METADATA, None)
+        if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
+            raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or cannot be read as a safetensors file ({error}). Check the path, or copy it again."
+        ) from error
+    return {
+        name: Leaf(tuple(entry["shape"]), _DTYPES[entry["dtype"]], functools.partial(part, entry))
+        for name, entry in header.items()
+    }
 
 
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
