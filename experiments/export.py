@@ -49,8 +49,6 @@ class Plan(cli.StoredTypes):
 def run(plan: Plan, job: cli.Job) -> None:
     """Writes a model's scoring and generation step, reads them back, and compares them with the model.
 
-    The directory gets its name once it has been verified. After an error nothing of it remains.
-
     Raises:
       UserError: If the model cannot be read, --to cannot be written, or flatbuffers is not installed.
       CheckpointError: If the exported functions give other numbers than the model.
@@ -88,11 +86,10 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> Built:
     """Builds the model on one device, with attention in XLA's own operations: kernels would belong to one platform."""
-    lengths = dataclasses.replace(config.eval, batch_size=rows, stride=None, warmup_tokens=0)
-    config = dataclasses.replace(config, eval=lengths, mesh=MeshConfig(data=1))
-    config = config_tree.replace(config, {"model.attention": "reference"})
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    return build_for(config, vocabulary, mesh=mesh)
+    changes: dict[str, Any] = {"eval.batch_size": rows, "eval.stride": None, "eval.warmup_tokens": 0}
+    changes |= {"mesh": MeshConfig(data=1), "model.attention": "reference"}
+    config = config_tree.replace(config, changes)
+    return build_for(config, vocabulary, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))
 
 
 def _functions_of(components: Built, params: Any) -> Functions:
@@ -119,17 +116,16 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
         expected = _results(function.call, function, model.weights, model.memory, vocab_size)
         found = _results(functions[name].call, function, weights, model.memory, vocab_size)
         for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
-            difference = float(np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0))
-            allowed = 0.0
-            if jnp.issubdtype(one.dtype, jnp.floating):
-                rounding = max(1e-6, float(jnp.finfo(one.dtype).eps))
-                allowed = rounding * max(1.0, float(np.abs(one.astype(np.float64)).max(initial=0)))
-            if not difference <= allowed:
+            is_float = jnp.issubdtype(one.dtype, jnp.floating)
+            rounding = max(1e-6, float(jnp.finfo(one.dtype).eps)) if is_float else 0.0
+            one, other = one.astype(np.float64), other.astype(np.float64)
+            difference = np.abs(one - other).max(initial=0)
+            if not difference <= rounding * np.abs(one).max(initial=1):
                 what = jax.tree_util.keystr(path, simple=True, separator=" ")
                 raise CheckpointError(
                     f"the exported {name} gives another {what} than the model, by {difference:.3g}; nothing is written"
                 )
-            largest = max(largest, difference)
+            largest = max(largest, float(difference))
     return largest
 
 

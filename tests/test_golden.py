@@ -75,7 +75,7 @@ def load(file, start, path):
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
     config = config_of(golden, start, dtype)
-    tensors, format = under(arrays, "param/"), Format(golden["library"])
+    tensors, format = under(arrays, "param/") | under(arrays, "buffer/"), Format(golden["library"])
     params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=format)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
     model = TransformerXL(config, golden["n_token"], attention=Implementations(implementation, implementation))
@@ -83,8 +83,9 @@ def load(file, start, path):
 
 
 def check_run(arrays, golden, model, params, prefix):
-    """Compares every segment of a run, and the gradients of one."""
+    """Compares every segment of a run, and the gradients of one by the original's names, its frequencies among them."""
     format, config = Format(golden["library"]), model.config
+    assert original.aliases(config, format) == golden["aliases"]
     for k, found in enumerate(run_segments(params, arrays, golden, model)):
         check_segment(found, k, arrays, golden, prefix)
         if k == golden["grad_segment"]:
@@ -93,6 +94,9 @@ def check_run(arrays, golden, model, params, prefix):
             assert expected.keys() == set(under(arrays, "param/")) - set(original.aliases(config, format))
             for name, value in expected.items():
                 assert_close(gradients[name], value, f"gradient of {name}")
+            for name, value in under(arrays, "buffer/").items():
+                exact = gradients[name].dtype == np.float64
+                np.testing.assert_allclose(gradients[name], value, rtol=1e-15 if exact else 1e-6)
 
 
 def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:

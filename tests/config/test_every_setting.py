@@ -159,7 +159,7 @@ def scored(config):
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, workdir = read_corpus(config.data, "."), Run(config_run_folder(trained))
     runs.train(trained, corpus, workdir)
-    return score.evaluate_splits(config, corpus, Run.read(workdir.path), log=str)["test"]
+    return score.evaluate_splits(config, corpus, Run.read(workdir.path))["test"]
 
 
 def config_run_folder(config):

@@ -161,18 +161,15 @@ def test_a_network_that_does_not_generate_is_scored_only(tmp_path, capsys):
     assert list(found.functions) == ["score"] and "lstm" in capsys.readouterr().out
 
 
-def test_bad_input_is_refused_and_nothing_is_written(workdir, tmp_path, monkeypatch):
+def test_bad_input_is_refused_and_nothing_is_written(workdir, folder, tmp_path, monkeypatch):
+    """An exported model is not a source of weights, either."""
     out = tmp_path / "out"
+    for read in (txl_jax.load, lambda path: convert(path, out)):
+        with pytest.raises(UserError, match="is an exported model"):
+            read(folder)
     with pytest.raises(UserError, match="outside of --from"):
         export_model(workdir.path, Path(workdir.path, "inside"))
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(UserError, match="flatbuffers"):
         export_model(workdir.path, out)
     assert not out.exists()
-
-
-def test_an_exported_model_is_no_source_of_weights(folder, tmp_path):
-    for read in (txl_jax.load, lambda path: convert(path, tmp_path / "out")):
-        with pytest.raises(UserError, match="is an exported model"):
-            read(folder)
-    assert not (tmp_path / "out").exists()

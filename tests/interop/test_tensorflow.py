@@ -15,7 +15,7 @@ from support import foreign, oracles, tiny
 from support.cases import full_but
 from txl_jax.config import DType, EvalConfig
 from txl_jax.errors import UserError
-from txl_jax.interop import formats, leaves
+from txl_jax.interop import formats, leaves, original, tensorflow
 from txl_jax.interop.original import Format
 from txl_jax.modules.transformer_xl import TransformerXL
 
@@ -33,45 +33,26 @@ by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 
 
 def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
-    """The variables of the release, which has matrices as [in, out] like us, and one bias for each cluster."""
-    layers, found = params["stack"]["layers"], {}
-    heads = config.n_head * config.d_head
-    for i in range(config.n_layer):
-        attention = {name: np.asarray(value[i]) for name, value in layers["attention"].items()}
-        qkv = [attention[name].reshape(config.d_model, heads) for name in ("query", "key", "value")]
-        norm, feed, last = (layers[name] for name in ("attention_norm", "feed_forward", "feed_forward_norm"))
-        found |= {
-            f"layer_{i}/rel_attn/qkv/kernel": np.concatenate(qkv, 1),
-            f"layer_{i}/rel_attn/r/kernel": attention["position_key"].reshape(config.d_model, heads),
-            f"layer_{i}/rel_attn/o/kernel": attention["output"].reshape(heads, config.d_model),
-            f"layer_{i}/rel_attn/LayerNorm/gamma": norm["scale"][i],
-            f"layer_{i}/rel_attn/LayerNorm/beta": norm["bias"][i],
-            f"layer_{i}/ff/layer_1/kernel": feed["inner_kernel"][i],
-            f"layer_{i}/ff/layer_1/bias": feed["inner_bias"][i],
-            f"layer_{i}/ff/layer_2/kernel": feed["outer_kernel"][i],
-            f"layer_{i}/ff/layer_2/bias": feed["outer_bias"][i],
-            f"layer_{i}/ff/LayerNorm/gamma": last["scale"][i],
-            f"layer_{i}/ff/LayerNorm/beta": last["bias"][i],
-        }
-    biases = layers["biases"] if config.untie_r else params["stack"]["biases"]
-    found |= {"r_w_bias": biases["content"], "r_r_bias": biases["position"]}
-    bounds = [0, *config.cutoffs, foreign.V]
-    softmax, several = params["softmax"], config.div_val > 1
-    for c in range(config.n_cluster):
-        embed = f"adaptive_embed/cutoff_{c}/" if several else "adaptive_embed/"
-        if several or c == 0:
-            found[f"{embed}lookup_table"] = params["embedding"][f"table_{c}"]
-            if f"projection_{c}" in params["embedding"]:
-                found[f"{embed}proj_W"] = params["embedding"][f"projection_{c}"]
-        if f"projection_{c}" in softmax:
-            found[f"adaptive_softmax/cutoff_{c}/proj"] = softmax[f"projection_{c}"]
-        if config.cutoffs:
-            found[f"adaptive_softmax/cutoff_{c}/b"] = softmax["bias"][bounds[c] : bounds[c + 1]]
-    if config.cutoffs:
-        found["adaptive_softmax/cutoff_0/cluster_W"] = softmax["tail_table"]
-        found["adaptive_softmax/cutoff_0/cluster_b"] = softmax["tail_bias"]
-    else:
-        found["adaptive_softmax/bias"] = softmax["bias"]
+    """The variables of the release, which has matrices as [in, out] like us, and one bias for each cluster.
+
+    Names are our reader's. `Oracle` has its own, so that its losses show which variable is which.
+    """
+    tensors = original.from_leaves(leaves.from_tree(params), config, format=Format.TENSORFLOW)
+    bounds, found = [0, *config.cutoffs, foreign.V], {}
+    if config.cutoffs and config.div_val == 1:
+        bias = tensors.pop("crit.out_layers.0.bias").read()
+        tensors |= leaves.from_tree(
+            {f"crit.out_layers.{c}.bias": bias[slice(*ends)] for c, ends in enumerate(itertools.pairwise(bounds))}
+        )
+    absent = ["adaptive_softmax/bias"] if config.cutoffs else ["adaptive_softmax/cutoff_#/b"]
+    absent += [
+        f"adaptive_embed/{'' if config.div_val > 1 else 'cutoff_#/'}{name}" for name in ("lookup_table", "proj_W")
+    ]
+    for variable, name in tensorflow._NAMES.items():
+        for number in map(str, range(max(config.n_layer, config.n_cluster))):
+            if variable not in absent and (leaf := tensors.get(name.replace("#", number))):
+                transposed = variable.endswith(("/kernel", "/proj", "/proj_W"))
+                found[variable.replace("#", number)] = leaf.read().T if transposed else leaf.read()
     if not same_dim:
         del found["adaptive_embed/cutoff_0/proj_W"], found["adaptive_softmax/cutoff_0/proj"]
     moments = {f"{name}/{slot}": value for name, value in found.items() for slot in ("Adam", "Adam_1")}
@@ -121,9 +102,9 @@ class Oracle:
     1e-12 to the variance, and the tail clusters follow the head's tokens in order.
     """
 
-    def __init__(self, variables, *, cutoffs, vocab_size, n_layer, mem_len, clamp_len, same_length):
+    def __init__(self, variables, *, cutoffs, n_layer, mem_len, clamp_len, same_length):
         self.variables = {name.removeprefix("transformer/"): np.float64(value) for name, value in variables.items()}
-        self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, vocab_size]
+        self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, foreign.V]
         self.n_layer, self.mem_len, self.clamp_len = n_layer, mem_len, clamp_len
         self.window = mem_len + 1 if same_length else None
         self.width = self.variables["layer_0/ff/layer_1/kernel"].shape[0]
@@ -268,7 +249,7 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     whole = found.info.config
     model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), foreign.V)
     read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.leaves))}
-    sizes = {"cutoffs": config.cutoffs, "vocab_size": foreign.V, "n_layer": config.n_layer, "mem_len": 5}
+    sizes = {"cutoffs": config.cutoffs, "n_layer": config.n_layer, "mem_len": 5}
     for same_length in (False, True):
         lengths = {"clamp_len": 4, "same_length": same_length}
         encode, memory, losses = tiny.encoder(model, **lengths), model.init_memory(batch_size=1, mem_len=5), []

@@ -30,13 +30,13 @@ runpy.run_module("experiments.convert", run_name="__main__")
 def drawn(name, shape):
     """A tensor that is drawn when it is read."""
 
-    def read():
+    def part(_):
         if name.endswith("layer_norm.weight"):
             return np.ones(shape, np.float32)
         seed = int.from_bytes(name.encode()[-16:], "little")
         return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
 
-    return Leaf(shape, np.dtype(np.float32), read)
+    return Leaf(shape, np.dtype(np.float32), part)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("large") / "huggingface"
     made.mkdir()
     pieces = original._pieces(CONFIG, V, Format.HUGGINGFACE)
-    tensors = {piece.name: drawn(piece.name, piece.shape) for piece in pieces}
+    tensors = {theirs.name: drawn(theirs.name, theirs.shape) for theirs, _ in pieces}
     safetensors.write(made / "model.safetensors", tensors, metadata={"format": "pt"})
     arguments = huggingface.config_of(CONFIG, EvalConfig(mem_len=1600, clamp_len=1000), vocab_size=V)
     (made / "config.json").write_text(json.dumps(arguments))

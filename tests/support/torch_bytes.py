@@ -11,16 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-STORAGES = {
-    np.dtype(np.float64): "DoubleStorage",
-    np.dtype(np.float32): "FloatStorage",
-    np.dtype(np.float16): "HalfStorage",
-    np.dtype(ml_dtypes.bfloat16): "BFloat16Storage",
-    np.dtype(np.int64): "LongStorage",
-    np.dtype(np.int32): "IntStorage",
-    np.dtype(np.uint8): "ByteStorage",
-    np.dtype(np.bool_): "BoolStorage",
-}
+STORAGES = {np.dtype(ml_dtypes.bfloat16): "BFloat16Storage", np.dtype(np.bool_): "BoolStorage"}
+STORAGES |= {np.dtype(f"f{size}"): f"{kind}Storage" for size, kind in ((8, "Double"), (4, "Float"), (2, "Half"))}
+STORAGES |= {np.dtype(name): f"{kind}Storage" for name, kind in (("i8", "Long"), ("i4", "Int"), ("u1", "Byte"))}
 
 
 @dataclasses.dataclass

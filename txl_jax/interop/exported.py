@@ -4,14 +4,7 @@
     generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
 
 Weights and memory are dictionaries, {"layers.0.output": array}, because trees of this package's classes cannot be
-deserialized without it. A memory begins as zeros with `reset` set in every row. The directory contains:
-
-manifest.json         sizes, arguments and results, weights, tokens, versions, and the sha256 of the other files
-manifest.sha256       the sha256 of manifest.json, as `sha256sum` writes it
-score.jax_export      scoring of segments
-generate.jax_export   a generation step, if the model generates
-weights.safetensors   the arrays that both take, by name
-tokens.json           the bytes of each token, in hexadecimal, by id
+deserialized without it. A memory begins as zeros with `reset` set in every row. docs/export.md describes the files.
 """
 
 import hashlib
@@ -28,12 +21,11 @@ from jax import ShapeDtypeStruct, export
 
 from txl_jax.config import EvalConfig
 from txl_jax.data.vocabulary import Vocabulary, digest
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.errors import CheckpointError
 from txl_jax.inference import forward
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import from_tree
-from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.modules import AnyModel
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runtime import storage
@@ -43,20 +35,13 @@ Arrays = dict[str, Any]  # Arrays by name, or their shapes and dtypes.
 # One file serves all of them: the functions have no kernels, and XLA compiles them where they run.
 PLATFORMS = ("cpu", "tpu", "cuda")
 _MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
-_KIND, _KIND_VERSION = "txl_jax_export", 1
 
 
 class Function(NamedTuple):
-    """A function of named arrays.
-
-    Attributes:
-      call: Takes weights, memory and the arguments in order. Returns the results in order, then the memory.
-      arguments: Shape and dtype of each argument after weights and memory.
-      results: Names of the results before the memory.
-    """
+    """A function of weights, memory and its arguments in order, which returns its results in order and the memory."""
 
     call: Callable[..., Any]
-    arguments: Arrays
+    arguments: Arrays  # Shapes and dtypes.
     results: tuple[str, ...]
 
 
@@ -69,13 +54,9 @@ class Functions(NamedTuple):
 
 
 def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
-    """Makes a model's functions for batches of `eval_config.batch_size` and segments of `eval_config.segment_len`.
+    """Makes the functions of a model on one device: scoring, and a generation step if the model generates by token.
 
-    Args:
-      model: The model, on one device.
-      eval_config: The lengths.
-      weights: Prepared parameters on the host (`Scorer.prepare_params`).
-      generates: Whether the model generates token by token, and so has a generation step.
+    `weights` are prepared parameters on the host (`Scorer.prepare_params`). A batch has `eval_config.batch_size` rows.
     """
     scorer = make_scorer(model, eval_config)
     named, weight_names = _named_once(weights)
@@ -119,7 +100,7 @@ def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, gene
 
 
 def _sample(log_p: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Samples a token per row of [B, V] at temperatures [B]. At 0 the most likely, or the lowest id among equals."""
+    """Samples a token per row of [B, V] at temperatures [B]. At 0 it is the most likely, the lowest id among equals."""
     keys = jax.random.wrap_key_data(key, impl="threefry2x32")  # Whatever jax's default is where the function runs.
     greedy = temperature <= 0
     warm = jnp.where(greedy, 1, temperature)[:, None].astype(log_p.dtype)
@@ -146,33 +127,22 @@ def _names(tree: Any) -> list[str]:
 
 
 def write(folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> None:
-    """Lowers the functions for all platforms and writes the files into an existing directory, the manifest last.
-
-    Args:
-      folder: A directory on this machine.
-      model: The functions, with weights on the host.
-      vocabulary: The model's vocabulary.
-      metadata: Further entries of the manifest.
-
-    Raises:
-      OSError, LogError: If the files cannot be written.
-    """
+    """Lowers the functions for all platforms and writes the files into a local directory, the manifest last."""
     safetensors.write(folder / _WEIGHTS, from_tree(model.weights))
     storage.write_json(folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
     functions = {}
     for name, function in model.functions.items():
         lower = export.export(jax.jit(function.call), platforms=PLATFORMS)
         exported = lower(model.weights, model.memory, *function.arguments.values())
-        file = f"{name}.jax_export"
-        (folder / file).write_bytes(exported.serialize())
+        (folder / f"{name}.jax_export").write_bytes(exported.serialize())
         functions[name] = {
-            "file": file,
+            "file": f"{name}.jax_export",
             "calling_convention_version": exported.calling_convention_version,
             "arguments": _described(function.arguments),
             "results": [*function.results, "memory"],
         }
     manifest = {
-        _KIND: _KIND_VERSION,
+        "txl_jax_export": 1,  # The format's version.
         **metadata,
         "platforms": PLATFORMS,
         "vocabulary": {
@@ -197,33 +167,19 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
-    """Reads an exported model whose files are all as they were written.
-
-    Returns:
-      The manifest, the weights and the functions, the latter two by name.
-
-    Raises:
-      UserError: If this is not an exported model, or one of another version.
-      CheckpointError: If a file was changed, is missing, or is one too many.
-    """
-    try:
-        content, line = (folder / _MANIFEST).read_bytes(), (folder / _DIGEST).read_bytes()
-    except OSError as error:
-        raise UserError(f"{folder} is not an exported model ({error.strerror}: {error.filename})") from error
-    if line != _digest_line(content):
+    """Returns an exported model's manifest, weights and functions, or raises `CheckpointError` if a file changed."""
+    content = (folder / _MANIFEST).read_bytes()
+    if (folder / _DIGEST).read_bytes() != _digest_line(content):
         raise CheckpointError(f"{folder / _MANIFEST} does not match {_DIGEST}. Export the model again.")
     manifest = json.loads(content)
-    if manifest.get(_KIND) != _KIND_VERSION:
-        raise UserError(
-            f"{folder / _MANIFEST} must have version {_KIND_VERSION}, got {manifest.get(_KIND)!r}. Export it again."
-        )
-    found = {name: storage.sha256(folder / name) for name in os.listdir(folder) if name not in (_MANIFEST, _DIGEST)}
-    expected = manifest["sha256"]
-    if changed := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+    found = {path.name: storage.sha256(path) for path in folder.iterdir() if path.name not in (_MANIFEST, _DIGEST)}
+    if changed := sorted({name for name, _ in found.items() ^ manifest["sha256"].items()}):
         raise CheckpointError(f"{folder / changed[0]} does not match {_MANIFEST} (sha256). Export the model again.")
-    files = {name: folder / entry["file"] for name, entry in manifest["functions"].items()}
-    functions = {name: export.deserialize(bytearray(file.read_bytes())) for name, file in files.items()}
-    weights = {name: leaf.read() for name, leaf in SafeTensors(folder / _WEIGHTS).items()}
+    functions = {
+        name: export.deserialize(bytearray((folder / function["file"]).read_bytes()))
+        for name, function in manifest["functions"].items()
+    }
+    weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
     return manifest, weights, functions
 
 

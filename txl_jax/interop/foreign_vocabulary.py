@@ -60,11 +60,7 @@ def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
 
 
 def of_object(root: Any, *, name: str) -> Found:
-    """Returns a pickled object's vocabulary: a Vocab, a Corpus with one, or a tokenizer's attributes.
-
-    Raises:
-      UserError: If there is none.
-    """
+    """Returns the vocabulary in a pickled Vocab, Corpus or tokenizer, or raises `UserError` if there is none."""
     dataset = None
     for _ in range(3):
         parts = root.attributes() if isinstance(root, Record) else root

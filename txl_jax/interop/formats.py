@@ -13,14 +13,21 @@ from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, Mode
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import foreign_vocabulary, infer_config, nvidia, original, state_dict, tensorflow, torch_files
+from txl_jax.interop import (
+    foreign_vocabulary,
+    infer_config,
+    nvidia,
+    original,
+    safetensors,
+    state_dict,
+    tensorflow,
+    torch_files,
+)
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.interop.safetensors import SafeTensors
 
 _MAX_JSON = 1 << 24
-_PREFIX = "transformer."  # Hugging Face's, before all names but the softmax's.
 # Files of weights in a directory, in order of preference.
 _NAMES = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -51,11 +58,9 @@ class _Weights(NamedTuple):
 
 
 def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
-    """Reads a model of another implementation.
+    """Reads a model of another implementation from a file of weights, or from a directory that contains one.
 
-    Args:
-      path: A file of weights, or a directory that contains one, with config.json and a vocabulary if present.
-      format: The implementation, or None to recognise it by the names of the tensors.
+    A config.json and a vocabulary beside it are read too. `format` is None to recognise it by the names of the tensors.
 
     Raises:
       UserError: If there are no weights, they are damaged or another model's, config.json contradicts them, or the
@@ -77,16 +82,15 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     except UserError as error:
         if str(file.parent) in str(error):
             raise
-        raise UserError(f"{file}: {error}") from error  # Errors of the correspondence name tensors alone.
+        raise UserError(f"{file}: {error}") from error  # Errors on tensors and settings name these alone.
 
 
 def _read_weights(weights: _Weights, format: Format) -> Model:
     beside = weights.path.with_name("config.json")
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
-    by_release = {name.removeprefix(_PREFIX): leaf for name, leaf in weights.tensors.items()}
-    config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts, name=str(weights.path))
-    tensors = original.fill_shared(weights.tensors, original.aliases(config, format))
-    params = original.to_leaves(tensors, config, vocab_size=vocab_size, format=format)
+    by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}
+    config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts)
+    params = original.to_leaves(weights.tensors, config, vocab_size=vocab_size, format=format)
     vocabulary, order, more = _vocabulary(weights, vocab_size)
     notes += [*more, *weights.notes]
     if order is not None:
@@ -100,14 +104,14 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
 
 
 def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
-    """Returns the vocabulary in the file itself, or in the first of its directories that has one."""
+    """Returns the vocabulary in the file itself, or in the first of the directories that has one."""
     if weights.vocabulary is not None:
         found = foreign_vocabulary.of_object(weights.vocabulary, name=str(weights.path))
         return foreign_vocabulary.check_size(found, vocab_size, name=str(weights.path))
-    for folder in weights.folders[:-1]:
+    for folder in weights.folders:
         if (found := foreign_vocabulary.find(folder, vocab_size)).vocabulary:
-            return found
-    return foreign_vocabulary.find(weights.folders[-1], vocab_size)
+            break
+    return found
 
 
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
@@ -139,27 +143,22 @@ def _open_any(path: Path) -> _Weights | None:
         prefix = tensorflow.find(path)
         return _open_tensorflow(prefix) if prefix else None
     tensors, root = _open_parts(file) if file.name.endswith(".index.json") else _open_file(file)
-    # Frequencies are a constant. In 16 bits a cast has rounded it.
-    tensors = {
-        name: leaf
-        for name, leaf in tensors.items()
-        if not (name.endswith(original.FREQUENCIES) and leaf.dtype.itemsize == 2)
-    }
-    folders, facts = [file.parent], state_dict.facts_of_module(root)
-    if any(name.startswith((f"{_PREFIX}layers.", f"{_PREFIX}word_emb.")) for name in tensors):
-        return _Weights(file, tensors, Format.HUGGINGFACE, facts, folders)
-    if "word_emb.emb_layers.0.weight" not in tensors:
-        return _Weights(file, tensors, None, facts, folders)
+    folders = [file.parent]
     if nvidia.is_checkpoint(root):
         tensors, facts = nvidia.by_original_names(tensors), root["model_config"]
         return _Weights(file, tensors, Format.NVIDIA, facts, folders, root.get("vocab"))
-    return _Weights(file, tensors, Format.ORIGINAL, facts, folders)
+    format = None
+    if any(name.startswith(f"{original.PREFIX}layers.") for name in tensors):
+        format = Format.HUGGINGFACE
+    elif "word_emb.emb_layers.0.weight" in tensors:
+        format = Format.ORIGINAL
+    return _Weights(file, tensors, format, state_dict.facts_of_module(root), folders)
 
 
 def _open_file(file: Path) -> tuple[Leaves, Any]:
     """Returns a file's tensors, and the value of a PyTorch file."""
     if file.suffix == ".safetensors":
-        return SafeTensors(file), None
+        return safetensors.read(file), None
     found = torch_files.read(file)
     return state_dict.of(found), found.root
 
@@ -175,14 +174,11 @@ def _open_parts(file: Path) -> tuple[Leaves, Any]:
 
 def _open_tensorflow(prefix: Path) -> _Weights:
     """Opens a checkpoint of TensorFlow, with the evaluation lengths published for its corpus."""
-    tensors, cutoffs, left_out = tensorflow.read(prefix)
-    folders = tensorflow.folders_of_vocabulary(prefix)
-    about = next((folder / "corpus-info.json" for folder in folders if (folder / "corpus-info.json").is_file()), None)
-    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": cutoffs}
-    if "word_emb.emb_projs.0" in tensors:
-        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(len(cutoffs) + 1)]
-    facts |= tensorflow.lengths(_read_json(about).get("dataset")) if about else {}
-    note = f"{left_out} variables of the optimizer and of averages are left out"
+    tensors, facts, note = tensorflow.read(prefix)
+    folders = [prefix.parent, prefix.parent.parent / "data"]  # The second one as published.
+    abouts = (folder / "corpus-info.json" for folder in folders)
+    if about := next((path for path in abouts if path.is_file()), None):
+        facts |= tensorflow.lengths(_read_json(about).get("dataset"))
     return _Weights(prefix, tensors, Format.TENSORFLOW, facts, folders, notes=(note,))
 
 
@@ -193,7 +189,7 @@ def _in_order(params: Mapping[str, Leaf], order: np.ndarray, config: ModelConfig
     rows = ("embedding/table_0", "softmax/table_0", "softmax/bias")
 
     def ordered(leaf: Leaf) -> Leaf:
-        return Leaf(leaf.shape, leaf.dtype, lambda: leaf.read()[order])
+        return leaf._replace(part=lambda index: leaf.read()[order][index])
 
     return {path: ordered(leaf) if path in rows else leaf for path, leaf in params.items()}
 
@@ -203,11 +199,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON:
             raise ValueError("it is too long")
-        found = json.loads(path.read_bytes())
+        if not isinstance(found := json.loads(path.read_bytes()), dict):
+            raise ValueError("another value")
+        return found
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({type(error).__name__}). Copy or download it again.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object. Copy or download it again.")
-    return found
+        raise UserError(f"{path} is not a JSON object ({error}). Copy or download it again.") from error

@@ -9,7 +9,7 @@ The preset "hf" of `CompatConfig` gives the same numbers.
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config import EvalConfig, ModelConfig, NormPlace
+from txl_jax.config import EvalConfig, ModelConfig
 from txl_jax.data.vocabulary import MARKS
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.interop import original
@@ -17,6 +17,10 @@ from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runtime.storage import write_json
+
+# Arguments that the authors' release has too.
+_SAME = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "cutoffs", "tie_projs", "pre_lnorm")
+_SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
 
 
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
@@ -27,24 +31,19 @@ def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) 
     Raises:
       UserError: If the class has no such model, or values are incompatible, which the class would accept.
     """
-    original.check_names(config, Format.HUGGINGFACE)
+    original.position_tensors(config, Format.HUGGINGFACE)
     config.validate()
     config.validate_vocabulary(vocab_size)
     eval_config.validate()
-    same = ("d_model", "n_head", "d_head", "d_inner", "div_val", "n_layer", "untie_r", "init_std")
-    return {name: getattr(config, name) for name in same} | {
+    arguments = original.arguments_of(config, eval_config, vocab_size=vocab_size)
+    return {name: arguments[name] for name in _SAME + _SAME_LENGTHS} | {
         "vocab_size": vocab_size,
-        "d_embed": config.embed_width,
-        "cutoffs": list(config.cutoffs),
         "tie_word_embeddings": config.tie_weight,
-        "tie_projs": list(config.tie_projs or (False,) * config.n_cluster),
-        "pre_lnorm": config.layer_norm is NormPlace.PRE,
+        "untie_r": config.untie_r,
+        "init_std": config.init_std,
         "proj_init_std": config.projection_init_std,
         "dropout": 0.0,
         "dropatt": 0.0,
-        "mem_len": eval_config.mem_len,
-        "clamp_len": eval_config.clamp_len or -1,
-        "same_length": eval_config.same_length,
         "eos_token_id": None,  # By default `generate` stops at token 0, here a token like any other.
     }
 
@@ -52,14 +51,8 @@ def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
     """Writes the files that transformers 4.35.2 reads with `TransfoXLLMHeadModel.from_pretrained(folder)`.
 
-    TransfoXLTokenizer reads words from vocab.txt without running code. Its own files are pickles.
-
-    Returns:
-      Notes on the differences there.
-
-    Raises:
-      UserError: If the model has parts that Hugging Face's lacks.
-      OSError, LogError: If the files cannot be written.
+    TransfoXLTokenizer reads words from vocab.txt without running code. Its own files are pickles. Returns and raises as
+    `original.write_model`.
     """
     config, vocabulary = info.config, info.vocabulary
     arguments = config_of(config.model, config.eval, vocab_size=vocabulary.size) | {

@@ -3,45 +3,44 @@
 Names are the authors' PyTorch release's; other formats are renamed first. Shapes give almost everything. The facts,
 which are the keyword arguments of the release's MemTransformerLM in a config.json, a pickled module or NVIDIA's
 model_config, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the number of
-heads with added sinusoids, and the evaluation lengths. Reading the tensors finds facts that contradict them: the error
-names the tensor and both shapes.
+heads with added sinusoids, and the evaluation lengths. Reading the tensors finds facts that contradict them. `formats`
+adds the file's name to errors.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from txl_jax.config import Encoding, EvalConfig, ModelConfig, NormPlace
 from txl_jax.errors import UserError
-from txl_jax.interop.leaves import Leaf, Leaves, is_same
+from txl_jax.interop.leaves import Leaves, is_same
 
 # Cutoffs of the published models by vocabulary size. NVIDIA's files with other cutoffs record them.
 _PUBLISHED_CUTOFFS = {267_735: (20_000, 40_000, 200_000), 793_470: (60_000, 100_000, 640_000)}
 _SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val")
+_LISTS = {"cutoffs": int, "tie_projs": bool}
+_FLAGS = ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first")
+_INTEGERS = (*_SIZES, "n_token", "mem_len", "clamp_len", "tgt_len")
+_KINDS: dict[str, type] = dict.fromkeys(_INTEGERS, int) | dict.fromkeys(_FLAGS, bool) | _LISTS
+_LEAST = dict.fromkeys((*_SIZES, "n_token"), 1) | {"mem_len": 0}
 _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 
 
-def infer(tensors: Leaves, facts: Mapping[str, Any], *, name: str) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
-    """Infers a model's configuration.
+def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
+    """Infers the sizes, ties and encoding, V, the lengths, and one line per choice that is left open.
 
-    Args:
-      tensors: The tensors by the release's names, of which only those that may be shared are read.
-      facts: Known keyword arguments of MemTransformerLM or TransfoXLConfig.
-      name: The file's name, for errors.
-
-    Returns:
-      Sizes, ties and encoding, V, the lengths if the facts have them, and one line per choice that is left open.
+    Of the tensors only those that may be shared are read. `facts` are known arguments of MemTransformerLM or
+    TransfoXLConfig.
 
     Raises:
       UserError: If a tensor that decides on a size is missing or has another rank, a fact has another type, or the
         facts lack something that the shapes leave open.
     """
-    tensors = _Tensors(tensors, name)
-    facts = _checked(facts, name)
+    facts = _checked(facts)
     notes: list[str] = []
     tables = _tables(tensors)
     vocab_size = sum(rows for rows, _ in tables)
-    d_inner, d_model = tensors.shape("layers.0.pos_ff.CoreNet.0.weight", 2)
+    d_inner, d_model = _shape(tensors, "layers.0.pos_ff.CoreNet.0.weight", 2)
     n_layer = _num_layers(tensors)
     values: dict[str, Any] = {
         "n_layer": n_layer,
@@ -67,43 +66,33 @@ def infer(tensors: Leaves, facts: Mapping[str, Any], *, name: str) -> tuple[Mode
     return config, vocab_size, _lengths(facts, notes), notes
 
 
-class _Tensors(dict[str, Leaf]):
-    """Tensors by name, with errors that name the file and the tensor."""
-
-    def __init__(self, tensors: Leaves, name: str):
-        super().__init__(tensors)
-        self.name = name
-
-    def shape(self, tensor: str, *ranks: int) -> tuple[int, ...]:
-        """Returns a tensor's shape, which must have one of these ranks."""
-        if tensor not in self:
-            raise UserError(f"{self.name} has no tensor {tensor}. Its names are not a Transformer-XL's.")
-        shape = self[tensor].shape
-        if len(shape) not in ranks or 0 in shape:
-            raise UserError(
-                f"{self.name}: tensor {tensor} must have rank {' or '.join(map(str, ranks))} and no axis of 0, got "
-                f"shape {list(shape)}"
-            )
-        return shape
+def _shape(tensors: Leaves, name: str, *ranks: int) -> tuple[int, ...]:
+    """Returns a tensor's shape, which must have one of these ranks."""
+    if name not in tensors:
+        raise UserError(f"there is no tensor {name}. The names are not a Transformer-XL's.")
+    shape = tensors[name].shape
+    if len(shape) not in ranks or 0 in shape:
+        wanted = " or ".join(map(str, ranks))
+        raise UserError(f"tensor {name} must have rank {wanted} and no axis of 0, got shape {list(shape)}")
+    return shape
 
 
-def _num_layers(tensors: _Tensors) -> int:
+def _num_layers(tensors: Leaves) -> int:
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    for layer in range(len(numbers)):
-        if str(layer) not in numbers:
-            raise UserError(f"{tensors.name} has tensors of {len(numbers)} layers, but none of layer {layer}")
+    if missing := set(map(str, range(len(numbers)))) - numbers:
+        raise UserError(f"there are tensors of {len(numbers)} layers, but none of layer {min(missing)}")
     return len(numbers)
 
 
-def _tables(tensors: _Tensors) -> list[tuple[int, ...]]:
+def _tables(tensors: Leaves) -> list[tuple[int, ...]]:
     """Returns the shapes of the embedding's tables, one per cluster or one for all."""
     names = (f"word_emb.emb_layers.{cluster}.weight" for cluster in itertools.count())
-    found = [tensors.shape(next(names), 2)]
-    return found + [tensors.shape(name, 2) for name in itertools.takewhile(tensors.__contains__, names)]
+    found = [_shape(tensors, next(names), 2)]
+    return found + [_shape(tensors, name, 2) for name in itertools.takewhile(tensors.__contains__, names)]
 
 
 def _cutoffs(
-    tensors: _Tensors, tables: list[tuple[int, ...]], facts: Mapping[str, Any], vocab_size: int
+    tensors: Leaves, tables: list[tuple[int, ...]], facts: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
     """Returns the cutoffs: from the tables, or from the facts if all clusters have one table."""
     if len(tables) > 1:
@@ -112,39 +101,38 @@ def _cutoffs(
         return tuple(facts["cutoffs"])
     if "crit.cluster_weight" not in tensors:
         return ()
-    tails, width = tensors.shape("crit.cluster_weight", 2)
+    tails, width = _shape(tensors, "crit.cluster_weight", 2)
     known = _PUBLISHED_CUTOFFS.get(vocab_size, ())
     if len(known) == tails:
         return known
     raise UserError(
-        f"{tensors.name}: tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs of "
-        f'{tails} tail clusters in a vocabulary of {vocab_size} tokens. Put a config.json with {{"cutoffs": [...]}} '
-        "next to it."
+        f"tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs of {tails} clusters in "
+        f'{vocab_size} tokens. Put a config.json with {{"cutoffs": [...]}} next to it.'
     )
 
 
-def _attention(tensors: _Tensors, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the encoding, its heads and its positions."""
-    heads = tensors.shape("layers.0.dec_attn.o_net.weight", 2)[1]
+    heads = _shape(tensors, "layers.0.dec_attn.o_net.weight", 2)[1]
     if "layers.0.dec_attn.r_net.weight" in tensors:
         of_layer = "layers.0.dec_attn.r_w_bias"  # Hugging Face's, which has the shared one too if all are equal.
         by_layer = of_layer in tensors and "r_w_bias" not in tensors
-        *layers, n_head, d_head = tensors.shape(of_layer, 2) if by_layer else tensors.shape("r_w_bias", 2, 3)
+        *layers, n_head, d_head = _shape(tensors, of_layer, 2) if by_layer else _shape(tensors, "r_w_bias", 2, 3)
         untie_r = by_layer or bool(layers)
         return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": untie_r}
     if "r_bias" in tensors or "r_emb" in tensors:  # Al-Rfou's is cut into heads too, though it is added to the input.
-        _, num_positions, n_head, d_head = tensors.shape("r_emb", 4)
+        _, num_positions, n_head, d_head = _shape(tensors, "r_emb", 4)
         encoding = Encoding.SHAW if "r_bias" in tensors else Encoding.AL_RFOU
         return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
     if "n_head" not in facts:
         raise UserError(
-            f"{tensors.name} adds sinusoids to its input, and then no shape gives the number of heads. Put a "
-            'config.json with {"n_head": ...} next to it.'
+            "the model adds sinusoids to its input, and no shape gives the number of its heads. Put a config.json with "
+            '{"n_head": ...} next to it.'
         )
     return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
 
 
-def _ties(tensors: _Tensors, config: ModelConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _ties(tensors: Leaves, config: ModelConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tables and projections that embedding and softmax share, by the facts, or by equal values."""
 
     def tied(own: str, other: str) -> bool:
@@ -181,25 +169,16 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
     return found
 
 
-def _checked(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts that are used, by the release's names, or raises `UserError` for one of another type."""
-    types: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys((*_SIZES, "n_token"), lambda value: type(value) is int and value > 0),
-        "mem_len": lambda value: type(value) is int and value >= 0,
-        **dict.fromkeys(("clamp_len", "tgt_len"), lambda value: type(value) is int),
-        **dict.fromkeys(
-            ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"),
-            lambda value: type(value) is bool,
-        ),
-        "cutoffs": lambda value: isinstance(value, (list, tuple)) and all(type(v) is int for v in value),
-        "tie_projs": lambda value: isinstance(value, (list, tuple)) and all(type(v) is bool for v in value),
-    }
     found: dict[str, Any] = {}
-    for key, is_right in types.items():
+    for key, kind in _KINDS.items():
         value = facts.get(key, facts.get(_OTHER_NAMES.get(key, key)))
         if value is None or (key == "d_embed" and value == -1):
             continue
-        if not is_right(value):
-            raise UserError(f"{name} has {key} {str(value)[:60]}, which is not a valid value. Correct or remove it.")
+        values = value if key in _LISTS else [value]
+        valid = isinstance(values, list | tuple) and all(type(each) is kind for each in values)
+        if not valid or (key in _LEAST and value < _LEAST[key]):
+            raise UserError(f"{key} is {str(value)[:60]}, which is not a valid value. Correct or remove it.")
         found[key] = value
     return found

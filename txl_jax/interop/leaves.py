@@ -8,24 +8,15 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """One array: its shape and dtype, and the function that reads it.
-
-    Attributes:
-      read: Returns the array. Each call reads anew and keeps nothing.
-      read_entry: Returns one entry along the first axis, or None if `read` is as fast.
-    """
+    """One array: its shape and dtype, and a function that reads a part of it, anew in each call."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[], np.ndarray]
-    read_entry: Callable[[int], np.ndarray] | None = None
+    part: Callable[[Any], np.ndarray]  # Takes an index: slices, the number of an entry of the first axis, or `...`.
 
-    def part(self, place: slice | int) -> np.ndarray:
-        """Returns some rows of the array, or one entry along its first axis."""
-        if isinstance(place, int) and self.read_entry:
-            return self.read_entry(place)
-        part: np.ndarray = self.read()[place]
-        return part
+    def read(self) -> np.ndarray:
+        """Returns the whole array."""
+        return self.part(...)
 
 
 # A file's tensors by name, or parameters by path: "stack/layers/attention/query".
@@ -34,7 +25,7 @@ Leaves = Mapping[str, Leaf]
 
 def leaf_of(array: Any) -> Leaf:
     """Returns an array in memory as a leaf."""
-    return Leaf(tuple(np.shape(array)), np.dtype(array.dtype), lambda: np.asarray(array))
+    return Leaf(tuple(np.shape(array)), np.dtype(array.dtype), lambda index: np.asarray(array)[index])
 
 
 def is_same(a: Leaf, b: Leaf) -> bool:
@@ -56,9 +47,6 @@ def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
     """Returns the leaves in another dtype, converted when they are read."""
 
     def converted(leaf: Leaf) -> Leaf:
-        def part(place: slice | int) -> np.ndarray:
-            return leaf.part(place).astype(dtype, copy=False)
-
-        return Leaf(leaf.shape, dtype, lambda: leaf.read().astype(dtype, copy=False), part)
+        return leaf._replace(dtype=dtype, part=lambda index: leaf.part(index).astype(dtype, copy=False))
 
     return {path: converted(leaf) for path, leaf in leaves.items()}

@@ -3,20 +3,18 @@
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the release's state_dict
 
-`_pieces` builds the whole correspondence as one table, which each direction reads once. The release stores a matrix as
-[out, in], stacks q, k and v in one matrix, has one tensor per layer and, in the softmax, one bias per cluster. Here
+`_pieces` is the whole correspondence as one table, which both directions read. The release stores a matrix as
+[out, in], stacks q, k and v in one matrix, and has one tensor per layer and, in the softmax, one bias per cluster. Here
 matrices are [in, out] with heads as their own axis, layers are stacked, and there is one bias. The release's attn_type
 0 is our relative encoding, 1 Shaw's (with `compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin
 with the greatest distance, ours with 0. `Format` has the differences of the other implementations.
-
-`write` makes a directory: `model.safetensors`, with one name for each shared tensor, `config.json` with the arguments
-of the release's `MemTransformerLM`, and the vocabulary.
 """
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +29,8 @@ from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.portable import ModelInfo
-from txl_jax.modules.positions import ENCODINGS, encoding_of
+from txl_jax.modules.positions import encoding_of
+from txl_jax.modules.positions.encoding import OriginalTensor
 from txl_jax.runtime.storage import write_json, write_lines
 
 
@@ -41,38 +40,32 @@ class Format(enum.StrEnum):
     ORIGINAL = "original"  # That release. The last row of the softmax's head belongs to the first tail cluster.
     NVIDIA = "nvidia"  # DeepLearningExamples, once `nvidia.by_original_names` has renamed its tensors.
     TENSORFLOW = "tensorflow"  # The authors' TensorFlow release (`tensorflow.read`). Tails are in order, as here.
-    HUGGINGFACE = "huggingface"  # Tails in order, "transformer." before all but the softmax, u and v in every layer.
+    HUGGINGFACE = "huggingface"  # Tails in order, `PREFIX` before all but the softmax, u and v in every layer.
 
 
 PRESETS = {Format.ORIGINAL: "pytorch", Format.NVIDIA: "pytorch", Format.TENSORFLOW: "tf", Format.HUGGINGFACE: "hf"}
-_TITLES = {
-    Format.ORIGINAL: "the original PyTorch release",
-    Format.NVIDIA: "NVIDIA's release",
-    Format.TENSORFLOW: "the original TensorFlow release",
-    Format.HUGGINGFACE: "Hugging Face's model",
-}
+PREFIX = "transformer."
 FREQUENCIES = "pos_emb.inv_freq"  # A constant in the release's state_dict, checked when read.
 _BIASES = ("r_w_bias", "r_r_bias")  # u and v.
 _UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer searches for them.
-
 _DOUBLE = np.dtype(np.float64)
 
 
-class Piece(NamedTuple):
-    """Rows of an original tensor, and the place in our parameters that holds the same numbers."""
+class Part(NamedTuple):
+    """A part of an array: of an original tensor, or of one of our parameters."""
 
-    name: str  # The original's tensor,
-    shape: tuple[int, ...]  # its shape,
-    path: str  # Our parameter, "a/b/c",
-    path_shape: tuple[int, ...]  # its shape,
-    place: slice | int = slice(None)  # and where along its first axis.
-    rows: slice | tuple[slice, slice] = slice(None)  # Which rows of the tensor, or which of its first two axes.
-    transposed: bool = False  # [out, in] there, [in, out] here.
+    name: str  # Of the array; our parameters' are paths, "a/b/c".
+    shape: tuple[int, ...]  # Of the whole array.
+    place: slice | int | tuple[slice, slice] | EllipsisType = ...  # Where in it, as an index.
+    transposed: bool = False  # [out, in] in the original, [in, out] here.
 
-    def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the rows of the original tensor in our order of axes."""
-        rows = tensor[self.rows]
-        return rows.T if self.transposed else rows
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """Returns the part of an array in our order of axes."""
+        part = array[self.place]
+        return part.T if self.transposed else part
+
+
+Piece = tuple[Part, Part]  # A part of an original tensor, and the part of our parameter that holds the same numbers.
 
 
 def to_flax(
@@ -87,56 +80,28 @@ def to_leaves(
 ) -> dict[str, Leaf]:
     """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
 
-    Args:
-      tensors: Every tensor by its name in `format`, shared ones under all their names.
-      config: Sizes and ties.
-      vocab_size: V.
-      format: The implementation.
+    `tensors` are by their names in `format`. A shared one needs only one of its names.
 
     Raises:
       UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the implementation has
         no such model.
     """
-    check_names(config, format)
-    pieces = _pieces(config, vocab_size, format)
-    shared = aliases(config, format)
-    expected = {piece.name: piece.shape for piece in pieces}
-    expected |= {name: expected[first] for name, first in shared.items()}
-    constant = _name(FREQUENCIES, format) if encoding_of(config).has_original_frequencies else None
-    _check({name: leaf.shape for name, leaf in tensors.items() if name != constant}, expected, "tensor")
-    if constant and constant in tensors:
-        _check_frequencies(tensors[constant].read(), config.d_model)
+    pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
+    found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(tensors)
+    found = {name: found[first] for name, first in shared.items() if first in found} | found
+    constant = found.pop(_name(FREQUENCIES, format), None) if _has_frequencies(config) else None
+    expected = {theirs.name: theirs.shape for theirs, _ in pieces}
+    _check(found, expected | {name: expected[first] for name, first in shared.items()}, "tensor")
+    if constant:
+        _check_frequencies(constant.read(), config.d_model)
     for name, first in shared.items():
-        if not leaves_lib.is_same(tensors[name], tensors[first]):
+        if not leaves_lib.is_same(found[name], found[first]):
             raise UserError(
                 f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
                 f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
                 "equal values."
             )
-    return {path: _parameter(tensors, parts) for path, parts in _grouped(pieces, lambda piece: piece.path).items()}
-
-
-def _parameter(tensors: Leaves, pieces: list[Piece]) -> Leaf:
-    """Returns one of our parameters, made of pieces of original tensors."""
-    shape, dtype = pieces[0].path_shape, tensors[pieces[0].name].dtype
-
-    def fill(target: np.ndarray, piece: Piece) -> None:
-        target[...] = piece.view(tensors[piece.name].read()).reshape(target.shape)
-
-    def read() -> np.ndarray:
-        array = np.empty(shape, dtype)
-        for piece in pieces:
-            fill(array[piece.place], piece)
-        return array
-
-    def read_entry(entry: int) -> np.ndarray:
-        array = np.empty(shape[1:], dtype)
-        for piece in pieces:
-            if piece.place == entry:
-                fill(array, piece)
-        return array
-
-    return Leaf(shape, dtype, read, read_entry if isinstance(pieces[0].place, int) else None)
+    return _assembled(found, pieces)
 
 
 def from_flax(
@@ -149,57 +114,52 @@ def from_flax(
 
 
 def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
-    """Inverts `to_leaves`, with only the first name of a shared tensor.
-
-    Raises:
-      UserError: If a parameter is missing, unknown or of the wrong shape, or has no name in the implementation.
-    """
-    check_names(config, format)
+    """Inverts `to_leaves`, with only the first name of a shared tensor; raises `UserError` as it does."""
     if any(path.startswith("final_norm/") for path in leaves):
         raise UserError(
             "final_norm has no name in the original. To export pre-norm, train with model.compat.final_norm off."
         )
     if "softmax/bias" not in leaves:
-        raise UserError("parameter softmax/bias is missing, expected with shape [V]. Pass the tree below 'params'.")
+        raise UserError("parameter softmax/bias is missing. Pass the tree below 'params'.")
     bias = leaves["softmax/bias"]
     pieces = _pieces(config, bias.shape[0], format)
-    expected = {piece.path: piece.path_shape for piece in pieces}
-    _check({path: leaf.shape for path, leaf in leaves.items()}, expected, "parameter")
-    tensors = {name: _tensor(leaves, parts) for name, parts in _grouped(pieces, lambda piece: piece.name).items()}
-    if encoding_of(config).has_original_frequencies:
+    _check(leaves, {ours.name: ours.shape for _, ours in pieces}, "parameter")
+    tensors = _assembled(leaves, [(ours, theirs) for theirs, ours in pieces])
+    if _has_frequencies(config):
         tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
     return tensors
 
 
-def _tensor(leaves: Leaves, pieces: list[Piece]) -> Leaf:
-    """Returns an original tensor, made of pieces of our parameters."""
-    shape, dtype = pieces[0].shape, leaves[pieces[0].path].dtype
+def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Leaf]:
+    """Returns leaves made of parts of others. Each pair is a part of a source and the part of a result it becomes."""
+    by_name: dict[str, list[tuple[Part, Part]]] = {}
+    for source, target in pairs:
+        by_name.setdefault(target.name, []).append((source, target))
 
-    def read() -> np.ndarray:
-        array = np.empty(shape, dtype)
-        for piece in pieces:
-            target = piece.view(array)
-            target[...] = leaves[piece.path].part(piece.place).reshape(target.shape)
-        return array
+    def leaf(parts: list[tuple[Part, Part]]) -> Leaf:
+        first, result = parts[0]
+        dtype = sources[first.name].dtype
 
-    return Leaf(shape, dtype, read)
+        def part(index: Any) -> np.ndarray:
+            array = np.empty(result.shape, dtype)
+            # A layer's entry of a stacked parameter needs its own tensors only.
+            for source, target in [pair for pair in parts if pair[1].place == index] or parts:
+                view, values = target.view(array), sources[source.name].part(source.place)
+                view[...] = (values.T if source.transposed else values).reshape(view.shape)
+            return array[index]
+
+        return Leaf(result.shape, dtype, part)
+
+    return {name: leaf(parts) for name, parts in by_name.items()}
 
 
-def _grouped(pieces: list[Piece], key: Callable[[Piece], str]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(key(piece), []).append(piece)
-    return found
-
-
-def fill_shared(tensors: Leaves, shared: Mapping[str, str]) -> dict[str, Leaf]:
-    """Returns a file's tensors under all their names, because files have only one of the names in `aliases`."""
-    found = dict(tensors)
-    for first in set(shared.values()):
-        group = [first, *(second for second, of in shared.items() if of == first)]
-        if one := next((tensors[name] for name in group if name in tensors), None):
-            found |= {name: one for name in group if name not in tensors}
-    return found
+def _check(found: Leaves, expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
+    """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
+    for name in [*expected, *found]:
+        if name not in found or found[name].shape != expected.get(name):
+            there = f"has shape {list(found[name].shape)}" if name in found else "is missing"
+            wanted = f"expected shape {list(expected[name])}" if name in expected else f"expected no such {kind}"
+            raise UserError(f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or model.untie_r.")
 
 
 def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, str]:
@@ -208,10 +168,9 @@ def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, 
     shared: dict[str, str] = {}
     if config.tie_weight:
         shared |= {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in range(n_table)}
-    if _is_projected(config):
-        for c, tied in enumerate(config.tie_projs):
-            if tied:
-                shared[f"crit.out_projs.{c}"] = f"word_emb.emb_projs.{c if config.div_val > 1 else 0}"
+    for c, tied in enumerate(config.tie_projs if config.has_projections else ()):
+        if tied:
+            shared[f"crit.out_projs.{c}"] = f"word_emb.emb_projs.{min(c, n_table - 1)}"
     if format is Format.HUGGINGFACE and not config.untie_r:
         layers = itertools.product(range(config.n_layer), _BIASES)
         shared |= {f"layers.{layer}.dec_attn.{bias}": bias for layer, bias in layers}
@@ -220,51 +179,39 @@ def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, 
 
 def _name(name: str, format: Format) -> str:
     """Returns an implementation's name of an original tensor."""
-    is_softmax = name.startswith("crit.")
-    return name if format is not Format.HUGGINGFACE or is_softmax else f"transformer.{name}"
+    return name if format is not Format.HUGGINGFACE or name.startswith("crit.") else f"{PREFIX}{name}"
 
 
-def check_names(config: ModelConfig, format: Format) -> None:
-    """Raises `UserError` for a model that an implementation lacks, so that its parameters have no names there."""
-    title, in_huggingface = _TITLES[format], format is Format.HUGGINGFACE
-    known = [
-        name
-        for name, encoding in ENCODINGS.items()
-        if (encoding.in_huggingface if in_huggingface else encoding.original_type is not None)
-    ]
-    if config.encoding not in known:
-        raise UserError(f"model.encoding is {config.encoding}, and {title} has {', '.join(known)} only")
-    if config.tie_positions:
-        raise UserError(
-            f"model.tie_positions is on, and {title} has a matrix of positions, u and v. Train with it turned off."
-        )
+def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTensor]:
+    """Returns the encoding's own tensors, or raises `UserError` if an implementation has no such encoding."""
+    encoding = encoding_of(config)
+    if encoding.original_type is None or (format is Format.HUGGINGFACE and encoding.original_type != 0):
+        raise UserError(f"model.encoding is {config.encoding}, which the {format} format lacks. Choose another format.")
+    return encoding.original_tensors()
 
 
 def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]:
     """Returns the correspondence, tensor by tensor, without second names of shared tensors."""
-    pieces = [*_encoding(config, format)]
-    for layer in range(config.n_layer):
-        pieces += _layer(config, layer)
-    pieces += _embedding_and_softmax(config, vocab_size)
+    layers = (_layer(config, layer) for layer in range(config.n_layer))
+    tables = _embedding_and_softmax(config, vocab_size)
+    pieces = [*_encoding(config, format), *itertools.chain.from_iterable(layers), *tables]
     if config.cutoffs:
         in_order = format in (Format.HUGGINGFACE, Format.TENSORFLOW)
         rows, tails = slice(None, None, None if in_order else -1), len(config.cutoffs)
-        weights = (tails, config.embed_width)
-        pieces.append(Piece("crit.cluster_weight", weights, "softmax/tail_table", weights, rows=rows))
-        pieces.append(Piece("crit.cluster_bias", (tails,), "softmax/tail_bias", (tails,), rows=rows))
-    return [piece._replace(name=_name(piece.name, format)) for piece in pieces]
+        for theirs, ours, shape in (("weight", "table", (tails, config.embed_width)), ("bias", "bias", (tails,))):
+            pieces.append((Part(f"crit.cluster_{theirs}", shape, rows), Part(f"softmax/tail_{ours}", shape)))
+    return [(theirs._replace(name=_name(theirs.name, format)), ours) for theirs, ours in pieces]
 
 
 def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
     """Yields the encoding's own tensors."""
-    for tensor in encoding_of(config).original_tensors():
+    for name, shape, path, path_shape, is_reversed in position_tensors(config, format):
         if format is Format.HUGGINGFACE and config.untie_r:
             for layer in range(config.n_layer):
-                name = f"layers.{layer}.dec_attn.{tensor.name}"
-                yield Piece(name, tensor.shape[1:], tensor.path, tensor.path_shape, layer)
+                yield Part(f"layers.{layer}.dec_attn.{name}", shape[1:]), Part(path, path_shape, layer)
         else:
-            rows = (slice(None), slice(None, None, -1)) if tensor.reversed else slice(None)
-            yield Piece(tensor.name, tensor.shape, tensor.path, tensor.path_shape, rows=rows)
+            place = (slice(None), slice(None, None, -1)) if is_reversed else ...
+            yield Part(name, shape, place), Part(path, path_shape)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
@@ -272,16 +219,14 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
     d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
     heads = n_head * d_head
 
-    def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: slice = slice(None)) -> Piece:
-        stacked = (config.n_layer, *ours)
-        return Piece(f"layers.{layer}.{name}", shape, f"stack/layers/{path}", stacked, layer, rows, len(shape) == 2)
+    def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: Any = ...) -> Piece:
+        theirs = Part(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
+        return theirs, Part(f"stack/layers/{path}", (config.n_layer, *ours), layer)
 
-    inward = (d_model, n_head, d_head)
     for net, parts in encoding_of(config).original_projections.items():
         for i, part in enumerate(parts):
-            rows = slice(i * heads, (i + 1) * heads)
-            shape = (len(parts) * heads, d_model)
-            yield piece(f"dec_attn.{net}.weight", shape, f"attention/{part}", inward, rows)
+            shape, rows = (len(parts) * heads, d_model), slice(i * heads, (i + 1) * heads)
+            yield piece(f"dec_attn.{net}.weight", shape, f"attention/{part}", (d_model, n_head, d_head), rows)
     yield piece("dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model))
     yield piece("pos_ff.CoreNet.0.weight", (d_inner, d_model), "feed_forward/inner_kernel", (d_model, d_inner))
     yield piece("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))
@@ -298,24 +243,26 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
     shared = aliases(config)
 
     def projection(name: str, path: str, width: int) -> Piece:
-        return Piece(name, (config.d_model, width), path, (width, config.d_model), transposed=True)
+        return Part(name, (config.d_model, width), transposed=True), Part(path, (width, config.d_model))
 
     for c, (start, end) in enumerate(itertools.pairwise(bounds)):
         width = config.cluster_width(c)
         table = (end - start, width)
-        yield Piece(f"word_emb.emb_layers.{c}.weight", table, f"embedding/table_{c}", table)
+        yield Part(f"word_emb.emb_layers.{c}.weight", table), Part(f"embedding/table_{c}", table)
         if f"crit.out_layers.{c}.weight" not in shared:
-            yield Piece(f"crit.out_layers.{c}.weight", table, f"softmax/table_{c}", table)
-        if _is_projected(config):
+            yield Part(f"crit.out_layers.{c}.weight", table), Part(f"softmax/table_{c}", table)
+        if config.has_projections:
             yield projection(f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", width)
-        yield Piece(f"crit.out_layers.{c}.bias", (end - start,), "softmax/bias", (vocab_size,), slice(start, end))
+        bias = Part("softmax/bias", (vocab_size,), slice(start, end))
+        yield Part(f"crit.out_layers.{c}.bias", (end - start,)), bias
     for c in range(config.n_cluster):
-        if _is_projected(config) and f"crit.out_projs.{c}" not in shared:
+        if config.has_projections and f"crit.out_projs.{c}" not in shared:
             yield projection(f"crit.out_projs.{c}", f"softmax/projection_{c}", config.cluster_width(c))
 
 
-def _is_projected(config: ModelConfig) -> bool:
-    return config.div_val > 1 or config.embed_width != config.d_model
+def _has_frequencies(config: ModelConfig) -> bool:
+    """Returns whether the release adds or attends to sinusoids, whose frequencies its state_dict has."""
+    return encoding_of(config).original_type in (0, 2)
 
 
 def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
@@ -325,35 +272,17 @@ def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
 
 
 def _check_frequencies(found: np.ndarray, d_model: int) -> None:
-    """Raises `UserError` for other frequencies, which would make another model."""
+    """Raises `UserError` for other frequencies, which would make another model. A cast to 16 bits may round them."""
     expected = _frequencies(d_model)
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5, atol=0):
+    if found.shape != expected.shape or not np.allclose(found.astype(_DOUBLE), expected, rtol=2**-8, atol=0):
         raise UserError(
-            f"tensor {FREQUENCIES} of shape {list(found.shape)} is not 10000^(-2i/{d_model}), expected with shape "
-            f"{list(expected.shape)}; only those frequencies are supported"
+            f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}, got shape "
+            f"{list(found.shape)}. Only those frequencies are supported."
         )
 
 
-def _check(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
-    """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
-    for name in [*expected, *found]:
-        if found.get(name) != expected.get(name):
-            there = f"has shape {list(found[name])}" if name in found else "is missing"
-            wanted = f"expected shape {list(expected[name])}" if name in expected else f"expected no such {kind}"
-            settings = "the config, model.untie_r included," if name.endswith(_BIASES) else "the config"
-            raise UserError(f"{kind} {name} {there}, {wanted}; does {settings} fit?")
-
-
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
-    """Writes the tensors under the release's names, and the arguments of its `MemTransformerLM`.
-
-    Returns:
-      Notes on the differences there.
-
-    Raises:
-      UserError: If the model has parts that the release lacks.
-      OSError, LogError: If the files cannot be written.
-    """
+    """Writes the tensors under the release's names, and the arguments of its `MemTransformerLM`; see `write_model`."""
     arguments = arguments_of(info.config.model, info.config.eval, vocab_size=info.vocabulary.size)
     return write_model(folder, info, leaves, arguments, Format.ORIGINAL)
 
@@ -361,7 +290,11 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
 def write_model(
     folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
 ) -> list[str]:
-    """Writes tensors, arguments and vocabulary for an implementation; returns notes and raises as `write`."""
+    """Writes model.safetensors, config.json and the vocabulary for an implementation; returns notes on differences.
+
+    Raises:
+      UserError: If the model has parts that the implementation lacks, or the files cannot be written.
+    """
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
@@ -409,19 +342,20 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
-    theirs, title = apply_preset(config, PRESETS[format]).model.compat, _TITLES[format]
-    unused = {"final_norm"}  # A model that has one is rejected.
-    if format is Format.HUGGINGFACE:
-        unused.add("layer_norm_eps")  # Its config.json has it.
-    if not config.model.has_shaw_terms:
-        unused.add("shaw_terms")
-    if not config.eval.same_length:
-        unused.add("same_length_window")
     if config.data.reset_at is not None:
-        notes.append(f"documents are kept apart here, by the token {config.data.reset_at!r}, and not by {title}")
+        notes.append(
+            f"documents are kept apart here, by the token {config.data.reset_at!r}, and not in the {format} format"
+        )
+    unused = {
+        "final_norm": True,  # A model that has one is rejected.
+        "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.
+        "shaw_terms": not config.model.has_shaw_terms,
+        "same_length_window": not config.eval.same_length,
+    }
+    theirs = apply_preset(config, PRESETS[format]).model.compat
     return notes + [
-        f"{title} has model.compat.{leaf.name} {config_tree.format_value(there)}, and these weights were read with "
-        f"{config_tree.format_value(here)}: it gives other losses"
+        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, and these weights were "
+        f"read with {config_tree.format_value(here)}: it gives other losses"
         for leaf, here, there in config_tree.differences(config.model.compat, theirs)
-        if leaf.name not in unused
+        if not unused.get(leaf.name)
     ]

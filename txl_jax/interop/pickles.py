@@ -1,13 +1,13 @@
 """Reads pickles without running anything that they name.
 
 A pickle is a program for a stack machine. `pickletools.genops` splits it into instructions, and the machine here has
-neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its arguments and state. Only
-the functions in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not
-need is a `UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
+neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions
+in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not need is a
+`UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
 
 The file's size bounds time and memory: `genops` reads no more bytes than the file has, calls may copy a few times its
-size in total, and keys are flat. Text and bytes above `MAX_TEXT` (the tokens of a whole corpus) become `Omitted`.
-Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
+size in total, and keys are flat. Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not
+ASCII.
 """
 
 # ruff: noqa: N802  # The machine's methods have the names that pickletools gives to instructions.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from txl_jax.errors import UserError
 
-MAX_TEXT = 1 << 24
+MAX_TEXT = 1 << 24  # Longer text and bytes, such as a corpus's tokens, become `Omitted`.
 _MAX_INTEGER_BITS = 1 << 13  # Python can still print them.
 
 # In an ordinary unpickler, names from these packages run code, read files or reach the network.
@@ -57,13 +57,10 @@ class Symbol(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Record:
-    """An object whose class is not imported: the contents of its pickle."""
+    """An object whose class is not imported. Arguments, and what a subclass of list or dict contains, are left out."""
 
     symbol: Symbol
-    args: tuple[Any, ...] = ()
     state: Any = None
-    elements: list[Any] = dataclasses.field(default_factory=list)  # If the class is a list.
-    entries: dict[Any, Any] = dataclasses.field(default_factory=dict)  # If the class is a dict.
 
     def attributes(self) -> dict[Any, Any]:
         """Returns the object's `__dict__`, or an empty dict."""
@@ -87,7 +84,7 @@ _PLAIN_KEYS = (str, bytes, int, float, complex, bool, type(None), Record)
 
 def _key(key: Any) -> Any:
     """Returns a key of a dict or set if its hash needs no deep recursion."""
-    if isinstance(key, _PLAIN_KEYS) or (isinstance(key, tuple) and all(isinstance(part, _PLAIN_KEYS) for part in key)):
+    if all(isinstance(part, _PLAIN_KEYS) for part in (key if isinstance(key, tuple) else (key,))):
         return key
     raise DamagedError(f"a {type(key).__name__} cannot be a key")
 
@@ -119,8 +116,7 @@ def _object_of(cls: Any, base: Any = None, state: Any = None) -> Record:
     """Returns an object as protocols 0 and 1 make it with copyreg."""
     if not isinstance(cls, Symbol):
         raise DamagedError("an object's class is not a name")
-    elements = state if isinstance(state, list) else []
-    return Record(cls, (), None, elements, _dict(state if isinstance(state, dict) else ()))
+    return Record(cls)
 
 
 _CALLS: Mapping[str, Call] = {
@@ -143,18 +139,11 @@ def load(
     persistent: Callable[[Any], Any] | None = None,
     start: int = 0,
 ) -> tuple[Any, int]:
-    """Reads one pickle.
+    """Reads one pickle, which begins at the byte `start`; returns its value, and the offset after it.
 
-    Args:
-      data: The file's bytes.
-      name: The file's name, for errors.
-      calls: Functions by dotted name, which replace what the pickle calls. They must be harmless with any arguments.
-      persistent: Makes the value of a persistent id, or None if persistent ids are errors.
-      start: Offset of the pickle.
-
-    Returns:
-      The value, and the offset after the pickle. A value consists of plain values and containers, `Symbol`, `Record`,
-      `Omitted`, and the results of `calls` and `persistent`.
+    A value consists of plain values and containers, `Symbol`, `Record`, `Omitted`, and the results of `persistent`,
+    which takes persistent ids, and of `calls`: functions by dotted name, which replace what the pickle calls. They must
+    be harmless with any arguments. `name` is the file's, for errors.
 
     Raises:
       UserError: If the pickle is damaged, ends early, or calls anything else.
@@ -185,10 +174,9 @@ def _pushes(value: Callable[["_Machine", Any], Any]) -> Callable[["_Machine", An
 
 @dataclasses.dataclass(eq=False)
 class _Machine:
-    """The stack machine of protocols 0 to 5, with one method per instruction.
+    """The stack machine of protocols 0 to 5, with a method per instruction but for buffers outside of the pickle.
 
-    A mark puts the stack aside until an instruction takes all values above the mark. Buffers outside of the pickle
-    (protocol 5) are the only instructions without a method, because no file has them.
+    A mark puts the stack aside until an instruction takes all values above the mark.
     """
 
     name: str
@@ -205,8 +193,6 @@ class _Machine:
     def pop(self) -> Any:
         return self.stack.pop()
 
-    # The stack and the memo.
-
     def MARK(self, _: Any) -> None:
         self.below_marks.append(self.stack)
         self.stack = []
@@ -216,10 +202,7 @@ class _Machine:
         return values
 
     def POP(self, _: Any) -> None:
-        if self.stack:
-            self.pop()
-        else:
-            self.POP_MARK()
+        self.pop() if self.stack else self.POP_MARK()
 
     def PUT(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
@@ -234,8 +217,6 @@ class _Machine:
     DUP = _pushes(lambda m, _: m.stack[-1])
     BINPUT = LONG_BINPUT = PUT
     GET = BINGET = LONG_BINGET = _pushes(lambda m, number: m.memo[number])
-
-    # Plain values.
 
     def INT(self, value: int) -> None:
         if value.bit_length() > _MAX_INTEGER_BITS:
@@ -261,8 +242,6 @@ class _Machine:
     FLOAT = BINFLOAT = _pushes(lambda m, number: number)
     BINUNICODE = SHORT_BINUNICODE = BINUNICODE8 = BINBYTES = SHORT_BINBYTES = BINBYTES8 = UNICODE
     BINSTRING = SHORT_BINSTRING = STRING
-
-    # Containers.
 
     EMPTY_TUPLE = _pushes(lambda m, _: ())
     EMPTY_LIST = _pushes(lambda m, _: [])
@@ -295,20 +274,18 @@ class _Machine:
         target = self.stack[-1]
         if isinstance(target, set):
             target.update(_set(values))
-        elif isinstance(target, (list, Record)):
-            (target.elements if isinstance(target, Record) else target).extend(values)
-        else:
+        elif isinstance(target, list):
+            target.extend(values)
+        elif not isinstance(target, Record):
             raise DamagedError("an element has no list")
 
     def set_entries(self, values: list[Any]) -> None:
         """Puts keys and values, in turn, into the dict on top of the stack."""
-        target = self.stack[-1]
-        entries = target.entries if isinstance(target, Record) else target
-        if not isinstance(entries, dict):
+        entries, target = _dict(_pairs(values)), self.stack[-1]
+        if isinstance(target, dict):
+            target.update(entries)
+        elif not isinstance(target, Record):
             raise DamagedError("an entry has no dict")
-        entries.update(_dict(_pairs(values)))
-
-    # Names, calls and objects.
 
     GLOBAL = _pushes(lambda m, names: m.symbol(*names.split(" ")))
     STACK_GLOBAL = _pushes(lambda m, _: m.symbol(name=m.pop(), module=m.pop()))
@@ -323,7 +300,7 @@ class _Machine:
         args, cls = self.pop(), self.pop()
         if not (isinstance(cls, Symbol) and isinstance(args, tuple)):
             raise DamagedError("an object's class is not a name")
-        self.push(self.call(cls, args) if str(cls) in self.calls else Record(cls, args))
+        self.push(self.call(cls, args) if str(cls) in self.calls else Record(cls))
 
     def NEWOBJ_EX(self, _: Any) -> None:
         self.pop()  # Keyword arguments, which nobody needs.
@@ -368,7 +345,7 @@ class _Machine:
                 raise DamagedError("its values are larger than the file")
             return self.calls[dotted](*args)
         if dotted in _INERT_CALLS:
-            return Record(function, args)
+            return Record(function)
         raise self.refused("calls", dotted)
 
     def refused(self, verb: str, what: str) -> UserError:

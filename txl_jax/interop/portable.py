@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import numpy as np
 
@@ -31,7 +32,6 @@ from txl_jax.errors import CheckpointError, MissingPackageError, UserError
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.interop.safetensors import SafeTensors
 from txl_jax.metrics import Measure
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
@@ -58,7 +58,16 @@ A language model of {parameters:,} parameters in the format of txl_jax {version}
 
 | | |
 |---|---|
-{sizes}
+| layers | {model.n_layer} |
+| width | {model.d_model} |
+| heads x width of a head | {model.n_head} x {model.d_head} |
+| inner width | {model.d_inner} |
+| parameters | {parameters:,} |
+| tokens | {vocabulary.size:,} ({vocabulary.kind}) |
+| position encoding | {model.encoding} |
+| cutoffs of the adaptive softmax | {cutoffs} |
+| div_val | {model.div_val} |
+| evaluation: segment, memory, clamp | {lengths.segment_len}, {lengths.mem_len}, {clamp} |
 
 {scores}## Use
 
@@ -79,21 +88,13 @@ python -m experiments.convert --from=PATH_OF_THIS_FOLDER --to=PATH --to_format=h
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelInfo:
-    """A trained model without its weights.
+    """A trained model without its weights."""
 
-    Attributes:
-      config: The settings, of which only sizes, ties and lengths matter to the weights.
-      vocabulary: Text to token ids and back.
-      step: Training steps before the weights were saved, or 0 if unknown.
-      description: Where the weights come from, as one human-readable clause.
-      scores: The entries of results.json about these weights.
-    """
-
-    config: ExperimentConfig
+    config: ExperimentConfig  # Only sizes, ties and lengths matter to the weights.
     vocabulary: Vocabulary
-    step: int
-    description: str
-    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    step: int  # Training steps before the weights were saved, or 0 if unknown.
+    description: str  # Where the weights come from, as one human-readable clause.
+    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Entries of results.json about these weights.
 
 
 def is_portable(folder: AnyPath) -> bool:
@@ -107,24 +108,18 @@ def is_portable(folder: AnyPath) -> bool:
 def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
 
-    Args:
-      folder: The directory.
-      info: The model without its weights.
-      leaves: The parameters of `TransformerXL`, which are converted to float32.
-
-    Raises:
-      OSError, LogError: If they cannot be written.
+    `leaves` are the parameters of `TransformerXL`, which are converted to float32.
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
     # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(info.config).items()
     settings = {name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths}
-    storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
     saved = {
         _KIND: _KIND_VERSION,
         "description": info.description,
@@ -139,88 +134,66 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
 
 def read_info(folder: AnyPath) -> ModelInfo:
-    """Reads everything except the weights.
-
-    Raises:
-      UserError: If this is not a portable checkpoint, it has a newer version, or a file is corrupted.
-    """
+    """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
     path, saved = os.path.join(folder, CONFIG), _read_config(folder)
+    vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     try:
         config = from_record(saved["config"])
         config.model.validate()
-        expected = str(saved["sha256"][VOCABULARY])
-        step, description, scores = int(saved["step"]), str(saved["description"]), dict(saved["scores"])
+        expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
+        info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is corrupted or has another version ({error}). Copy or convert it again.") from error
-    vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
-    if digest(vocabulary) != expected:
-        raise UserError(f"{folder}/{VOCABULARY} does not match {CONFIG} (sha256). Copy the directory again.")
-    if vocabulary.size != saved.get("vocab_size"):
+    if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
-            f"{path} has vocab_size {saved.get('vocab_size')}, but {VOCABULARY} has {vocabulary.size} tokens. Copy or "
-            "convert the directory again."
+            f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {CONFIG} (sha256, or vocab_size "
+            f"{expected[1]}). Copy or convert the directory again."
         )
-    return ModelInfo(config, vocabulary, step, description, scores)
+    return info
 
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
-    """Checks the weights against their sha256 and returns them by path, each read when it is needed.
-
-    Raises:
-      UserError: See `read_info`.
-      CheckpointError: If the weights cannot be read or are corrupted.
-    """
-    expected = _read_config(folder).get("sha256", {})
-    tensors = SafeTensors(os.path.join(folder, WEIGHTS))
-    if storage.sha256(tensors.local) != expected.get(WEIGHTS):
-        raise CheckpointError(
-            f"{tensors.path} is damaged: its sha256 does not match {CONFIG}. Copy or convert the directory again."
-        )
+    """Returns the weights by path, each read when it is needed, or raises `CheckpointError` if they are corrupted."""
+    expected = str(_read_config(folder).get("sha256", {}).get(WEIGHTS))
+    tensors = safetensors.read(os.path.join(folder, WEIGHTS), sha256=expected)
     return {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
-    """Reads parameters onto devices. Each device reads only its part of each array.
+    """Reads parameters onto devices by their abstract shardings. Each device reads only its part of each array.
 
-    Args:
-      leaves: The parameters by path.
-      abstract_params: Shapes, dtypes and shardings of a model's parameters.
-
-    Raises:
-      CheckpointError: If the leaves belong to another model. Names up to three of them.
+    Raises `CheckpointError` if the leaves belong to another model.
     """
-    flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): like for path, like in flat}
+    named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
     found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}
     if difference := describe_difference(found, describe_arrays(abstract_params)):
         raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
 
     def part(path: str, index: Any) -> np.ndarray:
         # A copy: where a device shares the host's memory, jax would keep the mapped file as its array.
-        return np.array(leaves[path].read()[index], named[path].dtype)
+        return np.array(leaves[path].part(index), named[path].dtype)
 
     placed: dict[str, Any] = {}
     # The largest comes first, when memory is empty: the host holds an array twice while it is placed.
     for path, like in sorted(named.items(), key=lambda item: -math.prod(item[1].shape)):
         array = jax.make_array_from_callback(like.shape, like.sharding, functools.partial(part, path))
         placed[path] = jax.block_until_ready(array)
-    return jax.tree_util.tree_unflatten(structure, [placed[path] for path in named])
+    return flax.traverse_util.unflatten_dict(placed, sep="/")
 
 
 def _read_config(folder: AnyPath) -> dict[str, Any]:
     path = os.path.join(folder, CONFIG)
     try:
-        saved = json.loads(storage.read(path))
+        saved: dict[str, Any] = json.loads(storage.read(path))
         version = saved[_KIND]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: {error!r}). Make one with "
             "`python -m experiments.convert`."
         ) from error
     if version != _KIND_VERSION:
         raise UserError(f"{path} must have version {_KIND_VERSION}, got {version!r}. Install a newer txl_jax.")
-    found: dict[str, Any] = saved
-    return found
+    return saved
 
 
 def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
@@ -242,26 +215,16 @@ def read_vocabulary(path: AnyPath) -> Vocabulary:
 
 def _card(info: ModelInfo, num_parameters: int) -> str:
     """Returns README.md, the model card in Markdown."""
-    model, lengths, vocabulary = info.config.model, info.config.eval, info.vocabulary
-    clamp = format_value(lengths.clamp_len)
-    sizes = {
-        "layers": model.n_layer,
-        "width": model.d_model,
-        "heads x width of a head": f"{model.n_head} x {model.d_head}",
-        "inner width": model.d_inner,
-        "parameters": f"{num_parameters:,}",
-        "tokens": f"{vocabulary.size:,} ({vocabulary.kind})",
-        "position encoding": model.encoding,
-        "cutoffs of the adaptive softmax": format_value(model.cutoffs) or "none",
-        "div_val": model.div_val,
-        "evaluation: segment, memory, clamp": f"{lengths.segment_len}, {lengths.mem_len}, {clamp}",
-    }
     return _CARD.format(
-        parameters=num_parameters,
         version=__version__,
         description=info.description,
-        sizes="\n".join(f"| {name} | {value} |" for name, value in sizes.items()),
-        scores=_score_table(info.scores, vocabulary.measure),
+        parameters=num_parameters,
+        model=info.config.model,
+        lengths=info.config.eval,
+        vocabulary=info.vocabulary,
+        cutoffs=format_value(info.config.model.cutoffs) or "none",
+        clamp=format_value(info.config.eval.clamp_len),
+        scores=_score_table(info.scores, info.vocabulary.measure),
     )
 
 
@@ -269,10 +232,10 @@ def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure is Measure.BPC else "perplexity"
     lines = ["## Scores", "", f"| text | {name} | nats per token | tokens |", "|---|---|---|---|"]
-    rows = [(label, scores[key]) for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)]
-    for label, row in rows:
-        values = ((row.get(key), form) for key, form in ((name, ".4f"), ("loss", ".4f"), ("tokens", ",.0f")))
-        cells = (format(value, form) if isinstance(value, int | float) else "" for value, form in values)
+    rows = {label: scores[key] for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)}
+    for label, row in rows.items():
+        formats = {name: ".4f", "loss": ".4f", "tokens": ",.0f"}
+        cells = (format(row[key], form) if row.get(key) is not None else "" for key, form in formats.items())
         lines.append(f"| {label} | {' | '.join(cells)} |")
     if lengths := scores.get("eval"):
         names = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")

@@ -3,6 +3,7 @@
 The package's own writer needs all tensors in memory, and writes wrong numbers for arrays that are not contiguous.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -18,86 +19,60 @@ from safetensors import SafetensorError, safe_open
 
 from txl_jax.errors import CheckpointError
 from txl_jax.interop.leaves import Leaf, Leaves
-from txl_jax.runtime.storage import local_copy
+from txl_jax.runtime import storage
 
 _METADATA = "__metadata__"
 _DTYPES = {
-    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
-    **{f"I{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
-    **{f"U{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)},
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "BOOL": np.dtype(bool),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-class SafeTensors(Mapping[str, Leaf]):
-    """The tensors of a file by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
+def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
+    """Returns a file's tensors by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
 
-    Attributes:
-      path: The file.
-      local: The same file, or its copy on this machine if it is on object storage.
+    Raises:
+      CheckpointError: If the file is damaged, has a dtype that numpy lacks, or has another `sha256`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        """Reads the header.
-
-        Raises:
-          CheckpointError: If the file cannot be read, is damaged, or has a dtype that numpy does not.
-        """
-        self.path = os.fspath(path)
-        try:
-            self.local = local_copy(self.path, self)
-            with safe_open(self.local, "np"):  # Checks all but names that occur twice.
-                pass
-            with open(self.local, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                self._header = json.loads(file.read(length), object_pairs_hook=_distinct)
-                self._start = file.tell()
-            self._header.pop(_METADATA, None)
-            for name, entry in self._header.items():
-                if entry["dtype"] not in _DTYPES:
-                    raise ValueError(f"tensor {name} has dtype {entry['dtype']}, must be one of {', '.join(_DTYPES)}")
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read ({error.strerror or error}). Check the path.") from error
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path} is damaged or not a safetensors file ({error}). Copy or download it again."
-            ) from error
-
-    def __getitem__(self, name: str) -> Leaf:
-        """Returns a tensor."""
-        entry = self._header[name]
+    def part(entry: Mapping[str, Any], index: Any) -> np.ndarray:
         shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        if not math.prod(shape):  # Nothing can be mapped.
+            return np.empty(shape, dtype)[index]
+        offset = start + entry["data_offsets"][0]
+        return np.memmap(local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
 
-        def read() -> np.ndarray:
-            if not math.prod(shape):
-                return np.empty(shape, dtype)
-            offset = self._start + entry["data_offsets"][0]
-            return np.memmap(self.local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)
-
-        return Leaf(shape, dtype, read)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._header)
-
-    def __len__(self) -> int:
-        return len(self._header)
+    try:
+        local = storage.local_copy(path, part)  # A copy of a remote file is there as long as a leaf has `part`.
+        if sha256 is not None and storage.sha256(local) != sha256:
+            raise ValueError("its sha256 is another")
+        with safe_open(local, "np"):  # Checks all but names that occur twice.
+            pass
+        with open(local, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+            start = file.tell()
+        header.pop(_METADATA, None)
+        if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
+            raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or cannot be read as a safetensors file ({error}). Check the path, or copy it again."
+        ) from error
+    return {
+        name: Leaf(tuple(entry["shape"]), _DTYPES[entry["dtype"]], functools.partial(part, entry))
+        for name, entry in header.items()
+    }
 
 
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
-    """Writes a file and syncs it to disk, with one tensor at a time in memory.
-
-    Args:
-      path: The file, which is replaced.
-      leaves: The tensors by name.
-      metadata: Texts for the header.
-
-    Returns:
-      The sha256 of the file's bytes, in hexadecimal.
+    """Writes and syncs a file, with one tensor at a time in memory; returns the sha256 of its bytes in hexadecimal.
 
     Raises:
-      OSError: If the file cannot be written.
       ValueError: If the format has no such dtype, or a leaf reads as another array than it describes.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -111,27 +86,26 @@ def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str
         header[name] = {"dtype": _CODES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    tensors = (_read_bytes(name, leaves[name]) for name in names)
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for part in itertools.chain([struct.pack("<Q", len(text)), text], tensors):
-            digest.update(part)
-            file.write(part)
+        for data in itertools.chain([struct.pack("<Q", len(text)), text], _contents(names, leaves)):
+            digest.update(data)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _read_bytes(name: str, leaf: Leaf) -> Any:
-    """Reads a leaf as an array of its bytes, in row-major order."""
-    array = leaf.read()
-    if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-        raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _contents(names: list[str], leaves: Leaves) -> Iterator[Any]:
+    """Reads tensor after tensor as arrays of bytes, in row-major order."""
+    for name in names:
+        array, leaf = leaves[name].read(), leaves[name]
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    if len(found := dict(pairs)) != len(pairs):
         raise ValueError("its header has a name twice")
     return found

@@ -1,6 +1,6 @@
 """A model's tensors by name from a PyTorch file: a state_dict, a dict around one, or a pickled module."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from txl_jax.errors import UserError
@@ -16,16 +16,13 @@ _REPLICA = "module."  # DataParallel puts it before every name.
 
 
 def of(file: TorchFile) -> dict[str, Leaf]:
-    """Returns a model's tensors by name, with one leaf for all names of a shared one.
-
-    Raises:
-      UserError: If the file has none.
-    """
-    model, tensors = model_in(file.root), {}
+    """Returns a model's tensors by name, one leaf for all names of a shared one, or raises `UserError` without any."""
+    model, named = model_in(file.root), {}
     if isinstance(model, Record):
-        tensors = _of_module(model)
+        named = {f"{prefix}{name}": value for prefix, parts in _modules(model) for name, value in _own_values(parts)}
     elif isinstance(model, dict):
-        tensors = {name: value for name, value in model.items() if isinstance(name, str) and isinstance(value, Tensor)}
+        named = {name: value for name, value in model.items() if isinstance(name, str)}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"{file.path} contains {_described(file.root)} and no tensors by name. Pass a file of weights.")
     if all(name.startswith(_REPLICA) for name in tensors):
@@ -51,26 +48,24 @@ def model_in(root: Any) -> Any:
     return root
 
 
-def _of_module(root: Record) -> dict[str, Tensor]:
-    """Returns a module's tensors by the names in its `state_dict`, depth first."""
-    found: dict[str, Tensor] = {}
-    pending = [("", 0, root)]
+def _modules(root: Record) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yields the attributes of a module and of those in it, each after what its tensors' names begin with."""
+    pending = [("", root)]
     for _ in range(_MAX_MODULES):
         if not pending:
-            break
-        prefix, depth, module = pending.pop()
-        parts = module.attributes()
-        omitted = parts.get("_non_persistent_buffers_set")
-        for name, tensor in (_dict_in(parts, "_parameters") | _dict_in(parts, "_buffers")).items():
-            if isinstance(tensor, Tensor) and not (isinstance(omitted, set) and name in omitted):
-                found[f"{prefix}{name}"] = tensor
-        children = [
-            (f"{prefix}{name}.", depth + 1, child)
-            for name, child in _dict_in(parts, "_modules").items()
-            if isinstance(child, Record) and depth < _MAX_DEPTH
-        ]
-        pending += children[::-1]
-    return found
+            return
+        prefix, module = pending.pop()
+        yield prefix, module.attributes()
+        children = list(_dict_in(module.attributes(), "_modules").items()) if prefix.count(".") < _MAX_DEPTH else []
+        pending += [(f"{prefix}{name}.", child) for name, child in children[::-1] if isinstance(child, Record)]
+
+
+def _own_values(parts: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields a module's own parameters and buffers that a `state_dict` has, by name."""
+    omitted = parts.get("_non_persistent_buffers_set")
+    for name, value in (_dict_in(parts, "_parameters") | _dict_in(parts, "_buffers")).items():
+        if not (isinstance(omitted, set) and name in omitted):
+            yield name, value
 
 
 def _dict_in(parts: Mapping[Any, Any], group: str) -> dict[Any, Any]:
@@ -92,19 +87,12 @@ def facts_of_module(root: Any) -> dict[str, Any]:
     module = model_in(root)
     if not isinstance(module, Record):
         return {}
+    modules = dict(_modules(module))
     facts: dict[str, Any] = {
-        name: value for name, value in module.attributes().items() if isinstance(value, (bool, int, float))
+        name: value for name, value in modules[""].items() if isinstance(value, bool | int | float)
     }
-    if isinstance(cutoffs := _attributes_below(module, "word_emb").get("cutoffs"), list):
+    if isinstance(cutoffs := modules.get("word_emb.", {}).get("cutoffs"), list):
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.
-    if attention := _attributes_below(module, "layers", "0", "dec_attn"):
+    if attention := modules.get("layers.0.dec_attn."):
         facts["pre_lnorm"] = attention.get("pre_lnorm")
     return facts
-
-
-def _attributes_below(module: Record, *path: str) -> dict[Any, Any]:
-    """Returns the attributes of the submodule at a path, empty if it does not exist."""
-    found: Any = module
-    for name in path:
-        found = _dict_in(found.attributes(), "_modules").get(name) if isinstance(found, Record) else None
-    return found.attributes() if isinstance(found, Record) else {}

@@ -6,10 +6,13 @@ share one table. The rows of the head's clusters are in order. A cluster as wide
 omitted.
 """
 
+import contextlib
+import itertools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,30 +50,14 @@ _NAMES = {
 }
 _NUMBER = re.compile(r"(layer|cutoff)_(\d+)")
 # Segment, memory and clamp lengths of the published evaluations, by the corpus in corpus-info.json.
-_LENGTHS = {
-    "enwik8": (128, 3800, 1000),
-    "text8": (128, 3800, 1000),
-    "wt103": (128, 1600, 1000),
-    "lm1b": (32, 128, -1),
-}
+_LENGTHS = {"enwik8": (128, 3800, 1000), "text8": (128, 3800, 1000), "wt103": (128, 1600, 1000), "lm1b": (32, 128, -1)}
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint's contents.
-
-    Attributes:
-      tensors: The weights by the PyTorch release's names, in its layouts.
-      cutoffs: Cutoffs of the clusters, from the sizes of their biases.
-      left_out: Number of variables that are not weights.
-    """
-
-    tensors: dict[str, Leaf]
-    cutoffs: list[int]
-    left_out: int
-
-
-def read(prefix: Path) -> Checkpoint:
+def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """Opens a checkpoint, by its path without ".index".
+
+    Returns the weights by the PyTorch release's names and in its layouts, the arguments of its MemTransformerLM that
+    names and sizes give, and a line on what is omitted.
 
     Raises:
       UserError: If TensorFlow is not installed, the checkpoint is damaged, or a variable is unknown.
@@ -92,15 +79,17 @@ def read(prefix: Path) -> Checkpoint:
         # The PyTorch release has one bias if there is one table.
         biases = [tensors.pop(f"crit.out_layers.{c}.bias") for c in range(len(sizes))]
         tensors["crit.out_layers.0.bias"] = Leaf(
-            (sum(sizes),), biases[0].dtype, lambda: np.concatenate([bias.read() for bias in biases])
+            (sum(sizes),), biases[0].dtype, lambda index: np.concatenate([bias.read() for bias in biases])[index]
         )
     table, second = (tensors.get(f"word_emb.emb_layers.{c}.weight") for c in range(2))
     # If only the other clusters have projections, the first is as wide as the model.
     if second and table and len(table.shape) == 2 and "word_emb.emb_projs.0" not in tensors:
         identity = leaf_of(np.eye(table.shape[1], dtype=np.float32))
         tensors = {"word_emb.emb_projs.0": identity, "crit.out_projs.0": identity} | tensors
-    cutoffs = [sum(sizes[:end]) for end in range(1, len(sizes))]
-    return Checkpoint(tensors, cutoffs, len(variables) - len(kept))
+    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": list(itertools.accumulate(sizes[:-1]))}
+    if "word_emb.emb_projs.0" in tensors:
+        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))]
+    return tensors, facts, f"{len(variables) - len(kept)} variables of the optimizer and of averages are left out"
 
 
 def _open(prefix: Path) -> dict[str, Leaf]:
@@ -111,29 +100,29 @@ def _open(prefix: Path) -> dict[str, Leaf]:
         raise UserError(
             f"{prefix} is a checkpoint of TensorFlow, which is not installed. pip install 'txl_jax[tensorflow]'"
         ) from error
-    damage = tensorflow.errors.OpError, ValueError, RuntimeError
 
-    def damaged(error: Exception) -> UserError:
-        return UserError(f"{prefix} is a damaged or incomplete checkpoint ({type(error).__name__}). Download it again.")
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        try:
+            yield
+        except (tensorflow.errors.OpError, ValueError, RuntimeError) as error:
+            reason = type(error).__name__
+            raise UserError(f"{prefix} is a damaged or incomplete checkpoint ({reason}). Download it again.") from error
 
     def leaf(name: str) -> Leaf:
         shape, dtype = tuple(shapes[name]), np.dtype(dtypes[name].as_numpy_dtype)
         transposed = name.endswith(("/kernel", "/proj", "/proj_W"))
 
-        def read() -> np.ndarray:
-            try:
-                array: np.ndarray = reader.get_tensor(name)
-            except damage as error:
-                raise damaged(error) from error
-            return array.T if transposed else array
+        def part(index: Any) -> np.ndarray:
+            with reading():
+                array = np.asarray(reader.get_tensor(name))
+            return (array.T if transposed else array)[index]
 
-        return Leaf(shape[::-1] if transposed else shape, dtype, read)
+        return Leaf(shape[::-1] if transposed else shape, dtype, part)
 
-    try:
+    with reading():
         reader: Any = tensorflow.train.load_checkpoint(str(prefix))
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    except damage as error:
-        raise damaged(error) from error
     return {name: leaf(name) for name in sorted(shapes)}
 
 
@@ -157,14 +146,9 @@ def find(path: Path) -> Path | None:
     return path / max(found, key=lambda name: (int(name.rpartition("-")[2]) if name[-1:].isdecimal() else -1, name))
 
 
-def folders_of_vocabulary(prefix: Path) -> list[Path]:
-    """Returns where a vocabulary may be: next to the checkpoint, or as published in the neighbouring "data"."""
-    return [prefix.parent, prefix.parent.parent / "data"]
-
-
 def lengths(dataset: Any) -> dict[str, Any]:
     """Returns the published evaluation lengths of a corpus by the release's names, empty if it is unknown."""
-    if not isinstance(dataset, str) or dataset not in _LENGTHS:
+    if str(dataset) not in _LENGTHS:
         return {}
-    segment_len, mem_len, clamp_len = _LENGTHS[dataset]
+    segment_len, mem_len, clamp_len = _LENGTHS[str(dataset)]
     return {"tgt_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len, "same_length": True}

@@ -1,7 +1,7 @@
 """Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
 
 There are two formats: the zip archive of torch 1.6 and later, and the older sequence of pickles followed by the
-storages' bytes, which the published transfo-xl weights have. A file is mapped into memory, and each access reads anew.
+storages' bytes, which the published transfo-xl weights have.
 
     file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
     tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
@@ -28,22 +28,13 @@ from txl_jax.interop.pickles import Symbol
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAX_RANK = 16
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # Zip entry: signature, lengths of name and extra field.
-_STORAGES = {
-    "DoubleStorage": np.dtype("<f8"),
-    "FloatStorage": np.dtype("<f4"),
-    "HalfStorage": np.dtype("<f2"),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "LongStorage": np.dtype("<i8"),
-    "IntStorage": np.dtype("<i4"),
-    "ShortStorage": np.dtype("<i2"),
-    "CharStorage": np.dtype("i1"),
-    "ByteStorage": np.dtype("u1"),
-    "BoolStorage": np.dtype("?"),
-}
+_KINDS = {"Double": "<f8", "Float": "<f4", "Half": "<f2", "BFloat16": ml_dtypes.bfloat16}
+_KINDS |= {"Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1", "Bool": "?"}
+_STORAGES = {f"{kind}Storage": np.dtype(dtype) for kind, dtype in _KINDS.items()}
 
 
 class TensorError(Exception):
-    """A tensor that its file cannot hold."""
+    """Part of a file that `torch.save` does not write, or a tensor that its file cannot hold."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,8 +44,6 @@ class _Storage:
     dtype: np.dtype[Any]
     numel: int
     offset: int | None = None  # Known once the bytes are found.
-    base: "_Storage | None" = None  # A view's storage,
-    begin: int = 0  # and its first element there.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +67,17 @@ class TorchFile:
         """Returns a tensor's numbers, read-only. Each read maps them anew, so that a dropped array frees its pages."""
         storage, shape, dtype = tensor.storage, tensor.shape, tensor.storage.dtype
 
-        def read() -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             if not math.prod(shape):
-                return np.empty(shape, dtype)
+                return np.empty(shape, dtype)[index]
             assert storage.offset is not None  # All storages are found before a file is returned.
             offset = storage.offset + tensor.begin * dtype.itemsize
             size = _last(tensor) + 1 - tensor.begin
             mapped = np.memmap(self.path, dtype, mode="r", offset=offset, shape=(size,)).view(np.ndarray)
             strides = [stride * dtype.itemsize for stride in tensor.strides]
-            return np.lib.stride_tricks.as_strided(mapped, shape, strides, writeable=False)
+            return np.lib.stride_tricks.as_strided(mapped, shape, strides, writeable=False)[index]
 
-        return Leaf(shape, dtype, read)
+        return Leaf(shape, dtype, part)
 
 
 def _last(tensor: Tensor) -> int:
@@ -98,24 +87,18 @@ def _last(tensor: Tensor) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> TorchFile:
-    """Reads a file of `torch.save`, or a plain pickle.
-
-    Raises:
-      UserError: If the file cannot be read, is damaged or truncated, or calls anything that tensors do not need.
-    """
+    """Reads a file of `torch.save` or a plain pickle; raises `UserError` if it is damaged or would run something."""
     path = Path(path)
     try:
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise UserError(f"{path} is empty. Copy or download it again.")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                if data[:4] == b"PK\x03\x04":
-                    return TorchFile(path, _read_zip(path, data))
-                return TorchFile(path, _read_pickles(path, data))
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            read_value = _read_zip if data[:4] == b"PK\x03\x04" else _read_pickles
+            return TorchFile(path, read_value(path, data))
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Check the path.") from error
-    except TensorError as error:
-        raise UserError(f"{path} has a tensor or storage that it cannot hold ({error}). Copy it again.") from error
+    except (TensorError, zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+        raise UserError(f"{path} is not a whole file of torch.save ({error}). Copy or download it again.") from error
 
 
 class _Reader:
@@ -145,19 +128,13 @@ class _Reader:
                 return cls
             case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if kind in _STORAGES and numel >= 0:
                 dtype = _STORAGES[kind]
-                base = self.storages.setdefault(name, _Storage(dtype, numel))
-                if base.dtype != dtype or numel > base.numel or numel * dtype.itemsize > self.size:
+                storage = self.storages.setdefault(name, _Storage(dtype, numel))
+                if storage.dtype != dtype or numel > storage.numel or numel * dtype.itemsize > self.size:
                     raise TensorError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
-                return _view(base, view[0]) if view and view[0] is not None else base
+                if any(view):
+                    raise TensorError("a storage that is a view of another, as torch 1.0 and later do not write")
+                return storage
         raise TensorError("a persistent id of another kind")
-
-
-def _view(base: _Storage, view: Any) -> _Storage:
-    """Returns a part of a storage, which the older format describes by (key, first element, size)."""
-    match view:
-        case (_, int(begin), int(size)) if 0 <= begin <= begin + size <= base.numel:
-            return _Storage(base.dtype, size, base=base, begin=begin)
-    raise TensorError("a view beyond its storage")
 
 
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
@@ -169,7 +146,7 @@ def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tens
     # A stride of 0 repeats numbers, so that a small file could claim any number of them.
     if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
         raise TensorError(f"a tensor of shape {list(shape)} at element {begin} of {storage.numel:,}")
-    return Tensor(storage.base or storage, begin + storage.begin, shape, strides)
+    return Tensor(storage, begin, shape, strides)
 
 
 def _parameter(data: Any = None, *_: Any) -> Any:
@@ -178,34 +155,28 @@ def _parameter(data: Any = None, *_: Any) -> Any:
 
 def _read_zip(path: Path, data: mmap.mmap) -> Any:
     """Reads an archive: the pickle NAME/data.pkl, and the storages NAME/data/KEY, which are not compressed."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = {entry.filename: entry for entry in archive.infolist()}
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise UserError(f"{path} is a damaged or truncated file of PyTorch ({error}). Copy it again.") from error
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise UserError(f"{path} is a zip archive without PyTorch's data.pkl. Pass a file of torch.save.")
+        raise TensorError("a zip archive without PyTorch's data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
-    if f"{folder}byteorder" in entries:
-        begin, end = _place(data, entries[f"{folder}byteorder"])
-        if data[begin:end] != b"little":
-            raise TensorError("the byte order is not little-endian")
+    if f"{folder}byteorder" in entries and data[_place(data, entries[f"{folder}byteorder"])] != b"little":
+        raise TensorError("the byte order is not little-endian")
     reader = _Reader(str(path), len(data))
-    begin, end = _place(data, entries[pickles[0]])
-    root, _ = reader.load(data[begin:end])
+    root, _ = reader.load(data[_place(data, entries[pickles[0]])])
     for key, storage in reader.storages.items():
         if f"{folder}data/{key}" not in entries:
             raise TensorError(f"storage {key[:40]} is missing")
-        begin, end = _place(data, entries[f"{folder}data/{key}"])
-        if end - begin < storage.numel * storage.dtype.itemsize:
-            raise TensorError(f"storage {key[:40]} has {end - begin:,} bytes for {storage.numel:,} numbers")
-        storage.offset = begin
+        place = _place(data, entries[f"{folder}data/{key}"])
+        if place.stop - place.start < storage.numel * storage.dtype.itemsize:
+            raise TensorError(f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers")
+        storage.offset = place.start
     return root
 
 
-def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Returns begin and end of an archive's entry."""
+def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
+    """Returns the place of an archive's entry in the file."""
     header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
     if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
         raise TensorError(f"{entry.filename[:60]} is compressed, encrypted or missing")
@@ -213,14 +184,14 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> tuple[int, int]:
     begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
     if signature != b"PK\x03\x04" or begin + entry.file_size > len(data):
         raise TensorError(f"{entry.filename[:60]} lies beyond the file's end")
-    return begin, begin + entry.file_size
+    return slice(begin, begin + entry.file_size)
 
 
 def _read_pickles(path: Path, data: mmap.mmap) -> Any:
     """Reads the older format: magic number, protocol, machine, value, keys and storages; or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
-        raise UserError(f"{path} is neither a file of PyTorch nor a pickle. Pass a file of torch.save.")
+        raise TensorError("neither an archive nor a pickle")
     root, at = reader.load(data)
     if root != _LEGACY_MAGIC:
         return root

@@ -84,14 +84,10 @@ class PositionEncoding:
     products_per_key: ClassVar[int] = 2
     # Whether training projects the codes of all K distances to position keys, in every layer and segment.
     projects_codes: ClassVar[bool] = False
-    # Whether Hugging Face's TransfoXL has this encoding.
-    in_huggingface: ClassVar[bool] = False
-    # The number of this encoding in the original (attn_type); None: it has none such.
+    # The number of this encoding in the original (attn_type), or None if it has no such encoding.
     original_type: ClassVar[int | None] = None
     # Attention's inward projections in the original: its matrices, and the parameters that their rows hold.
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
-    # Whether the original's state_dict has the sinusoids' frequencies.
-    has_original_frequencies: ClassVar[bool] = False
 
     @property
     def has_position_score(self) -> bool:
@@ -161,5 +157,9 @@ class PositionEncoding:
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of parameters beside `original_projections`, or () if there are none."""
+        """Returns the correspondence of the encoding's other parameters than `original_projections`.
+
+        Raises:
+          UserError: If the config's model has parameters that other implementations lack.
+        """
         return ()

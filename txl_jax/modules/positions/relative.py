@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
+from txl_jax.errors import UserError
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
     OriginalTensor,
@@ -47,13 +48,11 @@ class RelativePositions(PositionEncoding):
     has_four_terms = True
     products_per_key = 3
     projects_codes = True
-    in_huggingface = True
     original_type = 0
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
         "qkv_net": ("query", "key", "value"),
         "r_net": ("position_key",),
     }
-    has_original_frequencies = True
 
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
@@ -105,6 +104,10 @@ class RelativePositions(PositionEncoding):
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns u and v: [H, E], or [N, H, E] if each layer has its own."""
         c = self.config
+        if c.tie_positions:
+            raise UserError(
+                "model.tie_positions is on, but other implementations have a matrix of positions, u and v. Turn it off."
+            )
         shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
         parent = "stack/layers/biases" if c.untie_r else "stack/biases"
         names = {"r_w_bias": "content", "r_r_bias": "position"}

@@ -16,7 +16,6 @@ class SinusoidalPositions(PositionEncoding):
     """The encoding of the Transformer."""
 
     original_type = 2
-    has_original_frequencies = True
 
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
         """Adds R(L - 1), .., R(0) to the input of the first layer, [B, L, D]."""
