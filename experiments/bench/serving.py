@@ -40,10 +40,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     timing.print_head(components)
     steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
-    tasks = [_task(components, step, weights) for step in steps]
-    many, one = found = timing.interleaved(tasks, warmup=1, calls=plan.calls)
-    rows = ([str(step.batch_size), *measured.cells] for step, measured in zip(steps, found, strict=True))
-    timing.print_table("rows | tokens/s | slowest | fastest", rows)
+    many, one = tasks = [_task(components, step, weights) for step in steps]
+    timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
+    timing.print_table("rows | tokens/s | slowest | fastest", ([task.shape, *task.cells] for task in tasks))
     speedup = statistics.median(many.speedups(one))
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
 
@@ -58,7 +57,7 @@ def _task(components: Built, step: Step, weights: Weights) -> Task:
         nonlocal cache
         cache, _, _ = step.write(weights, cache, rows)
 
-    return Task("serving", step.batch_size * step.block, call)
+    return Task("serving", step.batch_size * step.block, call, shape=str(step.batch_size))
 
 
 if __name__ == "__main__":
