@@ -19,7 +19,7 @@ import numpy as np
 
 from txl_jax import cli
 from txl_jax.config import ExperimentConfig, Tokenizer
-from txl_jax.config.config_tree import check_fields, require, setting
+from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.run import Run
@@ -39,7 +39,7 @@ class Plan(cli.TrainedRun):
 
     def validate(self) -> None:
         """Raises `UserError` if there is no start, or a setting is out of range."""
-        check_fields(self, "")
+        super().validate()
         require(self.starts, "no start was given; give numbers of tokens, such as 1000,52000")
 
 
