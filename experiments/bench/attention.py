@@ -52,7 +52,6 @@ _INPUTS = {
     ),
 }
 _DIFFERENTIATED = ("query", "key", "value", "position_key", "content_bias", "position_bias")
-_SEED = 7
 _COLUMNS = (
     "configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
     "speedup | times the products | operations/s | scratch"
@@ -74,8 +73,9 @@ class Plan(cli.Plan):
     calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown task or path."""
+        """Raises `UserError` for no configuration, or an unknown task or path."""
         super().validate()
+        require(self.configs, f"configs must name one configuration or more, such as {CONFIGS[0]}, got none")
         timing.check_names("tasks", self.tasks, TASKS)
         timing.check_names("paths", self.paths, PATHS)
 
@@ -260,7 +260,7 @@ def make_function(
 
     def training(inputs: Arrays) -> dict[str, jax.Array]:
         visibility = Visibility(inputs["valid"], case.segment_len, case.mem_len, case.window)
-        dropout = Dropout(case.dropout_rate, jnp.uint32(_SEED), case.n_head) if case.dropout_rate else None
+        dropout = Dropout(case.dropout_rate, jnp.uint32(7), case.n_head) if case.dropout_rate else None
 
         def forward(given: Any) -> jax.Array:
             return attention(**given, visibility=visibility, dropout=dropout, implementation=implementation)

@@ -144,32 +144,22 @@ def run(plan: Plan, job: cli.Job) -> None:
         compiler, version = compiler_of(topology)
         require(version, f"--configs needs {compiler}, which is not installed ({_INSTALL[compiler]})")
     for (name, config), topology in itertools.product(configs.items(), plan.topology):
-        estimate_smallest(name, config, topology, plan)
-
-
-def estimate_smallest(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> None:
-    """Estimates a configuration on the smallest topology of a name, and the first of its meshes, that all tasks fit on.
-
-    If none fits, the last try is the largest topology.
-    """
-    attempts = [
-        (size, config_tree.replace(config, changes))
-        for size in slices(topology)
-        for changes in candidate_meshes(config, parse(size).num_devices)
-    ]
-    if not attempts:
-        rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
-        print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
-    any(
-        all(estimate(name, changed, size, plan.tasks)) for size, changed in attempts
-    )  # It ends with the first that fits.
+        attempts = [
+            (size, mesh) for size in slices(topology) for mesh in candidate_meshes(config, parse(size).num_devices)
+        ]
+        if not attempts:
+            rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
+            print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
+        for size, changes in attempts:  # The smallest topology, and the first of its meshes, that all tasks fit on.
+            if all(estimate(name, config_tree.replace(config, changes), size, plan.tasks)):
+                break
 
 
 def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
     """Yields a mesh over all devices that a configuration admits, with each remat setting to try on it, as changes.
 
-    Tensor parallelism over as few devices as possible, and of those meshes the one with the most on `fsdp`; first with
-    the configuration's own remat, then with everything rematerialized.
+    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`. The configuration's own
+    remat comes first, then remat=full.
     """
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
@@ -319,10 +309,12 @@ def parse(name: str) -> Topology:
         if shape in sizes or whole_hosts:  # A host has 2 x 2 chips.
             devices = int(several) * math.prod(chips) * (2 if generation == "v3" else 1)
             return Topology(generation, shape, int(several), devices)
-    known = ", ".join(f"{each} ({', '.join(chip.sizes)})" for each, chip in CHIPS.items())
+    known = f"known are {', '.join(CHIPS)}"
+    if generation in CHIPS:
+        known = f"{generation} has {', '.join(CHIPS[generation].sizes)}, and larger slices"
     raise UserError(
-        "a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, such as h200x8, got "
-        f"{name!r}; known are {known}, larger slices, and multiples of {_PER_HOST} GPUs"
+        f"a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a "
+        f"multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
     )
 
 

@@ -8,6 +8,7 @@ table, medians over calls, and the speedup: the median of the ratios of successi
 """
 
 import dataclasses
+import functools
 import statistics
 
 import numpy as np
@@ -42,22 +43,19 @@ def run(plan: Plan, job: cli.Job) -> None:
     weights = steps[0].prepare_params(params)
     many, one = tasks = [_task(components, step, weights) for step in steps]
     timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
-    timing.print_table("rows | tokens/s | slowest | fastest", ([task.shape, *task.cells] for task in tasks))
+    rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
+    timing.print_table("rows | tokens/s | slowest | fastest", rows)
     speedup = statistics.median(many.speedups(one))
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
 
 
 def _task(components: Built, step: Step, weights: Weights) -> Task:
     """Returns the task of sampling K tokens of every row."""
-    rows, cache = Rows.idle(step.batch_size), step.init_cache(weights)
+    rows = Rows.idle(step.batch_size)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
-
-    def call() -> None:
-        nonlocal cache
-        cache, _, _ = step.write(weights, cache, rows)
-
-    return Task("serving", step.batch_size * step.block, call, shape=str(step.batch_size))
+    call = timing.repeated(functools.partial(step.write, weights), step.init_cache(weights), rows)
+    return Task("serving", step.batch_size * step.block, call)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ compared first, then their calls are interleaved; the table has the speedup.
 
 import dataclasses
 import enum
+import functools
 import itertools
 import statistics
 import tempfile
@@ -28,7 +29,7 @@ import numpy as np
 from experiments.bench import huggingface, timing
 from experiments.bench.timing import Task
 from txl_jax import cli, flops
-from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig, Order, TrainConfig
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, GenerateConfig, Order
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
@@ -114,12 +115,13 @@ def _rows(
             theirs = [huggingface.peer_task(name, task, components, peer)] if peer else []
             timing.time_in_turns([task, *theirs], warmup=plan.warmup, calls=plan.calls)
             figures = task.cells
-            for other in theirs:
-                ratios = task.speedups(other)
-                figures = [task.cells[0], other.cells[0]]
-                figures += [f"{ratio:.2f}" for ratio in (statistics.median(ratios), min(ratios), max(ratios))]
+            if theirs:
+                ratios = task.speedups(theirs[0])
+                summary = statistics.median(ratios), min(ratios), max(ratios)
+                figures = [task.cells[0], theirs[0].cells[0], *(f"{ratio:.2f}" for ratio in summary)]
             found.append(task)
-            yield [task.name, task.shape, str(task.mem_len), *figures]
+            lengths = task.lengths
+            yield [task.name, f"{lengths.batch_size} x {lengths.segment_len}", str(lengths.mem_len), *figures]
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:
@@ -157,28 +159,21 @@ def data_loading(components: Built) -> Task:
         jax.block_until_ready(components.place(reader.segments(next(steps), train.segments_per_call)))
 
     call()  # The first call prepares an epoch's order.
-    return Task("data loading", tokens_per_call, call, _shape(train), train.mem_len)
+    return Task("data loading", tokens_per_call, call, train)
 
 
 def training(components: Built) -> Task:
     """Runs whole updates: forward, backward, optimizer and memory. Tokens that are read again (stride) do not count."""
     config, train = components.config, components.config.train
     cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=components.mesh.size)
-    step = components.compile_step().program
-    state, segments = components.init_state(), timing.random_segments(components, train)
-
-    def call() -> None:
-        nonlocal state
-        state, metrics = step(state, segments)
-        jax.block_until_ready((state, metrics))
-
-    tokens, per_token = cost.tokens * train.segments_per_call, cost.flops and cost.flops / cost.tokens
-    return Task("training", tokens, call, _shape(train), train.mem_len, per_token)
+    step, segments = components.compile_step().program, timing.random_segments(components, train)
+    call = timing.repeated(step, components.init_state(), segments)
+    return Task("training", cost.tokens * train.segments_per_call, call, train, cost.flops and cost.flops / cost.tokens)
 
 
 def evaluation(components: Built) -> Task:
     """Runs streaming evaluation with a full memory; raises `UserError` if the config asks for sliding windows."""
-    lengths, vocab_size = components.config.eval, components.model.vocab_size
+    lengths = components.config.eval
     require(not lengths.stride, f"eval.stride is {lengths.stride}, and only evaluation with a memory is timed; omit it")
     weights = components.prepare_params(components.init_params())
     memory = components.init_memory(weights)
@@ -187,15 +182,10 @@ def evaluation(components: Built) -> Task:
     segments = segments._replace(reset=segments.reset & False)
     eval_step: Any = components.eval_step  # It is jitted, which its type does not show.
     step = eval_step.lower(weights, memory, segments).compile()
-
-    def call() -> None:
-        nonlocal memory
-        memory, scores = step(weights, memory, segments)
-        jax.block_until_ready((memory, scores))
-
     tokens = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
-    per_token = flops.of_inference(components.config.model, lengths, vocab_size=vocab_size)
-    return Task("evaluation", tokens, call, _shape(lengths), lengths.mem_len, per_token)
+    per_token = flops.of_inference(components.config.model, lengths, vocab_size=components.model.vocab_size)
+    call = timing.repeated(functools.partial(step, weights), memory, segments)
+    return Task("evaluation", tokens, call, lengths, per_token)
 
 
 def generation(components: Built, *, every_tail: bool = False) -> Task:
@@ -210,20 +200,11 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
     cache = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how).cache
     rows, limits = generation_arguments(how)
     decode = generator.decode.lower(generator.for_tokens, cache, rows, limits, count=BLOCK).compile()
-
-    def call() -> None:
-        nonlocal cache
-        cache, tokens, *_ = decode(generator.for_tokens, cache, rows)
-        jax.block_until_ready((cache, tokens))
-
-    name, tokens = "generation, every tail read" if every_tail else "generation", how.samples * BLOCK
+    call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)
     single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
     per_token = flops.of_inference(components.config.model, single, vocab_size=vocab_size)
-    return Task(name, tokens, call, _shape(single), lengths.mem_len, per_token)
-
-
-def _shape(lengths: TrainConfig | EvalConfig) -> str:
-    return f"{lengths.batch_size} x {lengths.segment_len}"
+    name = "generation, every tail read" if every_tail else "generation"
+    return Task(name, how.samples * BLOCK, call, single, per_token)
 
 
 def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:

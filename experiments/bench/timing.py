@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from txl_jax.config import CorpusName, EvalConfig, TrainConfig, config_tree
@@ -33,8 +34,7 @@ class Task:
     name: str
     tokens: int  # Per call.
     call: Callable[[], Any]  # Runs once and returns when the results are there.
-    shape: str = ""  # Batch size x tokens per row and segment.
-    mem_len: int = 0  # M.
+    lengths: Any = None  # A `TrainConfig` or `EvalConfig`: rows, tokens per row and segment, and M.
     flops_per_token: float | None = None  # By `txl_jax.flops`.
     memory_bytes: int = 0  # By the compiler's account.
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -65,6 +65,17 @@ def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
             task.call()
             if number >= warmup:
                 task.seconds.append(time.perf_counter() - start)
+
+
+def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[[], None]:
+    """Returns the call of a step: (state, *arguments) -> (state, ..). Each call begins with the state of the last."""
+
+    def call() -> None:
+        nonlocal state
+        state, *results = step(state, *arguments)
+        jax.block_until_ready((state, results))
+
+    return call
 
 
 def probabilities(vocab_size: int) -> np.ndarray:
