@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -87,7 +88,8 @@ def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str
 
 def _live_curve(workdir: Path, title: str) -> Callable[[HookContext], None]:
     """Returns the action of a hook that draws the learning curve, each time in the same place of the notebook."""
-    path, shown = workdir / "learning_curve.png", None
+    path = workdir / "learning_curve.png"
+    shown: Any = None
 
     def draw(_: HookContext) -> None:
         nonlocal shown
