@@ -18,9 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -32,25 +31,22 @@ flags.DEFINE_integer(
 flags.DEFINE_bool("dry_run", False, "Print the commands and start nothing.")
 
 # When one process is lost the others notice and report it themselves; after these times they get SIGTERM, then SIGKILL.
-_SECONDS_TO_NOTICE = 15
-_SECONDS_AFTER_SIGTERM = 5
+_SECONDS_TO_NOTICE = 15.0
+_SECONDS_AFTER_SIGTERM = 5.0
 _POLL_SECONDS = 0.1
 
 
 def main() -> None:
     """Parses the flags and starts the processes."""
     if {"--help", "-h"} & set(sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]):
-        print(__doc__)
-        print(FLAGS.module_help(sys.argv[0]))
+        print(f"{__doc__}\n{FLAGS.module_help(sys.argv[0])}")
         sys.exit(0)
     try:
         command = FLAGS(sys.argv)[1:]
     except flags.Error as error:
-        sys.exit(_fail(error))
+        _fail(error)
     if not command:
-        sys.exit(
-            _fail("no command was given; write it after --, as -- python -m experiments.enwik8 --workdir=runs/mine")
-        )
+        _fail("no command was given; write it after --, as -- python -m experiments.enwik8 --workdir=runs/mine")
     environments = process_environments(FLAGS.processes, devices=FLAGS.devices, base=os.environ)
     if FLAGS.dry_run:
         for environment in environments:
@@ -61,18 +57,14 @@ def main() -> None:
 
 def process_environments(count: int, *, devices: int | None, base: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the environment variables of each process that are added to `base`."""
-    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]  # It is free at the moment.
+    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
     if devices is not None:
         simulated = f"--xla_force_host_platform_device_count={devices}"
         variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{base.get('XLA_FLAGS', '')} {simulated}".strip()}
     return [variables | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
-
-
-def free_port() -> int:
-    """Returns a port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -94,68 +86,53 @@ class ProcessGroup:
         self._processes: list[subprocess.Popen[str]] = []
         try:
             for number, environment in enumerate(environments):
-                self._start(number, command, environment)
+                self._start(number, command, os.environ | environment)
         except OSError as error:
             self._send(signal.SIGKILL)
-            sys.exit(_fail(f"cannot start {command[0]} ({error.strerror}); give a program after --"))
+            _fail(f"cannot start {command[0]} ({error.strerror}); give a program after --")
 
     def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         output: dict[str, Any] = {} if number == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal and from here.
         process = subprocess.Popen(
-            command, env=os.environ | environment, start_new_session=True, text=True, errors="replace", **output
+            command, env=environment, start_new_session=True, text=True, errors="replace", **output
         )
         self._processes.append(process)
         if number:
-            reader = threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+            self._readers.append(threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True))
+            self._readers[-1].start()
 
     def wait(self) -> int:
-        """Waits for all processes; returns the exit code of the first that failed, or 0."""
-        failed = None
-        while failed is None and any(process.poll() is None for process in self._processes):
-            failed = self._first_failure()
+        """Waits for all processes; returns the exit code of the first that failed, as shells report it, or 0."""
+        while self._first_failure() is None and self._are_running():
             time.sleep(_POLL_SECONDS)
-        failed = self._first_failure() if failed is None else failed
-        if failed is not None:
-            self._end_all(failed)
+        failed = self._first_failure()
+        code = 0 if failed is None else self._processes[failed].returncode
+        if code and not self._signalled:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
+            print(f"process {failed} {how}; the others are stopped", file=sys.stderr, flush=True)
+        for number, seconds in (signal.SIGTERM, _SECONDS_TO_NOTICE), (signal.SIGKILL, _SECONDS_AFTER_SIGTERM):
+            until = time.monotonic() + seconds
+            while self._are_running() and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+            self._send(number)
+        for process in self._processes:
+            process.wait()
         for reader in self._readers:
             reader.join(timeout=1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        return 0 if failed is None else _exit_code(self._processes[failed])
+        return 128 - code if code < 0 else code
+
+    def _are_running(self) -> bool:
+        return any(process.poll() is None for process in self._processes)
 
     def _first_failure(self) -> int | None:
         """Returns the failed process that is least likely a consequence of another's failure."""
         failed = [number for number, process in enumerate(self._processes) if process.poll()]
         return min(failed, key=lambda number: _consequence_rank(self._processes[number].returncode), default=None)
 
-    def _end_all(self, failed: int) -> None:
-        if not self._signalled:
-            code = self._processes[failed].returncode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
-            print(f"process {failed} {how}; the others are stopped", file=sys.stderr, flush=True)
-        for number, seconds in (
-            (None, _SECONDS_TO_NOTICE),
-            (signal.SIGTERM, _SECONDS_AFTER_SIGTERM),
-            (signal.SIGKILL, None),
-        ):
-            if number is not None:
-                self._send(number)
-            if self._all_end_within(seconds):
-                return
-
-    def _all_end_within(self, seconds: float | None) -> bool:
-        until = None if seconds is None else time.monotonic() + seconds
-        while any(process.poll() is None for process in self._processes):
-            if until is not None and time.monotonic() > until:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _forward(self, number: int, _: object) -> None:
         self._send(signal.SIGKILL if self._signalled else number)
         self._signalled = True
 
@@ -165,26 +142,19 @@ class ProcessGroup:
                 os.killpg(process.pid, number)
 
 
-def _print_lines(number: int, lines: Sequence[str]) -> None:
+def _print_lines(number: int, lines: Iterable[str]) -> None:
     for line in lines:
         print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
 
 
 def _consequence_rank(code: int) -> int:
     """Ranks how likely an exit code is that of a process which lost another: 75, or an abort by jax."""
-    if code in (os.EX_TEMPFAIL, -signal.SIGABRT):
-        return 2
-    return int(code > 0)
+    return 2 if code in (os.EX_TEMPFAIL, -signal.SIGABRT) else int(code > 0)
 
 
-def _exit_code(process: subprocess.Popen[str]) -> int:
-    """The exit code as a shell reports it: 128 + the signal that killed the process."""
-    return 128 - process.returncode if process.returncode < 0 else process.returncode
-
-
-def _fail(error: object) -> int:
+def _fail(error: object) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
-    return 2
+    sys.exit(2)
 
 
 if __name__ == "__main__":

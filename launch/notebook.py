@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 
 from txl_jax import plots
 from txl_jax.cli import keep_compiled
-from txl_jax.config import ExperimentConfig, TrainConfig
+from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.runs.convert import convert
@@ -27,24 +27,6 @@ from txl_jax.runtime.stop import StopRequest
 from txl_jax.training.hooks import Hook, HookContext
 
 DRIVE = Path("/content/drive")
-_REDRAW_SECONDS = 3.0  # At least, between two drawings of a live curve: one takes some tenths of a second.
-
-# A TPU or a GPU has time for a wider and deeper model than the quickstart's, and for larger batches.
-_LARGER: dict[str, object] = {
-    "model.dtype": "bfloat16",
-    "model.n_layer": 6,
-    "model.d_model": 512,
-    "model.n_head": 8,
-    "model.d_head": 64,
-    "model.d_inner": 2048,
-    "model.init_std": 0.02,
-    "optimizer.learning_rate": 5e-4,
-    "train.batch_size": 32,
-    "train.segment_len": 256,
-    "train.mem_len": 256,
-    "eval.segment_len": 256,
-    "eval.mem_len": 1024,
-}
 
 
 def in_colab() -> bool:
@@ -53,17 +35,15 @@ def in_colab() -> bool:
 
 
 def open_folder(name: str, *, drive: bool) -> Path:
-    """Makes the folder of a notebook's runs and returns it, absolute; compiled programs are cached below it.
+    """Makes the folder of a notebook's runs, in Colab with `drive` in My Drive; compiled programs are cached below it.
 
-    Args:
-      name: Path of the folder, relative to the current one, or to My Drive.
-      drive: Whether to mount Google Drive first, which asks for permission. Has no effect outside Colab.
+    `name` is relative to the current folder or to My Drive. Returns the absolute path.
     """
     parent = Path.cwd()
     if drive and in_colab():
         from google.colab import drive as google_drive
 
-        google_drive.mount(str(DRIVE))
+        google_drive.mount(str(DRIVE))  # It asks for permission.
         parent = DRIVE / "MyDrive"
     folder = (parent / Path(name).expanduser()).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,19 +62,23 @@ def device_settings() -> dict[str, object]:
 
     The rows of a batch divide over one device as over eight.
     """
-    return {} if jax.default_backend() == "cpu" else dict(_LARGER)
+    if jax.default_backend() == "cpu":
+        return {}
+    sizes = {"n_layer": 6, "d_model": 512, "n_head": 8, "d_head": 64, "d_inner": 2048, "init_std": 0.02}
+    lengths = {"train.batch_size": 32, "train.segment_len": 256, "train.mem_len": 256, "eval.segment_len": 256}
+    larger = {f"model.{name}": size for name, size in sizes.items()} | lengths
+    return larger | {"model.dtype": "bfloat16", "optimizer.learning_rate": 5e-4, "eval.mem_len": 1024}
 
 
 def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:
     """Trains in a workdir, or resumes there, with a live curve below the cell, and returns the finished run's outcome.
 
-    The curve is `learning_curve.png` in the workdir. Without matplotlib or IPython nothing is drawn.
-
-    Raises:
-      SystemExit: If training was stopped, since the cells below need a finished run.
+    The curve is `learning_curve.png` in the workdir. Without matplotlib nothing is drawn. Raises SystemExit if training
+    was stopped, since the cells below need a finished run.
     """
-    can_show = plots.can_draw() and importlib.util.find_spec("IPython") is not None
-    hooks = [_live_curve(workdir, config.train, title)] if can_show else []
+    interval = config.train.log_every
+    interval *= max(config.train.steps // interval // 30, 1)  # At most 60 drawings, which take some tenths of a second.
+    hooks = [Hook(interval, _live_curve(workdir, title))] if plots.can_draw() else []
     with Run.open(workdir) as run, StopRequest() as stop:
         outcome = train_run(config, corpus, run, hooks=hooks, stop_requested=lambda: stop)
     if outcome.results is None:
@@ -102,26 +86,22 @@ def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str
     return outcome
 
 
-def _live_curve(workdir: Path, lengths: TrainConfig, title: str) -> Hook:
-    """Returns a hook that draws the learning curve, and again as training goes on, in any case after the last step."""
+def _live_curve(workdir: Path, title: str) -> Callable[[HookContext], None]:
+    """Returns the action of a hook that draws the learning curve, each time in the same place of the notebook."""
     path = workdir / "learning_curve.png"
     shown: Any = None
-    drawn_at = 0.0
 
-    def draw(context: HookContext) -> None:
-        nonlocal shown, drawn_at
-        if context.step < lengths.steps and time.monotonic() - drawn_at < _REDRAW_SECONDS:
-            return
+    def draw(_: HookContext) -> None:
+        nonlocal shown
         from IPython.display import Image, display
 
         plots.learning_curve(read_metrics(workdir), path, title=title, levels={})
         if shown is None:
             shown = display(Image(path), display_id=True)
-        elif shown:
+        else:
             shown.update(Image(path))
-        drawn_at = time.monotonic()
 
-    return Hook(lengths.log_every, draw)
+    return draw
 
 
 def show_tensorboard(folder: Path) -> None:
@@ -131,16 +111,14 @@ def show_tensorboard(folder: Path) -> None:
         return
     from IPython import get_ipython
 
-    shell = get_ipython()
-    shell.run_line_magic("load_ext", "tensorboard")
-    shell.run_line_magic("tensorboard", f"--logdir '{folder}'")
+    get_ipython().run_line_magic("load_ext", "tensorboard")
+    get_ipython().run_line_magic("tensorboard", f"--logdir '{folder}'")
 
 
 def upload() -> Path:
-    """Asks for a file in the browser, saves it in the current folder, and returns its path; only in Colab.
+    """Asks for a file in the browser, saves it in the current folder, and returns its path.
 
-    Raises:
-      UserError: If this is not Colab, or no file was chosen.
+    Raises `UserError` if this is not Colab, or no file was chosen.
     """
     if not in_colab():
         raise UserError("TEXT is 'upload', which only Colab can do; give the path of a file")

@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny
 from txl_jax import flops
-from txl_jax.config import Encoding, Network
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, Network, TrainConfig
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 
@@ -30,30 +30,32 @@ def test_a_token_costs_what_xla_counts(encoding):
 
     counted = jax.jit(step).lower(weights, memory).compile().cost_analysis()["flops"] / 2
     for same_length in (False, True):
-        lengths = {"segment_len": 1, "mem_len": 256, "same_length": same_length}
-        expected = flops.of_inference(model.config, vocab_size=tiny.V, **lengths)
+        lengths = EvalConfig(segment_len=1, mem_len=256, same_length=same_length)
+        expected = flops.of_inference(model.config, lengths, vocab_size=tiny.V)
         assert expected < counted < 1.15 * expected
 
 
+def cost_of(model):
+    """The cost of a training step of one row, and the FLOPs of its forward pass."""
+    train = TrainConfig(batch_size=1, segment_len=4, mem_len=8, same_length=True)
+    cost = flops.of_step(ExperimentConfig(model=model, train=train), vocab_size=tiny.V, n_device=1)
+    return cost, 4 * flops.of_inference(model, train, vocab_size=tiny.V)
+
+
 def test_a_layer_of_a_qrnn_has_three_gates_and_the_first_reads_two_inputs():
-    config = tiny.model_config(network=Network.QRNN, n_layer=3)
-    lengths = {"segment_len": 4, "mem_len": 8, "same_length": True}
-    products = 2 * 3 * tiny.D * (2 * tiny.D + tiny.D + tiny.D)
-    inference = flops.of_inference(config, vocab_size=tiny.V, **lengths)
-    assert inference == products + 2 * tiny.V * tiny.D
-    assert flops.of_training(config, vocab_size=tiny.V, **lengths) == 3 * inference
+    cost, forward = cost_of(tiny.model_config(network=Network.QRNN, n_layer=3))
+    assert forward == 4 * (2 * 3 * tiny.D * (2 * tiny.D + tiny.D + tiny.D) + 2 * tiny.V * tiny.D)
+    assert cost.flops == 3 * forward
 
 
 def test_updates_and_recomputation_from_forward_passes():
     """An update costs three, and the projections of memory and codes; computing again all layers, not the softmax."""
     config = tiny.CONFIG
-    width, lengths = config.n_head * config.d_head, {"segment_len": 4, "mem_len": 8, "same_length": True}
-    forward = flops.of_inference(config, vocab_size=tiny.V, **lengths)
-    # Per token of the segment 2 positions of memory, keys and values, and 3 codes; forward and their weights' gradient.
-    projected = 2 * config.d_model * width * (2 * 2 + 3)
-    assert flops.of_training(config, vocab_size=tiny.V, **lengths) == 3 * forward + config.n_layer * 2 * projected
-    softmax = 2 * tiny.V * config.d_model
-    assert flops.of_recomputing(config, vocab_size=tiny.V, **lengths) == forward - softmax + config.n_layer * projected
+    cost, forward = cost_of(config)
+    # 8 positions of memory, keys and values, and 12 codes; forward and their weights' gradient.
+    projected = config.n_layer * 2 * config.d_model * config.n_head * config.d_head * (2 * 8 + 12)
+    assert cost.flops == 3 * forward + 2 * projected
+    assert cost.recomputed_flops == forward - 4 * 2 * tiny.V * config.d_model + projected
 
 
 def test_peaks_by_the_names_that_jax_gives():

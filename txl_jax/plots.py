@@ -24,22 +24,16 @@ def can_draw() -> bool:
 def learning_curve(
     records: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str, levels: Mapping[str, float]
 ) -> None:
-    """Draws bpc against updates.
+    """Draws bpc against updates: the records of the kinds "train" and "valid" in metrics.jsonl.
 
-    Args:
-      records: Records of metrics.jsonl. Those of the kinds "train" and "valid" are drawn.
-      path: PNG file.
-      title: Title of the figure.
-      levels: Names and bpc of horizontal lines to compare with.
+    `levels` are names and bpc of horizontal lines to compare with.
     """
     drawing = figure()
     plot = drawing.add_subplot()
-    styles = {
-        "train": {"color": "#9aa7b8", "linewidth": 1.2},
-        "valid": {"color": "#c0392b", "marker": "o", "markersize": 4},
-    }
-    bpcs = []
-    for kind, style in styles.items():
+    bpcs: list[float] = []
+    train: dict[str, Any] = {"color": "#9aa7b8", "linewidth": 1.2}
+    valid: dict[str, Any] = {"color": "#c0392b", "marker": "o", "markersize": 4}
+    for kind, style in ("train", train), ("valid", valid):
         points = [(record["step"], record["bpc"]) for record in records if record["kind"] == kind]
         bpcs += [bpc for _, bpc in points]
         if points:
@@ -67,15 +61,10 @@ def curves(
     log: bool = False,
     log_x: bool = False,
 ) -> None:
-    """Draws one line per name.
+    """Draws one line per name: y at each x.
 
     Args:
-      values: By name, y at each x.
-      path: PNG file.
-      title: Title of the figure.
-      xlabel: Label of the x axis.
-      ylabel: Label of the y axis.
-      deviations: By name, half the height of a band around the line at each x. Lines without a name here have no band.
+      deviations: Half the height of a band around each name's line at each x. Names that are not here have no band.
       log: Draws y on a logarithmic axis.
       log_x: Draws x on a logarithmic axis, for lengths that double, with a tick at each.
     """

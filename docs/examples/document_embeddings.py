@@ -32,12 +32,9 @@ ROWS = 12  # Documents side by side.
 
 
 def stream(model, pieces, length=PASSAGE):
-    """Yields one embedding [D] per passage while the pieces of a document arrive.
+    """Yields one embedding [D] per passage while the pieces of a document arrive, such as the lines of an open file.
 
-    Args:
-      model: A `txl_jax.LanguageModel`.
-      pieces: Texts of any lengths, for example the lines of an open file.
-      length: Tokens per passage. The last one may be shorter.
+    `model` is a `txl_jax.LanguageModel`. The last passage may be shorter than `length` tokens.
     """
     lengths = {"clamp_len": model.config.eval.clamp_len, "same_length": model.config.eval.same_length}
     variables = {"params": model.params}
@@ -121,9 +118,8 @@ def embed_documents(params, mem_len, *, rows, seed):
 
 def accuracy(params, mem_len, *, documents=128, seed=1):
     """Fits a linear probe on some documents. Returns the fraction of others it is right for, per passage [PASSAGES]."""
-    (inputs, topics), (others, expected) = (
-        embed_documents(params, mem_len, rows=documents, seed=seed + number) for number in (1, 2)
-    )
+    inputs, topics = embed_documents(params, mem_len, rows=documents, seed=seed + 1)
+    others, expected = embed_documents(params, mem_len, rows=documents, seed=seed + 2)
     inputs, targets = inputs.reshape(-1, inputs.shape[-1]), np.eye(TOPICS)[np.tile(topics, PASSAGES)]
     probe = np.linalg.solve(inputs.T @ inputs + 0.1 * np.eye(inputs.shape[1]), inputs.T @ targets)
     return ((others @ probe).argmax(-1) == expected).mean(axis=1)

@@ -129,10 +129,8 @@ def train(mem_len, *, updates, seed=0):
 
 def main(updates=300):
     """Prints and returns the mean reward of both policies in the last 30 updates."""
-    reward = {
-        name: float(train(mem_len, updates=updates)[-30:].mean())
-        for name, mem_len in (("with memory", MEM_LEN), ("without memory", 0))
-    }
+    memories = {"with memory": MEM_LEN, "without memory": 0}
+    reward = {name: float(train(mem_len, updates=updates)[-30:].mean()) for name, mem_len in memories.items()}
     print(f"reward of the last 30 of {updates} updates, 0.5 at best without memory: {reward}")
     return reward
 

@@ -133,17 +133,14 @@ def train(*, causal, steps, seed=0):
 
     init_key, key = jax.random.split(jax.random.key(seed))
     params = encoder.init(init_key, *draw_utterances(init_key)[:2])
-    return jax.jit(jax.lax.scan, static_argnums=0)(
-        step, (params, optimizer.init(params)), jax.random.split(key, steps)
-    )[1]
+    carry = params, optimizer.init(params)
+    return jax.jit(jax.lax.scan, static_argnums=0)(step, carry, jax.random.split(key, steps))[1]
 
 
 def main(steps=200):
     """Prints and returns the mean fraction of right frames of both encoders in the last 30 steps."""
-    right = {
-        name: float(train(causal=causal, steps=steps)[-30:].mean())
-        for name, causal in (("both sides", False), ("past only", True))
-    }
+    modes = {"both sides": False, "past only": True}
+    right = {name: float(train(causal=causal, steps=steps)[-30:].mean()) for name, causal in modes.items()}
     print(f"right frames of the last 30 of {steps} steps, {1 / KINDS} at best with the past only: {right}")
     return right
 

@@ -4,15 +4,13 @@
     python -m experiments.bench.attention --configs=enwik8_24l --tasks=training --batch_size=16 --dtype=bfloat16
 
 Training is forward and backward, evaluation forward over a full KV cache. Arrays are random. Each path is first
-compared with the reference, on one row with the same dropout mask, in float32 or, if the path has no float32, in the
-type that is timed: the table shows the largest difference of the output and all gradients. Then timings are
-interleaved: one of each path in turn. The table shows a path's median, its speedup over the reference, its time as a
-multiple of only the matmuls of all pairs, and the operations per second on visible pairs. Scratch is the compiler's
-account.
+compared with the reference in float32, on one row with the same dropout mask: the table shows the largest difference of
+the output and all gradients. Then timings are interleaved. The table shows a path's median, its speedup over the
+reference, its time as a multiple of only the matmuls of all pairs, the operations per second on visible pairs, and
+scratch by the compiler's account.
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -23,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.bench import timing
 from experiments.bench.timing import Task
@@ -39,7 +38,7 @@ CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
 TASKS = ("training", "evaluation")
 PLAIN = "plain"  # Without position keys.
 PATHS = ("reference", "tiled", "stored", "fused", PLAIN)
-PRODUCTS = "products"  # The row of the matrix products alone.
+PRODUCTS = "products"  # The row of only the matmuls.
 Arrays = dict[str, jax.Array]
 # Relative differences beyond which an implementation is wrong, not rounded: in float32, and in 16 bits, where tiles
 # differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
@@ -47,13 +46,12 @@ _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
 # The inputs and their axes, by the letters of `Case.lengths`.
 _INPUTS = {
-    "training": ("query:bhle key:bhke value:bhke position_key:hpe content_bias:he position_bias:he cotangent:bhle"),
+    "training": "query:bhle key:bhke value:bhke position_key:hpe content_bias:he position_bias:he cotangent:bhle",
     "evaluation": (
         "query:bhle key:bhle value:bhle stored_key:bher stored_value:bhre position_query:bhle position_key:hep"
     ),
 }
 _DIFFERENTIATED = ("query", "key", "value", "position_key", "content_bias", "position_bias")
-_SEED = 7
 _COLUMNS = (
     "configuration | task | rows x heads x queries x keys, width | path | difference | time | slowest | fastest | "
     "speedup | times the products | operations/s | scratch"
@@ -70,16 +68,14 @@ class Plan(cli.Plan):
         PATHS,
         f"Of {', '.join(PATHS)}, with commas. plain is fused without position keys, or else tiled, on a GPU stored.",
     )
-    batch_size: int | None = setting(
-        4, "B, rows of training on one device; none: the whole batch that was published.", at_least=1
-    )
+    batch_size: int = setting(4, "B, rows of training on one device.", at_least=1)
     dtype: DType | None = setting(None, "Type of queries, keys and values; none: bfloat16, on a CPU float32.")
     calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown task or path."""
+        """Raises `UserError` for no configuration, or an unknown task or path."""
         super().validate()
-        require(self.configs, f"configs is empty; it must name configurations, such as {','.join(CONFIGS)}")
+        require(self.configs, f"configs must name one configuration or more, such as {CONFIGS[0]}, got none")
         timing.check_names("tasks", self.tasks, TASKS)
         timing.check_names("paths", self.paths, PATHS)
 
@@ -121,25 +117,20 @@ class Case(Problem):
         sizes |= {"p": self.n_positions, "e": self.d_head, "r": self.capacity or 0}
         return tuple(sizes[axis] for axis in axes)
 
-    def flops(self, *, positions: bool = True) -> float:
-        """Returns the operations on visible pairs: scores by content, by distance, and weighted values."""
-        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
-        return self._flops(sum(min(keys, self.window or keys) for keys in seen) * (3 if positions else 2))
-
-    @property
-    def flops_of_products(self) -> float:
-        """The operations on all pairs, those by distance once for each position key."""
-        return self._flops(self.segment_len * (2 * self.n_keys + self.n_positions))
-
-    def _flops(self, dot_products: int) -> float:
-        """Returns the operations of so many dot products of each row and head. Backward does each product twice."""
+    def flops(self, path: str) -> float:
+        """Returns the operations on visible pairs, or on all pairs for `PRODUCTS`. Backward does each product twice."""
+        if path == PRODUCTS:
+            dot_products = self.segment_len * (2 * self.n_keys + self.n_positions)
+        else:  # Scores by content, scores by distance, and weighted values.
+            seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
+            dot_products = sum(min(keys, self.window or keys) for keys in seen) * (2 if path == PLAIN else 3)
         return 2 * self.d_head * self.batch * self.n_head * dot_products * (1 if self.cached else 3)
 
 
-def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | None, dtype: str) -> Case:
-    """Returns the sizes of a configuration's attention on the first device.
+def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str) -> Case:
+    """Returns the sizes of a configuration's attention on the first device; `batch` is the batch size of training.
 
-    `batch` is the batch size of training, or None for the published one. Raises `UserError` for another attention.
+    Raises `UserError` for another attention.
     """
     model = config.model
     require(
@@ -147,7 +138,7 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int | No
         f"{name} has the network {model.network} with the encoding {model.encoding}; "
         "the benchmark is of attention with model.encoding=relative",
     )
-    rows = {"train.batch_size": batch or config.train.batch_size, "train.grad_accum_steps": 1}
+    rows = {"train.batch_size": batch, "train.grad_accum_steps": 1}
     config = config_tree.replace(config, {**rows, "model.dtype": dtype, "eval.cache_dtype": None})
     mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
     if task == "training":
@@ -173,75 +164,55 @@ def find_implementation(case: Case, path: str) -> Implementation:
 
 def measure(case: Case, plan: Plan, refused: dict[tuple[str, str], list[str]]) -> Iterator[list[str]]:
     """Checks, compiles and times the paths of a case, and yields their rows; adds why others are `refused`."""
-    tasks, names, differences = [], {PRODUCTS: PRODUCTS}, {}
+    tasks, names, differences = {}, {PRODUCTS: PRODUCTS}, {"reference": "", PRODUCTS: ""}
     for path in plan.paths:
         try:
             implementation = find_implementation(case, path)
-            differences[path] = largest_difference(case, path)
+            if path != "reference":
+                differences[path] = f"{largest_difference(case, path, implementation):.0e}"
             function = make_function(case, implementation, positions=path != PLAIN)
-            tasks.append(_task(path, function, make_inputs(case)))
+            tasks[path] = _task(path, function, make_inputs(case))
             names[path] = path if str(implementation) == path else f"{path} ({implementation})"
         except NotHereError as error:
             refused[path, str(error)].append(f"{case.config} {case.task}")
-    tasks.append(_task(PRODUCTS, *products(case)))
-    found = {each.task.name: each for each in timing.interleaved(tasks, warmup=0, calls=plan.calls)}
-    for path, measured in found.items():
-        seconds = [each / measured.task.tokens for each in measured.seconds]
-        operations = case.flops_of_products if path == PRODUCTS else case.flops(positions=path != PLAIN)
+    tasks[PRODUCTS] = _task(PRODUCTS, *products(case))
+    timing.time_in_turns(list(tasks.values()), warmup=0, calls=plan.calls)
+    sizes = f"{case.batch} x {case.n_head} x {case.segment_len} x {case.n_keys}, {case.d_head}"
+    for path, task in tasks.items():
+        seconds = [each / task.tokens for each in task.seconds]
+        median = statistics.median(seconds)
+        times = (f"{1e3 * each:.3g} ms" for each in (median, max(seconds), min(seconds)))
         # Ratios are medians over timings of the same round.
-        speedup = statistics.median(measured.speedups(found["reference"])) if "reference" in found else None
-        yield [
-            case.config,
-            case.task,
-            f"{case.batch} x {case.n_head} x {case.segment_len} x {case.n_keys}, {case.d_head}",
-            names[path],
-            _number(differences.get(path), ".0e"),
-            *(f"{1e3 * each:.3g} ms" for each in (statistics.median(seconds), max(seconds), min(seconds))),
-            _number(speedup, ".2f"),
-            f"{statistics.median(found[PRODUCTS].speedups(measured)):.2f}",
-            f"{operations / statistics.median(seconds) / 1e9:,.0f} G",
-            megabytes(measured.task.memory_bytes or 0),
-        ]
+        speedup = f"{statistics.median(task.speedups(tasks['reference'])):.2f}" if "reference" in tasks else ""
+        multiple = f"{statistics.median(tasks[PRODUCTS].speedups(task)):.2f}"
+        rate, scratch = f"{case.flops(path) / median / 1e9:,.0f} G", megabytes(task.memory_bytes)
+        yield [case.config, case.task, sizes, names[path], differences[path], *times, speedup, multiple, rate, scratch]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def largest_difference(case: Case, path: str, implementation: Implementation) -> float:
+    """Returns the largest relative difference from the reference in float32, of one row: output and all gradients.
 
-
-def largest_difference(case: Case, path: str) -> float | None:
-    """Returns the largest relative difference from the reference, of one row: output and all gradients.
-
-    The path computes in float32 if it can, else in the dtype of the case; the reference computes in float32, from the
-    same numbers. An array's difference is its elements' largest, divided by the reference's largest element.
+    An array's difference is its elements' largest, divided by the reference's largest element.
 
     Raises:
       UserError: If the difference is too large to be rounding.
     """
-    if path == "reference":
-        return None
-    small = dataclasses.replace(case, batch=1)
-    implementation = find_implementation(small, path)
-    # Of float32 fewer position keys fit into a TPU's VMEM.
-    with contextlib.suppress(NotHereError):
-        exact = dataclasses.replace(small, dtype="float32")
-        found = find_implementation(exact, path)
-        if found.path == implementation.path:
-            small, implementation = exact, found
-    tolerance = _TOLERANCE if small.dtype == "float32" else _TOLERANCE_OF_16_BITS
-    inputs, positions = make_inputs(small), path != PLAIN
+    case = dataclasses.replace(case, batch=1)
+    tolerance = _TOLERANCE if case.dtype == "float32" else _TOLERANCE_OF_16_BITS
+    inputs, positions = make_inputs(case), path != PLAIN
     in_float32 = {name: array if name == "valid" else array.astype(jnp.float32) for name, array in inputs.items()}
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(make_function(small, "reference", positions=positions))(in_float32)
-        outputs = jax.jit(make_function(small, implementation, positions=positions))(inputs)
+        expected = jax.jit(make_function(case, "reference", positions=positions))(in_float32)
+        outputs = jax.jit(make_function(case, implementation, positions=positions))(inputs)
     differences = {
         name: float(jnp.max(jnp.abs(outputs[name] - array)) / jnp.max(jnp.abs(array)))
         for name, array in expected.items()
     }
-    worst = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
+    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
     require(
         differences[worst] <= tolerance,
-        f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) differs from the reference's by "
-        f"{differences[worst]:.1e} of its largest element, in {small.dtype}; at most {tolerance:.0e} is rounding",
+        f"{case.config}, {case.task}: the {worst} of {path} ({implementation}) must be the reference's to "
+        f"{tolerance:.0e} of its largest element, in {case.dtype}, got a difference of {differences[worst]:.1e}",
     )
     return differences[worst]
 
@@ -289,15 +260,14 @@ def make_function(
 
     def training(inputs: Arrays) -> dict[str, jax.Array]:
         visibility = Visibility(inputs["valid"], case.segment_len, case.mem_len, case.window)
-        dropout = Dropout(case.dropout_rate, jnp.uint32(_SEED), case.n_head) if case.dropout_rate else None
+        dropout = Dropout(case.dropout_rate, jnp.uint32(7), case.n_head) if case.dropout_rate else None
 
-        def forward(*arrays: jax.Array) -> jax.Array:
-            given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        def forward(given: Any) -> jax.Array:
             return attention(**given, visibility=visibility, dropout=dropout, implementation=implementation)
 
-        output, pull_back = jax.vjp(forward, *(inputs[name] for name in names))
-        gradients = pull_back(inputs["cotangent"])
-        return {"output": output} | {f"gradient of {name}": each for name, each in zip(names, gradients, strict=True)}
+        output, pull_back = jax.vjp(forward, {name: inputs[name] for name in names})
+        [gradients] = pull_back(inputs["cotangent"])
+        return {"output": output} | {f"gradient of {name}": each for name, each in gradients.items()}
 
     def evaluation(inputs: Arrays) -> dict[str, jax.Array]:
         assert case.capacity

@@ -25,7 +25,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +58,9 @@ _ENVIRONMENT = {
 _TOO_LARGE = re.compile(  # The sizes in an error of the TPU's compiler, which is pages long.
     r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)"
 )
+_LIBTPU, _CUDA = "libtpu", "CUDA plugin"
+_INSTALL = {_LIBTPU: "pip install 'jax[tpu]'", _CUDA: "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt"}
 _PER_HOST = 8  # GPUs that share NVLink.
-_HOST = ("1", "2", "4", "8")
 
 
 class Chip(NamedTuple):
@@ -68,26 +69,39 @@ class Chip(NamedTuple):
     kind: str  # Its name in jax; `flops.device_peak` knows its peak.
     memory_bytes: int  # Size of a device's memory; of a GPU as CUDA reports it.
     sizes: tuple[str, ...]  # Slices that Google Cloud offers, or numbers of GPUs of a host, from small to large.
-    gpu: Mapping[str, Any] = {}  # Name, compute capability and figures as XLA must know them. Empty for TPUs.
+    gpu: str = ""  # Fields of `GpuDeviceInfoProto`, from CUDA and XLA's own files of known GPUs. Empty for TPUs.
 
 
-# Figures of `GpuDeviceInfoProto`, from CUDA and XLA's own files of known GPUs.
-_HOPPER = {"core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "shared_memory_per_core": 228 << 10}
-_AMPERE = {"core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "shared_memory_per_core": 164 << 10}
-_H200 = _HOPPER | {"memory_bandwidth": 4_800_000_000_000, "l2_cache_size": 60 << 20}
-_H100 = _HOPPER | {"memory_bandwidth": 3_352_320_000_000, "l2_cache_size": 50 << 20}
-_A100 = _AMPERE | {"memory_bandwidth": 2_039_040_000_000, "l2_cache_size": 40 << 20}
+_HOST = ("1", "2", "4", "8")
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_HOPPER = "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 } "
+_HOPPER += "shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
+_AMPERE = "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41 cuda_compute_capability { major: 8 } "
+_AMPERE += "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
 # GPUs are the modules with NVLink (SXM), not the cards.
 CHIPS = {
     "v3": Chip("TPU v3", 16 << 30, ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16")),
     "v4": Chip("TPU v4", 32 << 30, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8")),
-    "v5e": Chip("TPU v5 lite", 16 << 30, ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    "v5e": Chip("TPU v5 lite", 16 << 30, _FLAT),
     "v5p": Chip("TPU v5", 95 << 30, ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")),
-    "v6e": Chip("TPU v6 lite", 32 << 30, ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-    "h200": Chip("H200", 150_754_820_096, _HOST, {"name": "NVIDIA H200", "capability": (9, 0), "info": _H200}),
-    "h100": Chip("H100", 84_942_979_072, _HOST, {"name": "NVIDIA H100 80GB HBM3", "capability": (9, 0), "info": _H100}),
-    "a100": Chip("A100", 85_100_068_864, _HOST, {"name": "NVIDIA A100-SXM4-80GB", "capability": (8, 0), "info": _A100}),
+    "v6e": Chip("TPU v6 lite", 32 << 30, _FLAT),
+    "h200": Chip("H200", 150_754_820_096, _HOST, f"{_HOPPER} memory_bandwidth: 4800000000000 l2_cache_size: 62914560"),
+    "h100": Chip("H100", 84_942_979_072, _HOST, f"{_HOPPER} memory_bandwidth: 3352320000000 l2_cache_size: 52428800"),
+    "a100": Chip("A100", 85_100_068_864, _HOST, f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040"),
 }
+# A GPU as XLA reads it: `GpuTargetConfigProto` as text, around the fields of a chip.
+_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 device_memory_size: %d %s
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA %s"
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,43 +129,37 @@ class Plan(cli.Plan):
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Estimates the settings of the flags, or each of --configs, on each topology."""
-    compilers = [each for topology in plan.topology for each in compiler_versions(topology).items()]
-    versions = {"jax": jax.__version__, **dict(compilers), "date": datetime.date.today().isoformat()}
-    print(", ".join(f"{name} {value}" for name, value in versions.items()), flush=True)
+    compilers = (compiler_of(topology) for topology in plan.topology)
+    versions = {"jax": jax.__version__} | {name: version or "not installed" for name, version in compilers}
+    versions["date"] = datetime.date.today().isoformat()
+    print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     if not plan.configs:
         for topology in plan.topology:
-            list(estimate(job.flagfile or "the flags", job.config(), topology, plan))
+            list(estimate(job.flagfile or "the flags", job.config(), topology, plan.tasks))
         return
     for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
         require(name not in job.places, f"--{name} was given and --configs chooses its own meshes; leave one out")
     configs = {name: job.config_of_flagfile(name) for name in plan.configs}
     for topology in plan.topology:
-        missing = missing_compiler(topology)
-        require(not missing, f"--configs needs the compiler of {topology} and {missing}")
+        compiler, version = compiler_of(topology)
+        require(version, f"--configs needs {compiler}, which is not installed ({_INSTALL[compiler]})")
     for (name, config), topology in itertools.product(configs.items(), plan.topology):
-        estimate_smallest(name, config, topology, plan)
-
-
-def estimate_smallest(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> None:
-    """Estimates a configuration on the smallest topology of a name, and the first of its meshes, that all tasks fit on.
-
-    If none fits, the last try is the largest topology.
-    """
-    changes = None
-    for candidate in slices(topology):
-        for changes in candidate_meshes(config, parse(candidate).num_devices):
-            if all(estimate(name, config_tree.replace(config, changes), candidate, plan)):
-                return
-    if changes is None:
-        rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
-        print(f"\n{name}: no mesh of {candidate} divides its {rows} rows and {heads} heads")
+        attempts = [
+            (size, mesh) for size in slices(topology) for mesh in candidate_meshes(config, parse(size).num_devices)
+        ]
+        if not attempts:
+            rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
+            print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
+        for size, changes in attempts:  # The smallest topology, and the first of its meshes, that all tasks fit on.
+            if all(estimate(name, config_tree.replace(config, changes), size, plan.tasks)):
+                break
 
 
 def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
     """Yields a mesh over all devices that a configuration admits, with each remat setting to try on it, as changes.
 
-    Tensor parallelism over as few devices as possible, and of those meshes the one with the most on `fsdp`; first with
-    the configuration's own remat, then with everything rematerialized.
+    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`. The configuration's own
+    remat comes first, then remat=full.
     """
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
@@ -165,7 +173,7 @@ def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dic
         return
 
 
-def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> Iterator[bool]:
+def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
     """Prints what a configuration needs on a topology, and yields for each task whether it fits.
 
     Without the topology's compiler no task is compiled.
@@ -173,49 +181,41 @@ def estimate(name: str, config: ExperimentConfig, topology: str, plan: Plan) -> 
     Raises:
       UserError: If the settings do not fit the topology, or each other.
     """
-    found, devices_or_none = parse(topology), devices(topology)
+    found, targets = parse(topology), devices(topology)
+    chip = CHIPS[found.generation]
     mesh: Any = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
-    if devices_or_none is not None:
-        mesh = sharding.make_mesh(config.mesh, devices_or_none)
+    if targets is not None:
+        mesh = sharding.make_mesh(config.mesh, targets)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
     components.check_batch_size()
     print(
         f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in {config.model.dtype}, "
-        f"{mesh.size} x {found.chip.kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
+        f"{mesh.size} x {chip.kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
         f"{config.train.batch_size} rows x {config.train.segment_len}, memory {config.train.mem_len}, "
         f"remat {config.model.remat}"
     )
     lines: dict[str, str] = {}
-    if devices_or_none is not None and components.attention:  # Which path it is depends on the devices.
+    if targets is not None and components.attention:  # Which path it is depends on the devices.
         lines |= {f"attention, {task}": path for task, path in components.attention.record().items()}
     lines |= {kind: f"{megabytes(size)} per device" for kind, size in components.device_bytes().items()}
-    operations, peak = flops_of_update(components), flops.device_peak(found.chip.kind) or math.nan
+    cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=mesh.size)
+    again = cost.recomputed_flops if config.model.remat is Remat.FULL else 0
+    operations, peak = ((cost.flops or 0) + again) / mesh.size, flops.device_peak(chip.kind) or math.nan
     lines["an update"] = f"{operations / 1e12:.4g} TFLOP per device, at least {1e3 * operations / peak:.1f} ms"
     print("\n".join(f"{label:<24}{line}" for label, line in lines.items()), flush=True)
-    if devices_or_none is None:
-        print(f"{missing_compiler(topology)}: nothing is compiled, activations are not known")
+    if targets is None:
+        compiler, _ = compiler_of(topology)
+        print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, activations are not known")
         return
-    for task in plan.tasks:
-        yield estimate_task(components, task, found.chip.memory_bytes)
-
-
-def flops_of_update(components: Built) -> float:
-    """Returns the operations of a device in an update by `txl_jax.flops`, with those that remat=full does again."""
-    model, train = components.config.model, components.config.train
-    lengths: Any = {"segment_len": train.segment_len, "mem_len": train.mem_len, "same_length": train.same_length}
-    per_token = flops.of_training(model, vocab_size=components.model.vocab_size, **lengths)
-    if model.remat is Remat.FULL:
-        per_token += flops.of_recomputing(model, vocab_size=components.model.vocab_size, **lengths)
-    return per_token * train.batch_size * train.segment_len / components.mesh.size
+    for task in tasks:
+        yield estimate_task(components, task, chip.memory_bytes)
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     """Compiles a task, prints what it needs on a device, and returns whether it fits, or is not possible at all."""
     start = time.monotonic()
     try:
-        if task == "generation":
-            check_can_generate(components.config)
-        compiled = compile_task(components, task)
+        sizes = compile_task(components, task).memory_analysis()
     except UserError as error:
         print(f"{task}: not possible, {error}", flush=True)
         return True
@@ -227,7 +227,6 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
             why = "needs {}iB of {}iB".format(*filter(None, found.groups()))
         print(f"{task}: does not fit, it {why}", flush=True)
         return False
-    seconds, sizes = time.monotonic() - start, compiled.memory_analysis()
     # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
     needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
     if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
@@ -236,7 +235,7 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     print(
         f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: arguments "
         f"{megabytes(arguments)}, activations, gradients and other scratch {megabytes(needed - arguments)}; output "
-        f"{megabytes(sizes.output_size_in_bytes)}; compiled in {seconds:.0f} s",
+        f"{megabytes(sizes.output_size_in_bytes)}; compiled in {time.monotonic() - start:.0f} s",
         flush=True,
     )
     return True
@@ -247,21 +246,21 @@ def compile_task(components: Built, task: str) -> Any:
     if task == "training":
         return components.compile_step().program
     evaluation: Any = components  # Its functions are jitted, which their types do not show.
+    lengths, generate = components.config.eval, components.config.generate
     params = components.abstract_state.params
-    eval_config = components.config.eval
-    if task == "evaluation" and eval_config.stride:
+    if task == "evaluation" and lengths.stride:
         replicated = sharding.named_sharding(components.mesh)
-        shapes = [(eval_config.batch_size, length) for length in (eval_config.segment_len, eval_config.stride)]
-        tokens, targets = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
-        return evaluation.window_step.lower(params, tokens, targets).compile()
+        shapes = [(lengths.batch_size, length) for length in (lengths.segment_len, lengths.stride)]
+        windows = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
+        return evaluation.window_step.lower(params, *windows).compile()
     weights = _abstract_result(evaluation.prepare_params, params)
     if task == "evaluation":
         memory = _abstract_result(evaluation.init_memory, weights)
-        return evaluation.eval_step.lower(weights, memory, components.abstract_segments(eval_config)).compile()
-    generate, mem_len = components.config.generate, eval_config.mem_len
+        return evaluation.eval_step.lower(weights, memory, components.abstract_segments(lengths)).compile()
+    check_can_generate(components.config)
 
     def for_tokens(weights: Any) -> Any:
-        return weights.for_generation(mem_len=mem_len).for_single_tokens(mem_len=mem_len)
+        return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(mem_len=lengths.mem_len)
 
     def start(weights: Any) -> Any:
         memory = components.scorer.init_memory(weights)
@@ -275,11 +274,10 @@ def compile_task(components: Built, task: str) -> Any:
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:
     """Returns shapes, types and the compiler's shardings of the result of a jitted function of abstract arguments."""
-    compiled = function.lower(*arguments).compile()
     return jax.tree.map(
         lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
         function.eval_shape(*arguments),
-        compiled.output_shardings,
+        function.lower(*arguments).compile().output_shardings,
     )
 
 
@@ -291,11 +289,6 @@ class Topology(NamedTuple):
     num_slices: int  # Slices of TPUs; 1 for GPUs.
     num_devices: int  # As jax counts them, over all slices.
 
-    @property
-    def chip(self) -> Chip:
-        """The kind of its devices."""
-        return CHIPS[self.generation]
-
 
 def set_environment() -> None:
     """Keeps this process from searching for accelerators; call it before jax uses any device."""
@@ -305,78 +298,57 @@ def set_environment() -> None:
 
 
 def parse(name: str) -> Topology:
-    """Takes the name of a topology apart.
-
-    Raises:
-      UserError: If the notation or the generation is unknown, or there cannot be such a topology.
-    """
-    found = re.fullmatch(r"(?:([1-9]\d*)\*)?(\w+):(\d+(?:x\d+){1,2})|([a-z]\d+)(?:x(\d+))?", name)
-    several, generation, shape, gpu, count = found.groups("") if found else [""] * 5
-    if gpu in CHIPS and CHIPS[gpu].gpu:
-        number = int(count or 1)
-        if str(number) not in _HOST and (number % _PER_HOST or not number):
-            raise UserError(
-                f"the topology {name} has {number} GPUs; give {', '.join(_HOST)} or a multiple of {_PER_HOST}"
-            )
-        return Topology(gpu, str(number), 1, number)
-    if generation not in CHIPS or CHIPS[generation].gpu:
-        tpus, gpus = ([one for one, chip in CHIPS.items() if bool(chip.gpu) is is_gpu] for is_gpu in (False, True))
-        raise UserError(
-            f"the topology is {name!r}; give a slice of TPUs ({', '.join(tpus)}, and the chips along each axis: "
-            f"v5e:4x8 or v4:2x2x4; two of them: 2*v5e:4x8) or GPUs ({', '.join(gpus)}, and how many: h200 or h200x8)"
-        )
-    chips, known = [int(n) for n in shape.split("x")], CHIPS[generation].sizes
-    whole_hosts = all(n and n % 2 == 0 for n in chips[:2])  # A host has 2 x 2 chips.
-    if shape not in known and not (len(chips) == known[0].count("x") + 1 and whole_hosts):
-        raise UserError(f"there is no slice {name}; those of {generation} are {', '.join(known)} and larger ones")
-    num_slices = int(several or 1)
-    return Topology(generation, shape, num_slices, num_slices * math.prod(chips) * (2 if generation == "v3" else 1))
+    """Takes the name of a topology apart; raises `UserError` if there cannot be such a topology."""
+    found = re.fullmatch(r"(?:([1-9]\d*)\*)?(v\w+):(\d+(?:x\d+){1,2})|([ah]\d+)(?:x(\d+))?", name)
+    several, generation, shape, gpu, count = found.groups("1") if found else [""] * 5
+    if gpu in CHIPS and (count in _HOST or (int(count) and int(count) % _PER_HOST == 0)):
+        return Topology(gpu, count, 1, int(count))
+    if generation in CHIPS:
+        chips, sizes = [int(n) for n in shape.split("x")], CHIPS[generation].sizes
+        whole_hosts = len(chips) == sizes[0].count("x") + 1 and all(n and n % 2 == 0 for n in chips[:2])
+        if shape in sizes or whole_hosts:  # A host has 2 x 2 chips.
+            devices = int(several) * math.prod(chips) * (2 if generation == "v3" else 1)
+            return Topology(generation, shape, int(several), devices)
+    known = f"known are {', '.join(CHIPS)}"
+    if generation in CHIPS:
+        known = f"{generation} has {', '.join(CHIPS[generation].sizes)}, and larger slices"
+    raise UserError(
+        f"a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a "
+        f"multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
+    )
 
 
 def slices(name: str) -> list[str]:
-    """Returns the topologies of a name: one, or for a generation or a GPU alone all, from small to large.
-
-    Raises:
-      UserError: If `parse` does.
-    """
+    """Returns the topologies of a name: one, or all sizes of a generation, from small to large; raises as `parse`."""
     if name in CHIPS:
         return [f"{name}{'x' if CHIPS[name].gpu else ':'}{size}" for size in CHIPS[name].sizes]
     parse(name)
     return [name]
 
 
-def compiler_versions(name: str) -> dict[str, str]:
-    """Returns name and version of the compiler of a topology."""
-    is_gpu = bool(parse(slices(name)[0]).chip.gpu)
+def compiler_of(topology: str) -> tuple[str, str | None]:
+    """Returns the name and the version of a topology's compiler; the version is None if it is not installed."""
+    is_gpu = bool(CHIPS[parse(slices(topology)[0]).generation].gpu)
     packages = ("jax_cuda13_plugin", "jax_cuda12_plugin") if is_gpu else ("libtpu",)
-    found = [package for package in packages if importlib.util.find_spec(package)]
-    version = importlib.metadata.version(found[0]) if found else "not installed"
-    return {"CUDA plugin" if is_gpu else "libtpu": version}
-
-
-def missing_compiler(name: str) -> str | None:
-    """Says which compiler a topology lacks and how to install it, or returns None if it is installed."""
-    [(compiler, version)] = compiler_versions(name).items()
-    if version != "not installed":
-        return None
-    if compiler == "libtpu":
-        return "libtpu, the TPU's compiler, is not installed (pip install 'jax[tpu]')"
-    return "jax's CUDA plugin is not installed (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt)"
+    found = next(filter(importlib.util.find_spec, packages), None)
+    return _CUDA if is_gpu else _LIBTPU, found and importlib.metadata.version(found)
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
     """Returns the devices of a topology, to compile for, or None if its compiler is not installed.
 
-    Raises:
-      UserError: If `parse` does, or the compiler does not have this topology.
+    Raises `UserError` as `parse`, or if the compiler does not have this topology.
     """
     generation, shape, num_slices, count = parse(name)
-    if missing_compiler(name):
+    compiler, version = compiler_of(name)
+    if version is None:
         return None
-    if CHIPS[generation].gpu:
+    chip = CHIPS[generation]
+    if chip.gpu:
         hosts = math.ceil(count / _PER_HOST)  # In the shape: slices, hosts, GPUs of a host.
-        options: dict[str, Any] = {"platform": "cuda", "topology_name": generation}
-        options |= {"topology": f"1x{hosts}x{count // hosts}", "target_config": target_config(CHIPS[generation])}
+        target = _TARGET % (chip.memory_bytes, chip.gpu, chip.kind)
+        options: dict[str, Any] = {"platform": "cuda", "topology_name": generation, "target_config": target}
+        options["topology"] = f"1x{hosts}x{count // hosts}"
     else:
         options = {"platform": "tpu", "topology_name": f"{generation}:{shape}"}
         if generation in ("v4", "v5p"):  # Both cores of a chip are one device.
@@ -388,35 +360,8 @@ def devices(name: str) -> Sequence[jax.Device] | None:
     try:
         return topologies.get_topology_desc(**options).devices
     except jax.errors.JaxRuntimeError as error:
-        reason, [compiler] = str(error).partition("\n")[0], compiler_versions(name)
+        reason = str(error).partition("\n")[0]
         raise UserError(f"{compiler} knows no topology {name} ({reason}); give another --topology") from None
-
-
-def target_config(chip: Chip) -> str:
-    """Returns the description of a GPU as XLA reads it (`GpuTargetConfigProto` as text)."""
-    info = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "threads_per_core_limit": 2048,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1,
-        "registers_per_core_limit": 2**16,
-        "registers_per_block_limit": 2**16,
-        "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_block_optin": chip.gpu["info"]["shared_memory_per_core"] - 1024,
-        "device_memory_size": chip.memory_bytes,
-        **chip.gpu["info"],
-    }
-    fields = "\n".join(f"{name}: {value}" for name, value in info.items())
-    major, minor = chip.gpu["capability"]
-    return (
-        f"gpu_device_info {{\n{fields}\ncuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
-        'platform_name: "CUDA"\n'
-        "dnn_version_info { major: 9 minor: 12 patch: 0 }\n"
-        "runtime_version { major: 13 minor: 0 patch: 0 }\n"
-        f'device_description_str: "{chip.gpu["name"]}"\n'
-    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ table, medians over calls, and the speedup: the median of the ratios of successi
 """
 
 import dataclasses
+import functools
 import statistics
 
 import numpy as np
@@ -40,9 +41,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     timing.print_head(components)
     steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
-    tasks = [_task(components, step, weights) for step in steps]
-    many, one = found = timing.interleaved(tasks, warmup=1, calls=plan.calls)
-    rows = ([str(step.batch_size), *measured.cells] for step, measured in zip(steps, found, strict=True))
+    many, one = tasks = [_task(components, step, weights) for step in steps]
+    timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
+    rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
     timing.print_table("rows | tokens/s | slowest | fastest", rows)
     speedup = statistics.median(many.speedups(one))
     print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
@@ -50,14 +51,10 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 def _task(components: Built, step: Step, weights: Weights) -> Task:
     """Returns the task of sampling K tokens of every row."""
-    rows, cache = Rows.idle(step.batch_size), step.init_cache(weights)
+    rows = Rows.idle(step.batch_size)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
-
-    def call() -> None:
-        nonlocal cache
-        cache, _, _ = step.write(weights, cache, rows)
-
+    call = timing.repeated(functools.partial(step.write, weights), step.init_cache(weights), rows)
     return Task("serving", step.batch_size * step.block, call)
 
 

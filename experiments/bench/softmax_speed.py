@@ -9,19 +9,18 @@ Without flags the sizes are from WikiText-103 and the paper's large model: hidde
 law that is printed with the fraction of each cluster.
 
 It prints a Markdown table. A softmax that does not fit in memory gets fewer tokens, and the table prints how many.
-T is the number of tokens, D the width of their hidden states, V the vocabulary size.
 """
 
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import multiprocessing
 import os
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -40,6 +39,7 @@ DEFAULTS = ExperimentConfig(
     model=ModelConfig(d_model=1024, cutoffs=(20_000, 40_000, 200_000), div_val=4),
     train=TrainConfig(batch_size=60, segment_len=150),
 )
+_COLUMNS = "softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,21 +78,21 @@ def run(plan: Plan, job: cli.Job) -> None:
         flush=True,
     )
     models = {"adaptive": adaptive, "full": dataclasses.replace(adaptive, cutoffs=(), div_val=1)}
-    whole = {name: Program(model, plan.vocab_size, tokens) for name, model in models.items()}
-    programs = {name: largest_that_fits(program, limit) for name, program in whole.items()}
-    peaks = [peak_of_a_process(program) for program in programs.values()]  # Before this process fills its memory.
-    tasks = [Task(name, program.tokens, program.call) for name, program in programs.items()]
+    whole = {name: Program.of(model, plan.vocab_size, tokens) for name, model in models.items()}
+    fitting = {name: program.shortened(limit) for name, program in whole.items()}
+    peaks = [peak_of_a_process(program) for program in fitting.values()]  # Before this process fills its memory.
+    tasks = [program.task(name) for name, program in fitting.items()]
+    timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
     rows = []
-    for timed, peak in zip(timing.interleaved(tasks, warmup=1, calls=plan.calls), peaks, strict=True):
-        task, seconds, median = timed.task, timed.seconds, statistics.median(timed.seconds)
-        cells = [task.name, f"{task.tokens:,}", f"{median:.3g}", f"{max(seconds):.3g}", f"{min(seconds):.3g}"]
-        cells += [f"{median / task.tokens * 1e6:,.0f} µs", megabytes(programs[task.name].memory_bytes)]
-        rows.append([*cells, "" if peak is None else megabytes(peak)])
-    columns = "softmax | tokens | seconds | slowest | fastest | per token | memory needed | peak of a process"
-    timing.print_table(columns, rows)
-    for name, program in programs.items():
-        if program.tokens < tokens:
-            needed, most = megabytes(whole[name].memory_bytes), megabytes(limit)
+    for task, peak in zip(tasks, peaks, strict=True):
+        median = statistics.median(task.seconds)
+        times = (f"{seconds:.3g}" for seconds in (median, max(task.seconds), min(task.seconds)))
+        memory = megabytes(fitting[task.name].needed), "" if peak is None else megabytes(peak)
+        rows.append([task.name, f"{task.tokens:,}", *times, f"{median / task.tokens * 1e6:,.0f} µs", *memory])
+    timing.print_table(_COLUMNS, rows)
+    for name, program in whole.items():
+        if program.needed > limit:
+            needed, most = megabytes(program.needed), megabytes(limit)
             print(f"\nThe {name} softmax of all {tokens:,} tokens would need {needed}; the limit is {most}.")
 
 
@@ -104,69 +104,51 @@ def device_memory() -> int:
     return device.memory_stats()["bytes_limit"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """Forward and backward pass of a softmax that shares nothing with the embedding."""
 
-    config: ModelConfig
-    vocab_size: int
-    tokens: int  # T.
+    sizes: tuple[ModelConfig, int, int]  # The softmax, V, and T, the number of tokens.
+    compiled: jax.stages.Compiled  # The gradient of the mean nll with respect to parameters and hidden states.
+    draw: Callable[[], tuple[Any, jax.Array, jax.Array]]  # Draws parameters, hidden states [T, D] and targets [T].
+    needed: int  # Bytes of arguments, results and scratch, by the compiler's account.
 
-    @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The gradient of the mean nll with respect to parameters and hidden states; nothing is allocated."""
+    @classmethod
+    def of(cls, config: ModelConfig, vocab_size: int, tokens: int) -> "Program":
+        """Compiles the program; nothing is allocated."""
+        softmax = Softmax(config, vocab_size)
+        untied = [None] * (config.n_cluster if config.div_val > 1 else 1), [None] * config.n_cluster
 
         def loss(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-            nll: Any = self._softmax.apply({"params": params}, hidden, targets, *self._untied, method="nll")
+            nll: Any = softmax.apply({"params": params}, hidden, targets, *untied, method="nll")
             return jnp.mean(nll)
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*jax.eval_shape(self._draw)).compile()
+        def draw() -> tuple[Any, jax.Array, jax.Array]:
+            keys = jax.random.split(jax.random.key(0))
+            targets = jnp.asarray(timing.draw_tokens(vocab_size, tokens))
+            hidden = jax.random.normal(keys[0], (tokens, config.d_model), config.dtype)
+            init = jax.jit(lambda key: softmax.init(key, hidden[:1], targets[:1], *untied, method="nll")["params"])
+            return nn.unbox(init(keys[1])), hidden, targets
 
-    @functools.cached_property
-    def memory_bytes(self) -> int:
-        """Arguments, results and scratch, by the compiler's account."""
-        return timing.program_bytes(self.compiled) or 0
+        compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*jax.eval_shape(draw)).compile()
+        sizes: Any = compiled.memory_analysis()
+        needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+        return cls((config, vocab_size, tokens), compiled, draw, needed)
 
-    @functools.cached_property
-    def _inputs(self) -> tuple[Any, jax.Array, jax.Array]:
-        return self._draw()
-
-    def call(self) -> None:
-        """Runs both passes once."""
-        jax.block_until_ready(self.compiled(*self._inputs))
-
-    def _draw(self) -> tuple[Any, jax.Array, jax.Array]:
-        """Returns parameters, hidden states [T, D] and targets [T]."""
-        keys = jax.random.split(jax.random.key(0))
-        targets = jnp.asarray(timing.draw_tokens(self.vocab_size, self.tokens))
-        hidden = jax.random.normal(keys[0], (self.tokens, self.config.d_model), self.config.dtype)
-
-        @jax.jit
-        def init(key: jax.Array) -> Any:
-            return nn.unbox(self._softmax.init(key, hidden[:1], targets[:1], *self._untied, method="nll"))["params"]
-
-        return init(keys[1]), hidden, targets
-
-    @property
-    def _softmax(self) -> Softmax:
-        return Softmax(self.config, self.vocab_size)
-
-    @property
-    def _untied(self) -> tuple[list[None], list[None]]:
-        """The embedding's tables and projections, none of which is shared."""
-        return [None] * (self.config.n_cluster if self.config.div_val > 1 else 1), [None] * self.config.n_cluster
-
-
-def largest_that_fits(program: Program, limit: int) -> Program:
-    """Compiles a program for its tokens, half of them, and so on, until it needs no more than the limit."""
-    while program.memory_bytes > limit:
+    def shortened(self, limit: int) -> "Program":
+        """Returns the program for its tokens, half of them, and so on, that needs no more bytes than the limit."""
+        config, vocab_size, tokens = self.sizes
+        if self.needed <= limit:
+            return self
         require(
-            program.tokens > 1,
-            f"the memory limit is {limit:,} bytes and a softmax of one token needs {program.memory_bytes:,}; "
-            "raise --memory_gb",
+            tokens > 1,
+            f"--memory_gb must be at least {self.needed / 1e9:g}, the memory of one token, got {limit / 1e9:g}",
         )
-        program = dataclasses.replace(program, tokens=program.tokens // 2)
-    return program
+        return Program.of(config, vocab_size, tokens // 2).shortened(limit)
+
+    def task(self, name: str) -> Task:
+        """Draws the inputs; returns the task of running both passes."""
+        inputs = self.draw()
+        return Task(name, self.sizes[-1], lambda: jax.block_until_ready(self.compiled(*inputs)))
 
 
 def peak_of_a_process(program: Program) -> int | None:
@@ -177,12 +159,12 @@ def peak_of_a_process(program: Program) -> int | None:
     if jax.default_backend() != "cpu":
         return None
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_call_once, dataclasses.replace(program)).result()  # The copy, as nothing is compiled.
+        return pool.submit(_call_once, *program.sizes).result()
 
 
-def _call_once(program: Program) -> int | None:
+def _call_once(*sizes: Any) -> int | None:
     """Calls a program; returns this process's peak memory. `resource.getrusage` would start with the parent's."""
-    program.call()
+    Program.of(*sizes).task("").call()
     status = Path("/proc/self/status")
     peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
     return int(peak[1]) * 1024 if peak else None

@@ -6,29 +6,28 @@
 
 Tokens are random, as frequent as words are (`experiments.bench.softmax_speed` prints the law), weights untrained,
 memories full. It prints a markdown table: the median over calls, after warm-up, with the slowest and the fastest call.
-Evaluation and generation use --eval.* and --generate.*, training --train.*.
+Evaluation and generation use --eval.* and --generate.*, training --train.*. Generation reads a tail of the adaptive
+softmax only when it may matter, with untrained weights almost never. So it is timed again with weights with which every
+tail is read.
 
-Generation reads a tail of the adaptive softmax only when it may matter, with untrained weights almost never; so it is
-timed a second time with weights with which every tail is read.
-
-With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights. That both give the
-same losses is checked first, then their calls are interleaved; the table has the speedup.
+With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights. The losses of both are
+compared first, then their calls are interleaved; the table has the speedup.
 """
 
 import dataclasses
 import enum
+import functools
 import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.bench import huggingface, timing
-from experiments.bench.timing import Task, Timing
+from experiments.bench.timing import Task
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, GenerateConfig, Order
 from txl_jax.config.config_tree import require, setting
@@ -45,7 +44,7 @@ TASKS = ("data_loading", "training", "evaluation", "generation")
 BLOCK = 16  # Tokens that generation writes per call.
 _TEXT_TOKENS = 20_000_000
 _SENTENCE_TOKENS = 25
-_COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest | needs"
+_COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
 _COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
 
 
@@ -63,24 +62,20 @@ class Plan(cli.Plan):
     calls: int = setting(
         5, "Timed calls of each task: train.segments_per_call or 8 segments, or 16 tokens.", at_least=1
     )
-    warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=0)
+    warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=1)
     peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel; without data_loading.")
-
-    def validate(self) -> None:
-        """Raises `UserError` for an unknown task, or settings that do not go together."""
-        super().validate()
-        timing.check_names("tasks", self.chosen_tasks, TASKS)
-        if self.peer:
-            require(
-                "data_loading" not in self.tasks,
-                "tasks has data_loading and the peer has none; leave it out, or benchmark without --peer",
-            )
-            require(self.warmup, "warmup is 0 and the peer's first call sets up its state; it must be at least 1")
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
         """The tasks to time."""
         return self.tasks or (TASKS[1:] if self.peer else TASKS)
+
+    def validate(self) -> None:
+        """Raises `UserError` for an unknown task, or one that the peer does not have."""
+        super().validate()
+        if self.peer:
+            timing.check_names("with --peer, tasks", self.chosen_tasks, TASKS[1:])
+        timing.check_names("tasks", self.chosen_tasks, TASKS)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -95,53 +90,46 @@ def run(plan: Plan, job: cli.Job) -> None:
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     timing.print_head(components)
     peer = huggingface.checked_peer(components) if plan.peer else None
-    found: list[Timing] = []
+    found: list[Task] = []
     timing.print_table(_COLUMNS_WITH_PEER if peer else _COLUMNS, _rows(plan, components, peer, found))
     if jax.default_backend() == "cpu":
         return
     print()
     peak = flops.device_peak(environment.device_kind())
-    for measured in found:
-        if operations := measured.task.flops_per_token:
-            achieved = operations * measured.rate / components.mesh.size
+    for task in found:
+        if task.flops_per_token:
+            achieved = task.flops_per_token * statistics.median(task.rates) / components.mesh.size
             share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
             print(
-                f"{measured.task.name}: {operations / 1e6:,.1f} million operations per token, "
+                f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
                 f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
             )
 
 
 def _rows(
-    plan: Plan, components: Built, peer: huggingface.HuggingFaceModel | None, found: list[Timing]
+    plan: Plan, components: Built, peer: huggingface.HuggingFaceModel | None, found: list[Task]
 ) -> Iterator[list[str]]:
-    """Times the tasks and yields their rows; appends our timings to `found`."""
+    """Times the tasks and yields their rows; appends our tasks to `found`."""
     for name in plan.chosen_tasks:
         for task in tasks(name, components):
-            sides = [task, huggingface.peer_task(name, task, components, peer)] if peer else [task]
-            ours, *theirs = timing.interleaved(sides, warmup=plan.warmup, calls=plan.calls)
-            found.append(ours)
+            theirs = [huggingface.peer_task(name, task, components, peer)] if peer else []
+            timing.time_in_turns([task, *theirs], warmup=plan.warmup, calls=plan.calls)
+            figures = task.cells
             if theirs:
-                speedups = ours.speedups(theirs[0])
-                ratios = (statistics.median(speedups), min(speedups), max(speedups))
-                figures = [ours.cells[0], theirs[0].cells[0], *(f"{ratio:.2f}" for ratio in ratios)]
-            else:
-                needs = "" if task.memory_bytes is None else environment.megabytes(task.memory_bytes)
-                figures = [*ours.cells, needs]
-            yield [task.name, task.shape, str(task.mem_len), *figures]
+                ratios = task.speedups(theirs[0])
+                summary = statistics.median(ratios), min(ratios), max(ratios)
+                figures = [task.cells[0], theirs[0].cells[0], *(f"{ratio:.2f}" for ratio in summary)]
+            found.append(task)
+            lengths = task.lengths
+            yield [task.name, f"{lengths.batch_size} x {lengths.segment_len}", str(lengths.mem_len), *figures]
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:
     """Yields the tasks of a name. Generation skips tails that cannot matter: a model with tails has both extremes."""
-    match name:
-        case "data_loading":
-            yield data_loading(components)
-        case "training":
-            yield training(components)
-        case "evaluation":
-            yield evaluation(components, components.init_params())
-        case _:
-            for every_tail in (False, True) if components.config.model.cutoffs else (False,):
-                yield generation(components, components.init_params(), every_tail=every_tail)
+    makers = {"data_loading": data_loading, "training": training, "evaluation": evaluation, "generation": generation}
+    yield makers[name](components)
+    if name == "generation" and components.config.model.cutoffs:
+        yield generation(components, every_tail=True)
 
 
 def data_loading(components: Built) -> Task:
@@ -152,10 +140,9 @@ def data_loading(components: Built) -> Task:
     train, data = components.config.train, components.config.data
     tokens_per_call = train.batch_size * train.new_tokens * train.segments_per_call
     length = max(_TEXT_TOKENS, tokens_per_call + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "tokens.npy")
-        np.save(path, np.random.default_rng(0).integers(components.model.vocab_size, size=length, dtype=np.int32))
-        text = np.load(path, mmap_mode="r")  # Readable after the folder is removed, as it is mapped.
+    with tempfile.TemporaryFile() as file:
+        text: Any = np.memmap(file, np.int32, "w+", shape=length)  # It stays when the file is closed.
+    text[:] = np.random.default_rng(0).integers(components.model.vocab_size, size=length, dtype=np.int32)
     sentence_starts = np.append(np.arange(0, length, _SENTENCE_TOKENS), length)
     reader = training_segments(
         text,
@@ -172,95 +159,52 @@ def data_loading(components: Built) -> Task:
         jax.block_until_ready(components.place(reader.segments(next(steps), train.segments_per_call)))
 
     call()  # The first call prepares an epoch's order.
-    return Task("data loading", tokens_per_call, call, f"{train.batch_size} x {train.segment_len}", train.mem_len)
+    return Task("data loading", tokens_per_call, call, train)
 
 
 def training(components: Built) -> Task:
     """Runs whole updates: forward, backward, optimizer and memory. Tokens that are read again (stride) do not count."""
     config, train = components.config, components.config.train
     cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=components.mesh.size)
-    compilation = components.compile_step()
-    state, segments = components.init_state(), timing.random_segments(components, train)
-    scratch = compilation.temporary_bytes
-
-    def call() -> None:
-        nonlocal state
-        state, metrics = compilation.program(state, segments)
-        jax.block_until_ready((state, metrics))
-
-    return Task(
-        name="training",
-        tokens=cost.tokens * train.segments_per_call,
-        call=call,
-        shape=f"{train.batch_size} x {train.segment_len}",
-        mem_len=train.mem_len,
-        memory_bytes=None if scratch is None else scratch + environment.bytes_on_device(state),
-        flops_per_token=cost.flops and cost.flops / cost.tokens,
-    )
+    step, segments = components.compile_step().program, timing.random_segments(components, train)
+    call = timing.repeated(step, components.init_state(), segments)
+    return Task("training", cost.tokens * train.segments_per_call, call, train, cost.flops and cost.flops / cost.tokens)
 
 
-def evaluation(components: Built, params: Any) -> Task:
-    """Runs streaming evaluation at the evaluation lengths, with a full memory.
-
-    Raises:
-      UserError: If the config asks for evaluation in sliding windows.
-    """
-    eval_config = components.config.eval
-    require(
-        not eval_config.stride,
-        f"eval.stride is {eval_config.stride} and this benchmark measures evaluation with a memory; leave it out",
-    )
-    weights = components.prepare_params(params)
+def evaluation(components: Built) -> Task:
+    """Runs streaming evaluation with a full memory; raises `UserError` if the config asks for sliding windows."""
+    lengths = components.config.eval
+    require(not lengths.stride, f"eval.stride is {lengths.stride}, and only evaluation with a memory is timed; omit it")
+    weights = components.prepare_params(components.init_params())
     memory = components.init_memory(weights)
-    memory = memory.replace(valid=memory.valid * 0 + eval_config.mem_len)
-    segments = timing.random_segments(components, eval_config)
+    memory = memory.replace(valid=memory.valid * 0 + lengths.mem_len)
+    segments = timing.random_segments(components, lengths)
     segments = segments._replace(reset=segments.reset & False)
     eval_step: Any = components.eval_step  # It is jitted, which its type does not show.
     step = eval_step.lower(weights, memory, segments).compile()
-
-    def call() -> None:
-        nonlocal memory
-        memory, scores = step(weights, memory, segments)
-        jax.block_until_ready((memory, scores))
-
-    return Task(
-        name="evaluation",
-        tokens=eval_config.batch_size * eval_config.segment_len * SEGMENTS_PER_CALL,
-        call=call,
-        shape=f"{eval_config.batch_size} x {eval_config.segment_len}",
-        mem_len=eval_config.mem_len,
-        memory_bytes=timing.program_bytes(step),
-        flops_per_token=_inference_flops(components, segment_len=eval_config.segment_len),
-    )
+    tokens = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
+    per_token = flops.of_inference(components.config.model, lengths, vocab_size=components.model.vocab_size)
+    call = timing.repeated(functools.partial(step, weights), memory, segments)
+    return Task("evaluation", tokens, call, lengths, per_token)
 
 
-def generation(components: Built, params: Any, *, every_tail: bool = False) -> Task:
+def generation(components: Built, *, every_tail: bool = False) -> Task:
     """Generates token after token from a full memory, all samples side by side, drawn as set in `config.generate`.
 
     `every_tail` raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
     for every token. With untrained weights hardly any is.
     """
-    mem_len, samples = components.config.eval.mem_len, components.config.generate.samples
-    params, how = timing.with_every_tail(params) if every_tail else params, components.config.generate
+    lengths, how, vocab_size = components.config.eval, components.config.generate, components.model.vocab_size
+    params = timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
     generator = components.generator(components.prepare_params(params))
-    cache = generator.read(timing.draw_tokens(components.model.vocab_size, mem_len + 1), how).cache
+    cache = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how).cache
     rows, limits = generation_arguments(how)
     decode = generator.decode.lower(generator.for_tokens, cache, rows, limits, count=BLOCK).compile()
-
-    def call() -> None:
-        nonlocal cache
-        cache, tokens, *_ = decode(generator.for_tokens, cache, rows)
-        jax.block_until_ready((cache, tokens))
-
-    return Task(
-        name="generation, every tail read" if every_tail else "generation",
-        tokens=samples * BLOCK,
-        call=call,
-        shape=f"{samples} x 1",
-        mem_len=mem_len,
-        memory_bytes=timing.program_bytes(decode),
-        flops_per_token=_inference_flops(components, segment_len=1),
-    )
+    call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)
+    single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
+    per_token = flops.of_inference(components.config.model, single, vocab_size=vocab_size)
+    name = "generation, every tail read" if every_tail else "generation"
+    return Task(name, how.samples * BLOCK, call, single, per_token)
 
 
 def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
@@ -268,18 +212,6 @@ def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
     keys, zeros = np.stack([row_key(0, i) for i in range(config.samples)]), np.zeros(config.samples, np.int32)
     rows = Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
     return rows, Limits.of(config)
-
-
-def _inference_flops(components: Built, *, segment_len: int) -> float:
-    """Computes operations per token at the evaluation lengths."""
-    eval_config = components.config.eval
-    return flops.of_inference(
-        components.config.model,
-        vocab_size=components.model.vocab_size,
-        segment_len=segment_len,
-        mem_len=eval_config.mem_len,
-        same_length=eval_config.same_length,
-    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from txl_jax.config import CorpusName, EvalConfig, TrainConfig, config_tree
@@ -26,58 +27,55 @@ SHIFT, EXPONENT = 2.7, 1.1
 _TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Task:
-    """Something to time."""
+    """Something to time, and the seconds of its timed calls."""
 
     name: str
     tokens: int  # Per call.
     call: Callable[[], Any]  # Runs once and returns when the results are there.
-    shape: str = ""  # Batch size x tokens per row and segment.
-    mem_len: int = 0  # M.
-    memory_bytes: int | None = None  # Arguments, results and scratch of the compiled program, per device.
+    lengths: Any = None  # A `TrainConfig` or `EvalConfig`: rows, tokens per row and segment, and M.
     flops_per_token: float | None = None  # By `txl_jax.flops`.
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """A task and the seconds of its timed calls."""
-
-    task: Task
-    seconds: tuple[float, ...]
+    memory_bytes: int = 0  # By the compiler's account.
+    seconds: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
         """Tokens per second of each call, over all devices."""
-        return [self.task.tokens / seconds for seconds in self.seconds]
-
-    @property
-    def rate(self) -> float:
-        """Median of `rates`."""
-        return statistics.median(self.rates)
+        return [self.tokens / seconds for seconds in self.seconds]
 
     @property
     def cells(self) -> list[str]:
         """The median, the slowest and the fastest rate, for a table."""
-        return [f"{rate:,.4g}" for rate in (self.rate, min(self.rates), max(self.rates))]
+        return [f"{rate:,.4g}" for rate in (statistics.median(self.rates), min(self.rates), max(self.rates))]
 
-    def speedups(self, other: "Timing") -> list[float]:
+    def speedups(self, other: "Task") -> list[float]:
         """Returns this throughput divided by the other's, for each pair of calls."""
         return [own / theirs for own, theirs in zip(self.rates, other.rates, strict=True)]
 
 
-def interleaved(tasks: Sequence[Task], *, warmup: int, calls: int) -> list[Timing]:
-    """Times calls of each task, one of each in turn, so that a slow minute of the machine affects all alike.
+def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
+    """Times calls of the tasks, one of each in turn, so that a slow minute of the machine affects all alike.
 
     `warmup` untimed calls of each come first.
     """
-    seconds: list[list[float]] = [[] for _ in tasks]
-    for _ in range(warmup + calls):
-        for task, found in zip(tasks, seconds, strict=True):
+    for number in range(warmup + calls):
+        for task in tasks:
             start = time.perf_counter()
             task.call()
-            found.append(time.perf_counter() - start)
-    return [Timing(task, tuple(found[warmup:])) for task, found in zip(tasks, seconds, strict=True)]
+            if number >= warmup:
+                task.seconds.append(time.perf_counter() - start)
+
+
+def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[[], None]:
+    """Returns the call of a step: (state, *arguments) -> (state, ..). Each call begins with the state of the last."""
+
+    def call() -> None:
+        nonlocal state
+        state, *results = step(state, *arguments)
+        jax.block_until_ready((state, results))
+
+    return call
 
 
 def probabilities(vocab_size: int) -> np.ndarray:
@@ -98,8 +96,7 @@ def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Seg
     per_call = SEGMENTS_PER_CALL
     if isinstance(lengths, TrainConfig):
         make_reader, per_call = training_segments, lengths.segments_per_call
-    n_tokens = lengths.batch_size * lengths.segment_len * per_call
-    tokens = draw_tokens(components.model.vocab_size, n_tokens + 1)
+    tokens = draw_tokens(components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1)
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))
 
@@ -113,15 +110,6 @@ def with_every_tail(params: Any) -> Any:
 def vocab_size_of(corpus: CorpusName) -> int:
     """Returns the vocabulary size of a published corpus, or 256 (bytes) for your own text."""
     return CORPORA[corpus].vocab_size if corpus in CORPORA else 256
-
-
-def program_bytes(compiled: Any) -> int | None:
-    """Returns the bytes that a compiled program needs on a device, donated arguments counted once, if known."""
-    found = compiled.memory_analysis()
-    if found is None:
-        return None
-    sizes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    return sizes - found.alias_size_in_bytes
 
 
 def machine() -> str:
@@ -145,7 +133,6 @@ def print_table(columns: str, rows: Iterable[Sequence[str]]) -> None:
 
 def check_names(setting: str, given: Collection[str], known: Sequence[str]) -> None:
     """Raises `UserError` if a setting is empty, or has a name that is not known."""
-    require(given, f"{setting} is empty; it must be of {', '.join(known)}")
-    for name in given:
+    for name in given or [""]:
         near = config_tree.did_you_mean(name, known)
-        require(name in known, f"{setting} has {name!r}; it must be of {', '.join(known)}{near}")
+        require(name in known, f"{setting} must be of {', '.join(known)}, got {name!r}{near}")

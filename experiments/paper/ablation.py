@@ -12,11 +12,11 @@ command resumes. It writes ablation.md, the table beside the paper's numbers, ab
 ablation.json.
 """
 
-import bisect
 import dataclasses
 import enum
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 from experiments.paper import context_length
 from txl_jax import cli
 from txl_jax.cli.flag_tree import groups
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, LossPart, Network, config_tree
+from txl_jax.config import Encoding, ExperimentConfig, LossPart, Network, config_tree
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.runs.build import build
 from txl_jax.runs.records import csv_file, table
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted
@@ -111,20 +110,17 @@ def row_named(table: Table, name: str) -> Row:
     for row in TABLES[table]:
         if row.name == name:
             return row
-    parts = name.split("-")
-    try:
-        recurrence = {"recurrence": True, "none": False}[parts[0]]
-        encoding, loss = Encoding(parts[1]), LossPart(parts[2])
-        segment_len = int(parts[3]) if len(parts) == 4 else None
-        if len(parts) > 4 or (segment_len is not None and segment_len < 1):
-            raise ValueError
-    except (KeyError, ValueError, IndexError):
+    found = re.fullmatch(rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name)
+    if found is None:
         raise UserError(
             f"no row is called {name}; table {table} has {', '.join(row.name for row in TABLES[table])}, and the "
             f"names of others have these parts too: recurrence or none, {' or '.join(Encoding)}, "
             f"{' or '.join(LossPart)}, and a segment length if it is not the flagfile's"
-        ) from None
-    return Row(recurrence, encoding, loss, segment_len=segment_len)
+        )
+    recurrence, encoding, loss, length = found.groups()
+    return Row(
+        recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=int(length) if length else None
+    )
 
 
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
@@ -162,8 +158,7 @@ class Plan(cli.TextPlan):
     seeds: tuple[int, ...] = setting((1111,), "Seeds. Each row is trained once per seed.")
     lengths: tuple[int, ...] = setting((64, 128, 256, 512), "Attention lengths scored, in addition to training's.")
     stride: int = setting(1, "Scored tokens per window of models without recurrence.", at_least=1)
-    equal_memory: bool = setting(False, "Table 10: the longest segments that fit into the first row's device memory.")
-    out: str | None = setting(None, "Directory for the runs and the table. Created if missing.", path=True)
+    out: str = setting("", "Directory for the runs and the table. Created if missing.", path=True, required=True)
 
     @property
     def chosen_rows(self) -> list[Row]:
@@ -171,17 +166,11 @@ class Plan(cli.TextPlan):
         return [row_named(self.table, name) for name in self.rows] or list(TABLES[self.table])
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown row, no seed or equal ones, no directory, or a setting out of range."""
+        """Raises `UserError` if there is no seed, seeds are equal, or a setting is out of range."""
         super().validate()
-        require(self.seeds, "no seed was given; give at least one")
         require(
-            len(set(self.seeds)) == len(self.seeds),
-            f"the seeds must differ, since each makes its own run, got {list(self.seeds)}",
-        )
-        require(self.out, "no directory was given; set out to the directory for the runs and the table")
-        require(
-            not self.equal_memory or any(row.segment_len is not None for row in self.chosen_rows),
-            "equal_memory is true and no row has its own segment length; that is table 10",
+            len(set(self.seeds)) == len(self.seeds) > 0,
+            f"seeds must be one or more numbers that differ, since each makes its own run, got {list(self.seeds)}",
         )
 
     def check(self, config: ExperimentConfig) -> None:
@@ -232,13 +221,11 @@ def train_and_score(
     """
     plan.validate()
     plan.check(config)
-    rows, folder, page = plan.chosen_rows, plan.out or "", ""
-    if plan.equal_memory:
-        rows = with_equal_memory(config, rows, corpus.vocabulary.size)
+    rows, page = plan.chosen_rows, ""
     found: dict[str, list[Score]] = {}
     for seed in plan.seeds:  # All rows of a seed before the next, so that an early table has every row.
         for row in rows:
-            own, path = row_config(config, row, seed), os.path.join(folder, f"{row.name}-seed{seed}")
+            own, path = row_config(config, row, seed), os.path.join(plan.out, f"{row.name}-seed{seed}")
             print(f"\n=== {row.name}, seed {seed} ===")
             with Run.open(path) as run:
                 outcome = train_run(own, corpus, run, stop_requested=stop_requested)
@@ -248,7 +235,7 @@ def train_and_score(
             found.setdefault(row.name, []).append(_summarize(own, scores, corpus.vocabulary.measure))
             page = distributed.broadcast_from_primary(lambda: _write_tables(found, rows, corpus, plan))
     print(f"\n{page}")
-    print(f"results   {os.path.join(folder, 'ablation.md')}")
+    print(f"results   {os.path.join(plan.out, 'ablation.md')}")
     return found
 
 
@@ -260,8 +247,7 @@ def _score_lengths(
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
     kept = distributed.broadcast_from_primary(lambda: json.loads(read(path)) if exists(path) else {})
-    defaults = {f"eval.{name}": value for name, value in config_tree.to_dict(EvalConfig()).items()}
-    known = kept["scores"] if defaults | kept.get("of", {}) == json.loads(json.dumps(identity)) else {}
+    known = kept["scores"] if kept.get("of") == json.loads(json.dumps(identity)) else {}
     for length in _lengths(config, plan):
         if str(length) not in known:
             one = context_length.Plan(lengths=(length,), stride=_stride(config, plan, length))
@@ -293,65 +279,12 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
     return Score(scores[_trained_length(config)], best, length, scores)
 
 
-# Table 10: segment lengths of equal device memory
-
-
-def with_equal_memory(base: ExperimentConfig, rows: Sequence[Row], vocab_size: int) -> list[Row]:
-    """Returns the rows; those with a segment length get the longest that fits into the first row's device memory."""
-    first = TABLES[Table.EQUAL_MEMORY][0]
-    limit = training_bytes(row_config(base, first, 0), vocab_size)
-    print(f"an update of {first.name} needs {environment.megabytes(limit)}")
-    found = list(rows)
-    for i, row in enumerate(rows):
-        if row.segment_len is not None:
-            length = longest_segment(base, row, limit=limit, vocab_size=vocab_size)
-            found[i] = dataclasses.replace(row, segment_len=length)
-            print(f"the same memory: {found[i].name}")
-    return found
-
-
-def longest_segment(base: ExperimentConfig, row: Row, *, limit: int, vocab_size: int, step: int = 4) -> int:
-    """Returns the longest L of a row, a multiple of `step`, whose update needs at most `limit` bytes.
-
-    Memory grows with L, so that bisection finds it: a compilation for each of a handful of lengths.
-
-    Raises:
-      UserError: If not even the shortest fits.
-    """
-
-    def needed(count: int) -> int:
-        changed = dataclasses.replace(row, segment_len=count * step)
-        return training_bytes(row_config(base, changed, 0), vocab_size)
-
-    high = 1
-    while needed(high) <= limit:
-        high *= 2
-    require(
-        high > 1, f"a segment of {step} tokens needs more than {limit:,} bytes in the row {row.name}; choose other rows"
-    )
-    return step * (bisect.bisect(range(high), limit, high // 2 + 1, high, key=needed) - 1)
-
-
-def training_bytes(config: ExperimentConfig, vocab_size: int) -> int:
-    """Returns the device memory of an update: parameters, optimizer state, memory and the compiler's temporaries.
-
-    Raises:
-      UserError: If the backend does not report it.
-    """
-    parts = build(config, vocab_size=vocab_size)
-    compilation = parts.compile_step()
-    scratch = compilation.temporary_bytes
-    if scratch is None:
-        raise UserError("this backend does not report the memory of an update; leave equal_memory out, or use another")
-    return scratch + environment.bytes_on_device(parts.abstract_state)
-
-
 # The files
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
     """Writes ablation.json, .csv and .md of the scores so far; returns the last. The first row is compared with."""
-    measure, path = corpus.vocabulary.measure, os.path.join(plan.out or "", "ablation")
+    measure, path = corpus.vocabulary.measure, os.path.join(plan.out, "ablation")
     facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
     facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}
     records = [

@@ -14,6 +14,7 @@ so that every query sees A keys. Queries whose memory is not full yet are omitte
 import dataclasses
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -26,7 +27,6 @@ from txl_jax import cli, plots, sharding
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.errors import UserError
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
 from txl_jax.modules.attention import SCORE_PARTS
@@ -53,34 +53,32 @@ class Plan(cli.TrainedRun):
     split: Split = setting(Split.VALID, "Split that is read.")
     tokens: int | None = setting(None, "Number of tokens that are read. none reads the whole split.", at_least=1)
     heads: tuple[str, ...] = setting(
-        (),
-        f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance.",
+        (), f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance."
     )
     positions: tuple[int, ...] = setting((), "Tokens whose queries are drawn. If empty, the last.")
     out: str | None = setting(None, "Directory of plots and arrays. If none, attention in the workdir.", path=True)
 
     @property
     def layer_heads(self) -> list[tuple[int, int]]:
-        """The heads as (layer, head); raises `UserError` if a text does not name a head."""
-        try:
-            pairs = [head.split(".") for head in self.heads]
-            return [(int(layer), int(head)) for layer, head in pairs]
-        except ValueError:
-            raise UserError(
-                f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}"
-            ) from None
+        """The heads as (layer, head)."""
+        return [(int(layer), int(head)) for layer, head in (each.split(".") for each in self.heads)]
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or a text does not name a head."""
         super().validate()
-        self.layer_heads  # noqa: B018 (raises)
+        require(
+            all(re.fullmatch(r"\d+\.\d+", head) for head in self.heads),
+            f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}",
+        )
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if the model has no relative attention to a memory, or lacks one of the heads."""
-        model = config.model
-        if model.network is not Network.TRANSFORMER_XL or not encoding_of(model).has_four_terms:
-            kind = model.network if model.network is not Network.TRANSFORMER_XL else f"encoding {model.encoding}"
-            raise UserError(f"the run is of {kind}; these plots are of relative attention with the terms (a) to (d)")
+        model, attends = config.model, config.model.network is Network.TRANSFORMER_XL
+        require(
+            attends and encoding_of(model).has_four_terms,
+            f"these plots are of relative attention with the terms (a) to (d), and the run is of "
+            f"{f'encoding {model.encoding}' if attends else model.network}",
+        )
         require(
             config.eval.mem_len and config.train.mem_len,
             f"train.mem_len is {config.train.mem_len} and eval.mem_len {config.eval.mem_len}; a model without memory "
@@ -92,7 +90,7 @@ class Plan(cli.TrainedRun):
         )
         for layer, head in self.layer_heads:
             require(
-                0 <= layer < model.n_layer and 0 <= head < model.n_head,
+                layer < model.n_layer and head < model.n_head,
                 f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to "
                 f"{model.n_head - 1}",
             )
@@ -113,13 +111,12 @@ def draw(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> np.ndarray:
-    """Writes average.png, plots of heads and terms, their arrays and the tokens attended to into `plan.out`.
+    """Writes plots of the average, of heads and of terms, their arrays and the tokens attended to into `plan.out`.
 
     The corpus may be another text than the run's if its vocabulary is the same. Returns mean probabilities [N, H, A].
 
     Raises:
-      UserError: If the model has no such attention or no memory, lacks the heads, positions or tokens, or has no
-        checkpoint.
+      UserError: If the run does not have such attention, the heads, positions or tokens, or a checkpoint.
       Interrupted: If a stop was requested. Nothing is written then.
     """
     plan.validate()
@@ -139,11 +136,9 @@ def draw(
             first <= position <= last,
             f"position {position:,} was asked for; queries with a full memory are at {first:,} to {last:,}",
         )
-    began, measure = time.monotonic(), corpus.vocabulary.measure
-    bar = progress_bar(
-        "attention", (last + 1) // length, unit="segment", measure=measure, log=print, stop_requested=stop_requested
-    )
-    with bar as show:
+    began, count = time.monotonic(), (last + 1) // length
+    options: dict[str, Any] = {"measure": corpus.vocabulary.measure, "log": print, "stop_requested": stop_requested}
+    with progress_bar("attention", count, unit="segment", **options) as show:
         average, queries = _read(parts, params, tokens[: last + 1], first, positions, show)
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
@@ -173,15 +168,8 @@ def attention_weights(
 
     Distances that a query does not see have probability 0 and terms of -inf.
     """
-    (_, after), kept = model.apply(
-        {"params": params},
-        tokens,
-        memory,
-        clamp_len=clamp_len,
-        same_length=True,
-        deterministic=True,
-        mutable=["attention"],
-    )
+    modes: dict[str, Any] = {"same_length": True, "deterministic": True, "mutable": ["attention"]}
+    (_, after), kept = model.apply({"params": params}, tokens, memory, clamp_len=clamp_len, **modes)
     parts = kept["attention"]["stack"]["layers"]["attention"]
     mem_len, segment_len = memory.mem_len, tokens.shape[1]
     window = model.config.compat.window(mem_len, same_length=True)
@@ -257,11 +245,8 @@ def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
     """Returns the `count` heads (layer, head), from 0, with the largest mean distances, first one of each layer."""
     order = np.argsort(-mean_distances(average), axis=None, kind="stable")
     heads = [divmod(int(i), average.shape[1]) for i in order]
-    first: dict[int, tuple[int, int]] = {}
-    for layer, head in heads:
-        first.setdefault(layer, (layer, head))
-    chosen = list(first.values())
-    return (chosen + [head for head in heads if head not in chosen])[:count]
+    first = {layer: (layer, head) for layer, head in reversed(heads)}  # The widest of each layer.
+    return sorted(heads, key=lambda head: head != first[head[0]])[:count]
 
 
 # The files
@@ -279,18 +264,17 @@ def _write(
     """Writes the arrays, the mean distances of the heads, lists of the tokens with the largest weights, and plots."""
     distances = mean_distances(average)
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
+    lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
     for query in queries:
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
+        lines += _markdown(query, heads, distances, tokens, corpus)
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     write(os.path.join(folder, "attention.npz"), data.getvalue())
     chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
     record = {"text": corpus.description, **facts, **environment.describe(), "heads": chosen}
     write_json(os.path.join(folder, "attention.json"), record)
-    lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
-    for query in queries:
-        lines += _markdown(query, heads, distances, tokens, corpus)
     write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
     if not plots.can_draw():
         print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
@@ -299,26 +283,26 @@ def _write(
     _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")
     for query in queries:  # Figure 6: each head; figure 7: the terms of the first.
         labels, own_title = _labels(query, tokens, corpus), f"{title}: the query at token {query.position:,}"
-        rows = {_name(head): query.probabilities[head] for head in heads}
-        _draw_rows(rows, labels, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
-        rows = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
-        path = os.path.join(folder, f"terms-{query.position}.png")
-        _draw_rows(rows, labels, path, title=f"{own_title}, {_name(heads[0])}, term by term")
+        by_head = {_name(head): query.probabilities[head] for head in heads}
+        _draw_rows(by_head, labels, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
+        by_term = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
+        own_title += f", {_name(heads[0])}, term by term"
+        _draw_rows(by_term, labels, os.path.join(folder, f"terms-{query.position}.png"), title=own_title)
 
 
 def _markdown(
     query: Query, heads: Sequence[tuple[int, int]], distances: np.ndarray, tokens: np.ndarray, corpus: Corpus
 ) -> list[str]:
     """Lists the tokens with the largest weights of a query's heads."""
-    labels = _labels(query, tokens, corpus)
-    start = max(query.position - 60, 0)
+    labels, start = _labels(query, tokens, corpus), max(query.position - 60, 0)
     before = corpus.vocabulary.decode(tokens[start : query.position + 1]).decode(errors="replace")
     rows = []
     for head in heads:
         row = query.probabilities[head]
         top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
-        listed = ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)
-        rows.append([_name(head), f"{distances[head]:.1f}", listed])
+        rows.append(
+            [_name(head), f"{distances[head]:.1f}", ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)]
+        )
     columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
     opening = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
     return [*opening, *table(columns, rows), ""]
@@ -365,14 +349,9 @@ def _draw_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: str,
         panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row)))
         # The term (d) does not depend on the tokens.
         for distance in [] if name == _TERMS["d"] else spaced(np.argsort(-row), len(row) / 14)[:7]:
-            panel.annotate(
-                labels[distance].replace("$", r"\$"),
-                (distance, row[distance]),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="right" if distance < len(row) / 40 else "center",
-                fontsize=8,
-            )
+            side = "right" if distance < len(row) / 40 else "center"
+            style = {"xytext": (0, 2), "textcoords": "offset points", "ha": side, "fontsize": 8}
+            panel.annotate(labels[distance].replace("$", r"\$"), (distance, row[distance]), **style)
         panel.set(ylim=(0, row.max() * 1.25), xlim=(len(row) - 0.5, -0.5), ylabel="probability")
         panel.set_title(name, fontsize=9, loc="left")
         panel.grid(alpha=0.2)

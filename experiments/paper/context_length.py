@@ -22,13 +22,12 @@ from txl_jax import cli, plots
 from txl_jax.config import ExperimentConfig, Network, config_tree
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
-from txl_jax.errors import UserError
 from txl_jax.metrics import Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import build_for
 from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split, as_record, format_scores, score, with_duration
+from txl_jax.runs.score import Split, as_record, score_with_line
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, storage
 
@@ -69,7 +68,7 @@ def score_lengths(
 ) -> dict[int, Totals]:
     """Scores a split at each length; writes context_length.csv after each, and context_length.png at the end.
 
-    The corpus may be another text than the run's if its vocabulary is the same.
+    The text may be another than the run's if its vocabulary is the same.
 
     Raises:
       UserError: As `at_lengths`, or if the text has another vocabulary or the run has no checkpoint.
@@ -83,9 +82,10 @@ def score_lengths(
     for length, changed in configs.items():
         name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
         parts = build_for(changed, corpus.vocabulary)
-        totals = score(parts, params, tokens, name=name, measure=measure, log=print, stop_requested=stop_requested)
+        options: dict[str, Any] = {"name": name, "measure": measure, "log": print, "stop_requested": stop_requested}
+        totals, line = score_with_line(parts, params, tokens, **options)
         seconds = time.monotonic() - began  # With compilation.
-        print(with_duration(f"{name} {format_scores(totals, measure)}", seconds))
+        print(line)
         found[length] = totals
         rows.append({"attention_length": length, **as_record(totals), "seconds": seconds})
         distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(COLUMNS, rows)))
@@ -116,22 +116,16 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
         lengths and min(lengths) >= 1,
         f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
     )
-    shortest = min(lengths)
-    if is_recurrent(config) and stride is not None:
-        raise UserError(
-            f"the stride is for windows, which models without recurrence need, got {stride} for a model with a memory, "
-            "which reads each token once. Leave it out."
-        )
-    if not is_recurrent(config) and stride is None:
-        raise UserError(
-            "the model has no memory to attend to, so that windows are scored; give the stride, the number of tokens "
-            "that each of them scores (1 is the published protocol, every token from a whole window)"
-        )
-    if stride is not None and not 1 <= stride <= shortest:
-        raise UserError(
-            f"the stride must be at least 1 and at most the shortest attention length, or tokens would be skipped, got "
-            f"stride {stride} and length {shortest}"
-        )
+    recurrent = is_recurrent(config)
+    needed = "given, as the model has no memory: 1, the published protocol, or more tokens that each window scores"
+    if recurrent:
+        needed = "none, as a model with a memory reads each token once"
+    require((stride is None) == recurrent, f"the stride must be {needed}, got {stride}")
+    require(
+        stride is None or 1 <= stride <= min(lengths),
+        f"the stride must be at least 1 and at most the shortest attention length, or tokens would be skipped, got "
+        f"stride {stride} and length {min(lengths)}",
+    )
     changed = {length: _at_length(config, length, stride) for length in sorted(set(lengths))}
     for each in changed.values():
         each.validate()

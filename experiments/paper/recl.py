@@ -57,7 +57,7 @@ class Plan(cli.TextPlan):
     ratios: tuple[float, ...] = setting((0.1, 0.5, 1.0), "r: fractions of the tokens, those with the largest loss.")
     threshold: float = setting(0.01, "Smallest relative gain that counts.", at_least=0)
     split: Split = setting(Split.TEST, "Split that is scored.")
-    out: str | None = setting(None, "Directory for losses, table and plots. Created if missing.", path=True)
+    out: str = setting("", "Directory for losses, table and plots. Created if missing.", path=True, required=True)
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Plan(cli.TextPlan):
         return tuple(range(shortest, longest + 1, step))
 
     def validate(self) -> None:
-        """Raises `UserError` if lengths are not a range of two or more, out is missing, or a setting out of range."""
+        """Raises `UserError` if lengths are not a range of two or more, or a setting is out of range."""
         super().validate()
         require(
             len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
@@ -77,7 +77,6 @@ class Plan(cli.TextPlan):
             self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
             f"the ratios must be above 0 and at most 1, got {list(self.ratios)}",
         )
-        require(self.out, "no directory was given; set out to a directory for losses, table and plots")
 
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs; returns them by their names.
@@ -85,17 +84,13 @@ class Plan(cli.TextPlan):
         Raises:
           UserError: If there are fewer than two runs or another number of names, or a directory contains no run.
         """
-        require(
-            len(self.workdirs) >= 2,
-            f"workdirs must have two directories or more, since a relative context length compares models, got "
-            f"{len(self.workdirs)}",
-        )
         names = self.names or tuple(map(os.path.basename, self.workdirs))
         require(
             len(names) == len(self.workdirs),
             f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
         )
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
+        require(len(names) >= 2, f"RECL compares models, so workdirs must have two or more, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
 
 
@@ -116,15 +111,11 @@ def compare(
     Returns, for each model, RECL at each ratio, or None if it is longer than the longest context.
 
     Raises:
-      UserError: If the group is a single model, if the plan or the text does not fit, if the directory has losses of
-        another plan, or if a model has no checkpoint.
+      UserError: If the plan or the text does not fit, the directory has losses of another plan, or a model has no
+        checkpoint.
       Interrupted: If a stop was requested. What was scored before stays.
     """
     plan.validate()
-    require(
-        len(runs) >= 2,
-        f"the group must have two models or more, since a relative context length compares models, got {len(runs)}",
-    )
     tokens = getattr(corpus, plan.split)
     scored = positions(len(tokens), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.
@@ -151,7 +142,7 @@ def _losses_of(
     Each length is a file, so that a stopped job resumes, and that other ratios and thresholds need no new scores.
     """
     parts, step, params = load_to_score(run.config, corpus, run, log=print)
-    folder, measure = os.path.join(plan.out or "", "losses", name), corpus.vocabulary.measure
+    folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
     identity = {
         "workdir": run.path,
         "step": int(step),
@@ -218,9 +209,7 @@ class Gain(NamedTuple):
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
     """Computes, for each model, the gain of every step from a context length to the next.
 
-    Args:
-      losses: By context length, in increasing order, [models, T].
-      ratio: r, above 0 and at most 1.
+    `losses` are [models, T] by context length, in increasing order; `ratio` is r, above 0 and at most 1.
     """
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
@@ -246,10 +235,7 @@ def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) 
 
 
 def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
-    """Returns RECL: the context from which the next step gains less than the threshold.
-
-    It is None if the lengths ended before the gains did, so that RECL is at least the last of them.
-    """
+    """Returns RECL, the context from which the next step gains less than the threshold; None if all gain as much."""
     return next((step.context for step in steps if step.relative < threshold), None)
 
 
@@ -264,7 +250,7 @@ def _write_results(
     plan: Plan,
 ) -> None:
     """Writes lengths, gains and plots."""
-    folder, measure = plan.out or "", corpus.vocabulary.measure
+    folder, measure = plan.out, corpus.vocabulary.measure
     means = {
         name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(lengths)
     }

@@ -1,7 +1,7 @@
 """Table 9 of the paper: how many times slower a sliding window is than streaming with a memory.
 
     python -m experiments.paper.table9
-    python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800 --out=table9.json
+    python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800
 
 A model without recurrence that sees A tokens encodes all A again for each token that it predicts;
 ours reads each token once and has the A before it in its memory. The sizes are the same; the
@@ -18,26 +18,26 @@ scored. On a CPU a call of the sliding window takes seconds: --calls and --lengt
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from experiments.bench import speed
-from experiments.bench.timing import Task, draw_tokens, interleaved, machine, print_table
+from experiments.bench.timing import Task, draw_tokens, machine, print_table, time_in_turns
 from txl_jax import cli, sharding
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, config_tree
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config.config_tree import require, setting
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build
-from txl_jax.runtime import environment
-from txl_jax.runtime.storage import write_json
 
 # Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 # The clamp of the published evaluation of enwik8_12l. It saves our side the position keys beyond it.
 DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
+_COLUMNS = (
+    "attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
+    "paper's ratio"
+)
 VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers are taken.
 
 
@@ -47,8 +47,6 @@ class Plan(cli.Plan):
 
     lengths: tuple[int, ...] = setting(tuple(PAPER), "Attention lengths.")
     calls: int = setting(5, "Timed calls of each side, in turns.", at_least=1)
-    warmup: int = setting(1, "Calls of each side before the timed ones.", at_least=1)
-    out: str | None = setting(None, "JSON file of sizes and all timings, written after each row.", path=True)
 
     def validate(self) -> None:
         """Raises `UserError` if there is no length, or a setting is out of range."""
@@ -72,63 +70,29 @@ def run(plan: Plan, job: cli.Job) -> None:
         f"width {model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {SEGMENTS_PER_CALL} "
         f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
     )
-    print_table(
-        "attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
-        "paper's ratio",
-        _rows(config, plan),
-    )
+    print_table(_COLUMNS, (_row(config, length, plan.calls) for length in plan.lengths))
 
 
-def _rows(config: ExperimentConfig, plan: Plan) -> Iterator[list[str]]:
-    """Measures each length, writes all so far to `plan.out`, and yields the table's row."""
-    model, evaluation = config_tree.to_dict(config.model), config_tree.to_dict(config.eval)
-    del model["encoding"]  # Each side has its own.
-    rows: list[dict[str, Any]] = []
-    record = {
-        **environment.describe(),
-        "model": model,
-        "vocab_size": VOCABULARY,
-        "eval": {name: evaluation[name] for name in ("segment_len", "clamp_len", "cache_dtype")},
-        "warmup": plan.warmup,
-        "rows": rows,
-    }
-    for length in plan.lengths:
-        row = measure(config, vocab_size=VOCABULARY, attention_len=length, warmup=plan.warmup, calls=plan.calls)
-        rows.append({"attention_len": length, **row, "paper_ratio": PAPER.get(length)})
-        if plan.out:
-            write_json(plan.out, record)
-        times = [each(row[side]) for side in ("sliding_window", "ours") for each in (statistics.median, max, min)]
-        published = f"{PAPER[length]:,}" if length in PAPER else ""
-        yield [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{row['ratio']:,.0f}", published]
+def _row(config: ExperimentConfig, length: int, calls: int) -> list[str]:
+    """Measures a length, and returns the table's row."""
+    sides = measure(config, vocab_size=VOCABULARY, attention_len=length, calls=calls)
+    times = [each(side) for side in sides for each in (statistics.median, max, min)]
+    ratio, published = times[0] / times[3], f"{PAPER[length]:,}" if length in PAPER else ""
+    return [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{ratio:,.0f}", published]
 
 
 def measure(
-    config: ExperimentConfig, *, vocab_size: int, attention_len: int, warmup: int, calls: int
-) -> dict[str, Any]:
+    config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
+) -> tuple[list[float], list[float]]:
     """Times both at one attention length, on one device; calls take turns, so that a slow minute affects both.
 
-    Args:
-      config: Sizes; L, S and `clamp_len` of evaluation. The rest of evaluation is set here: one row, M = A and
-        `same_length`, so that every token sees A tokens.
-      vocab_size: V.
-      attention_len: A.
-      warmup: Untimed calls of each, at least 1, since the first compiles.
-      calls: Timed calls of each.
-
-    Returns:
-      Seconds per token of each timed call, "sliding_window" and "ours", and "ratio", the former's median over the
-      latter's.
+    Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
+    is not timed.
     """
-    ours = build(our_config(config, attention_len), vocab_size=vocab_size)
-    tasks = [
-        _sliding_window(sliding_window_config(config), vocab_size, attention_len),
-        speed.evaluation(ours, ours.init_params()),
-    ]
-    found: dict[str, Any] = {
-        side: [seconds / timing.task.tokens for seconds in timing.seconds]
-        for side, timing in zip(("sliding_window", "ours"), interleaved(tasks, warmup=warmup, calls=calls), strict=True)
-    }
-    return found | {"ratio": statistics.median(found["sliding_window"]) / statistics.median(found["ours"])}
+    window = _sliding_window(sliding_window_config(config), vocab_size, attention_len)
+    ours = speed.evaluation(build(our_config(config, attention_len), vocab_size=vocab_size))
+    time_in_turns([window, ours], warmup=1, calls=calls)
+    return window.seconds, [seconds / ours.tokens for seconds in ours.seconds]
 
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:

@@ -3,13 +3,6 @@
 #   accelerator: TPU
 #   colab:
 #     gpuType: V5E1
-#     provenance: []
-#   jupytext:
-#     formats: ipynb,py:percent
-#     notebook_metadata_filter: accelerator,colab
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -22,9 +15,8 @@
 # # Fine-tune a Transformer-XL on your text
 #
 # This notebook takes a trained model and trains it further on a text of yours, with `--init_from`. It prints samples and
-# bits per character before and after. It runs on a TPU, a GPU or a CPU, in Colab and in any other Jupyter.
-#
-# Run the cells from top to bottom. A run that is interrupted resumes when its cell is run again.
+# bits per character before and after. It runs on a TPU, a GPU or a CPU, in Colab and in any other Jupyter. Run the cells
+# from top to bottom. A run that is interrupted resumes when its cell is run again.
 
 # %% tags=["parameters"]
 # @title Parameters
@@ -43,7 +35,7 @@ DRIVE = False  # @param {type:"boolean"}
 # @markdown Updates on your text, and their peak learning rate.
 STEPS = 600  # @param {type:"integer"}
 LEARNING_RATE = 1e-3  # @param {type:"number"}
-# @markdown Show TensorBoard, if it is installed.
+# @markdown Show TensorBoard, which follows the runs, if it is installed.
 TENSORBOARD = True  # @param {type:"boolean"}
 # @markdown What Colab clones and installs: an address or a path for `git clone`.
 REPOSITORY = "https://github.com/TXL_JAX_OWNER/txl_jax"  # @param {type:"string"}
@@ -84,7 +76,8 @@ from launch import notebook
 
 folder = notebook.open_folder(FOLDER, drive=DRIVE)
 print(notebook.device_line())
-
+if TENSORBOARD:
+    notebook.show_tensorboard(folder)
 if TEXT == "upload":
     text = notebook.upload()
 elif TEXT:
@@ -97,21 +90,13 @@ else:
 print(f"{text}: {text.stat().st_size:,} bytes")
 
 # %% [markdown]
-# ## TensorBoard
-#
-# It follows the runs below while they train.
-
-# %%
-if TENSORBOARD:
-    notebook.show_tensorboard(folder)
-
-# %% [markdown]
 # ## The base model
 #
 # With `BASE` nothing is trained here. Without it the model is that of the quickstart; on a TPU or a GPU it is larger, and
 # computes in bfloat16. Stopping the cell (the square button) saves a checkpoint; running it again resumes.
 
 # %%
+import functools
 import os
 
 import txl_jax
@@ -119,17 +104,14 @@ from experiments import quickstart
 from txl_jax.config import config_tree
 from txl_jax.data.corpus import read_corpus
 
+config_of = functools.partial(config_tree.from_dict, txl_jax.ExperimentConfig)
 defaults = config_tree.to_dict(quickstart.DEFAULTS) | notebook.device_settings()
-if BASE:
-    base_path = Path(BASE).expanduser().resolve()
-else:
-    base_path = folder / "base"
+base_path = Path(BASE).expanduser().resolve() if BASE else folder / "base"
+if not BASE:
     source = folder / "source.txt"
     modules = sorted(Path(os.__file__).parent.glob("*.py"))
     source.write_bytes(b"".join(module.read_bytes() for module in modules))
-    base_config = config_tree.from_dict(
-        txl_jax.ExperimentConfig, defaults | {"data.corpus": "text", "data.file": str(source)} | SETTINGS
-    )
+    base_config = config_of(defaults | {"data.corpus": "text", "data.file": str(source)} | SETTINGS)
     base_corpus = read_corpus(base_config.data, data_dir="", cache_dir="prepared")
     notebook.train(base_config, base_corpus, base_path, title="The base model, on source text")
 base = txl_jax.load(base_path)
@@ -148,64 +130,41 @@ from txl_jax.runs.run import Run
 
 tuned_path = folder / "tuned"
 vocabulary = InitVocabulary.OWN if base.vocabulary.kind == "byte" else InitVocabulary.KEPT
-changes = {
-    "data.corpus": "text",
-    "data.file": str(text),
-    "init_from": str(base_path),
-    "init_vocabulary": vocabulary,
-    "optimizer.learning_rate": LEARNING_RATE,
-    "train.steps": STEPS,
-    "train.log_every": 20,
-    "train.eval_every": 100,
-    "train.checkpoint_every": 100,
-    "generate.prompt": PROMPT,
-}
+changes = {"data.corpus": "text", "data.file": str(text), "init_from": str(base_path), "init_vocabulary": vocabulary}
+changes |= {"optimizer.learning_rate": LEARNING_RATE, "train.steps": STEPS, "generate.prompt": PROMPT}
+changes |= {"train.log_every": 20, "train.eval_every": 100, "train.checkpoint_every": 100}
 with Run.open(tuned_path) as run:
     trained = warm_start.basis(str(base_path), run)
-    begins_with = warm_start.with_trained_settings(
-        config_tree.from_dict(txl_jax.ExperimentConfig, defaults), trained, vocabulary
-    )
-    config = config_tree.from_dict(txl_jax.ExperimentConfig, config_tree.to_dict(begins_with) | changes | SETTINGS)
+    begins_with = warm_start.with_trained_settings(config_of(defaults), trained, vocabulary)
+    config = config_of(config_tree.to_dict(begins_with) | changes | SETTINGS)
     corpus = warm_start.read_corpus(config, run, data_dir="", cache_dir="prepared")
 notebook.train(config, corpus, tuned_path, title=f"Fine-tuning on {text.name}")
 tuned = txl_jax.load(tuned_path)
 
 # %% [markdown]
-# ## Before and after
+# ## Before and after, and a download
 #
-# Both models score the same part of the test text, the last 5 % of your file, which neither has trained on. Bytes that the
-# base model has never read are left out of it.
+# Both models score the same part of the test text, the last 5 % of your file, which neither has trained on, without bytes
+# that the base model has never read. The zip has the weights as a portable folder, which `txl_jax.load` opens unpacked.
 
 # %%
 test = corpus.vocabulary.decode(corpus.test[:100_000])
 if base.vocabulary.kind == "byte":
     test = bytes(byte for byte in test if byte in base.vocabulary.symbols)
 before, after = (model.score([test], batch_size=1)[0] for model in (base, tuned))
-measure = corpus.vocabulary.measure
 print(f"{len(test):,} bytes of the test text")
-print(f"before    {before.format(measure)}")
-print(f"after     {after.format(measure)}")
-
-# %%
+print(f"before    {before.format(corpus.vocabulary.measure)}")
+print(f"after     {after.format(corpus.vocabulary.measure)}")
 for name, model in (("before", base), ("after", tuned)):
     [sample] = model.generate([PROMPT], txl_jax.GenerateConfig(length=400, temperature=0.8))
     print(f"--- {name} ---\n{PROMPT}{sample}\n")
-
-# %% [markdown]
-# ## Download
-#
-# A zip of the weights as a portable folder, which `txl_jax.load` opens when it is unpacked.
-
-# %%
 archive = notebook.download_model(tuned_path)
 
 # %% [markdown]
 # ## Next steps
 #
-# The same as a program, on any machine:
+# The same as a program, on any machine (`docs/fine-tuning.md` says what is taken from the base model, and what may differ):
 #
 # ```
 # python -m experiments.text --flagfile=small --workdir=runs/tuned --data.file=book.txt --init_from=runs/train
 # ```
-#
-# What is taken from the base model and what may differ: the page *Fine-tuning* of the documentation.

@@ -3,13 +3,6 @@
 #   accelerator: TPU
 #   colab:
 #     gpuType: V5E1
-#     provenance: []
-#   jupytext:
-#     formats: ipynb,py:percent
-#     notebook_metadata_filter: accelerator,colab
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -23,9 +16,7 @@
 #
 # This notebook trains a small [Transformer-XL](https://arxiv.org/abs/1901.02860) on the bytes of a text, measures how much
 # its memory helps, draws its attention weights, and generates text. It runs on a TPU, a GPU or a CPU, in Colab and in any
-# other Jupyter.
-#
-# Run the cells from top to bottom. A run that is interrupted resumes when its cell is run again.
+# other Jupyter. Run the cells from top to bottom. A run that is interrupted resumes when its cell is run again.
 
 # %% tags=["parameters"]
 # @title Parameters
@@ -37,7 +28,7 @@ PROMPT = "def "  # @param {type:"string"}
 # @markdown a run resumes after Colab has taken the machine away.
 FOLDER = "runs"  # @param {type:"string"}
 DRIVE = False  # @param {type:"boolean"}
-# @markdown Show TensorBoard, if it is installed.
+# @markdown Show TensorBoard, which follows the run, if it is installed.
 TENSORBOARD = True  # @param {type:"boolean"}
 # @markdown What Colab clones and installs: an address or a path for `git clone`.
 REPOSITORY = "https://github.com/TXL_JAX_OWNER/txl_jax"  # @param {type:"string"}
@@ -68,18 +59,24 @@ if "google.colab" in sys.modules:
 sys.path.insert(0, str(clone))
 
 # %% [markdown]
-# ## Device and model
+# ## Device, model and text
 #
 # On a CPU the model is that of the quickstart, with 0.7 million parameters in float32. A TPU or a GPU gets a wider and deeper
 # one with larger batches, in bfloat16, whose rows are divided over all devices.
+#
+# The first 90 % are the training text, the next 5 % the validation text, which selects the best checkpoint, and the last
+# 5 % the test text. A token is a byte, so the loss is in bits per byte, and a compressor is a fair baseline.
 
 # %%
 from experiments import quickstart
 from launch import notebook
 from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.data.corpus import read_corpus
 
 folder = notebook.open_folder(FOLDER, drive=DRIVE)
 print(notebook.device_line())
+if TENSORBOARD:
+    notebook.show_tensorboard(folder)
 
 changes = {"generate.prompt": PROMPT, **notebook.device_settings()}
 if TEXT:
@@ -89,15 +86,6 @@ config.validate()
 for name in ("model.n_layer", "model.d_model", "model.dtype", "train.batch_size", "train.steps"):
     print(f"{name:<18}{config_tree.get(config, name)}")
 
-# %% [markdown]
-# ## The text
-#
-# The first 90 % are the training text, the next 5 % the validation text, which selects the best checkpoint, and the last
-# 5 % the test text. A token is a byte, so the loss is in bits per byte, and a compressor is a fair baseline.
-
-# %%
-from txl_jax.data.corpus import read_corpus
-
 workdir = folder / "train"
 corpus = read_corpus(config.data, data_dir="", cache_dir="prepared")
 print(corpus.description)
@@ -106,11 +94,9 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 # %% [markdown]
 # ## Segments and memory
 #
-# A Transformer reads a segment of $L$ tokens at once, and attention costs $L^2$. An ordinary one forgets everything at a
-# segment boundary: the first token of a segment is predicted without context.
-#
-# Transformer-XL keeps the hidden states of the last $M$ positions of **every layer**, and the next segment attends to them
-# as well as to itself:
+# A Transformer reads a segment of $L$ tokens at once, and an ordinary one forgets everything at its end: the first token
+# of a segment is predicted without context. Transformer-XL keeps the hidden states of the last $M$ positions of **every
+# layer**, and the next segment attends to them as well as to itself:
 #
 # ```
 #             memory, M positions      segment, L tokens
@@ -121,20 +107,9 @@ print(corpus.vocabulary.decode(corpus.train[:400]).decode(errors="replace"))
 #  tokens    a b c d e f g h i j k     l m n o p q r s
 # ```
 #
-# No gradient flows into the memory, so a step costs little more than without it. But the hidden states in the memory were
-# themselves computed with a memory: with $N$ layers, information can come from $N \cdot M$ positions back.
-#
-# For this to work, positions must be consistent between segments. Attention therefore uses **relative positions**: the
-# score of query $i$ and key $j$ depends on their content and on the distance $i - j$.
-
-# %% [markdown]
-# ## TensorBoard
-#
-# It follows the run below while it trains.
-
-# %%
-if TENSORBOARD:
-    notebook.show_tensorboard(folder)
+# No gradient flows into the memory, so a step costs little more than without it. But its hidden states were computed with a
+# memory too: with $N$ layers, information can come from $N \cdot M$ positions back. For this to work, attention uses
+# **relative positions**: a score depends on the contents of query $i$ and key $j$ and on the distance $i - j$.
 
 # %% [markdown]
 # ## Training
@@ -158,12 +133,10 @@ from txl_jax import plots
 from txl_jax.runs.run import Run
 from txl_jax.runtime.log import read_metrics
 
-run = Run.read(workdir)
+run, picture = Run.read(workdir), workdir / "learning_curve.png"
 rows = quickstart.compare_compressors(config, corpus, run, with_memory=outcome.results["test"]["bpc"])
 for name, bpc in rows.items():
     print(f"{name:<36}{bpc:.3f} bits per byte")
-
-picture = workdir / "learning_curve.png"
 plots.learning_curve(read_metrics(workdir), picture, title="Test text: model and compressors", levels=rows)
 display(Image(picture))
 
@@ -179,40 +152,31 @@ from experiments.paper import attention
 
 figures = workdir / "attention"
 some_tokens = min(len(corpus.valid), 8 * (config.eval.mem_len + config.eval.segment_len))
-plan = attention.Plan(tokens=some_tokens, out=str(figures))
-attention.draw(config, corpus, run, plan)
+attention.draw(config, corpus, run, attention.Plan(tokens=some_tokens, out=str(figures)))
 display(Image(figures / "average.png"))
 display(Image(max(figures.glob("heads-*.png"))))
 
 # %% [markdown]
-# ## Generated text
+# ## Generated text, and a download
 #
 # Tokens are sampled one by one from the most probable ones. The memory holds what was generated before. Try another prompt
-# or another temperature: low temperatures repeat, high ones misspell.
+# or another temperature: low temperatures repeat, high ones misspell. The zip has the weights as a portable folder:
+# `txl_jax.load` opens it, unpacked, and `fine_tune.ipynb` takes it as `BASE`.
 
 # %%
 from txl_jax.runs.generate import generate_text
 
 samples = generate_text(config, run)
-
-# %% [markdown]
-# ## Download
-#
-# A zip of the weights as a portable folder: `txl_jax.load` opens it, unpacked, and `fine_tune.ipynb` takes it as `BASE`.
-
-# %%
 archive = notebook.download_model(workdir)
 
 # %% [markdown]
 # ## Next steps
 #
-# Everything above is also a program: `python -m experiments.quickstart` does the same as this notebook, and
-# `python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt` trains on your own file. The workdir
-# of this run works with all programs:
+# `fine_tune.ipynb` continues from this model on a text of yours. `python -m experiments.quickstart` does the same as this
+# notebook, and `python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt` trains on your own
+# file. The workdir of this run works with all programs:
 #
 # ```
 # python -m experiments.text --mode=generate --workdir=runs/train --generate.prompt='class '
 # python -m experiments.paper.context_length --workdir=runs/train --lengths=64,128,256
 # ```
-#
-# `fine_tune.ipynb` continues from this model on a text of yours.

@@ -18,7 +18,7 @@ from support import ROOT, shell
 
 FAKES = ROOT / "tests" / "launch" / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
-RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=gs://mine/one", "--generate.prompt=it's"]
+RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir", "gs://mine/one", "--generate.prompt=it's"]
 HOST_COMMANDS = ("sudo", "python3", "uv", "systemctl", "systemd-run", "journalctl", "curl")
 
 
@@ -128,13 +128,6 @@ def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
     assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
     assert '--setenv=PYTHONPATH="$HOME/txl/source"' in run and '--working-directory="$HOME"' in run
     assert "--property=LimitMEMLOCK=infinity" in run
-
-
-@pytest.mark.full
-def test_watch_takes_a_workdir_after_a_space(cloud):
-    words = ["python", "-m", "experiments.ptb", "--workdir", "gs://bucket/run"]
-    code, out, err = call(cloud, "watch", "one", "--zone=z", "--type=v4-8", "--dry_run", "--", *words)
-    assert code == 0 and "gs://bucket/run" in out, err
 
 
 @pytest.mark.full

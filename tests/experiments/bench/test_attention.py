@@ -41,8 +41,8 @@ def test_operations_are_counted_on_visible_pairs(task, passes, window):
     distance = sizes.mem_len + np.arange(sizes.segment_len)[:, None] - np.arange(sizes.mem_len + sizes.segment_len)
     visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
     pairs = sizes.batch * sizes.n_head * visible
-    assert sizes.flops() == passes * 3 * 2 * 8 * pairs
-    assert sizes.flops(positions=False) == passes * 2 * 2 * 8 * pairs
+    assert sizes.flops("tiled") == passes * 3 * 2 * 8 * pairs
+    assert sizes.flops("plain") == passes * 2 * 2 * 8 * pairs
 
 
 @pytest.mark.full
@@ -53,7 +53,7 @@ def test_the_products_alone_are_those_of_all_pairs(task, platform):
     function, inputs = attention.products(sizes)
     compiled = jax.jit(function).lower(inputs).compile()
     loops = sizes.batch * sizes.n_head if platform == "cpu" else 1  # XLA counts a loop's body once.
-    assert compiled.cost_analysis()["flops"] * loops == pytest.approx(sizes.flops_of_products, rel=0.01)
+    assert compiled.cost_analysis()["flops"] * loops == pytest.approx(sizes.flops("products"), rel=0.01)
     assert all(np.isfinite(found).all() and np.any(found) for found in compiled(inputs))
 
 
@@ -82,30 +82,12 @@ def test_a_path_with_other_numbers_is_not_timed(monkeypatch, task, error):
         return found if implementation == "reference" else found * (1 + error)
 
     monkeypatch.setattr(attention, name, replacement)
-    monkeypatch.setattr(attention, "find_implementation", lambda *_: Implementation("tiled", tile=Tile(8, 8)))
+    arguments = case(task, DROPOUT), "tiled", Implementation("tiled", tile=Tile(8, 8))
     if not error:
-        assert attention.largest_difference(case(task, DROPOUT), "tiled") == 0
+        assert attention.largest_difference(*arguments) == 0
         return
-    with pytest.raises(UserError, match=rf"tiny, {task}.*tiled.*(1.0e-02|nan).*1e-03"):
-        attention.largest_difference(case(task, DROPOUT), "tiled")
-
-
-@pytest.mark.nightly(part="cases")
-@pytest.mark.parametrize("task", attention.TASKS)
-@pytest.mark.parametrize("instead", [None, Implementation("tiled", tile=Tile(8, 8))], ids=str)
-def test_a_path_without_float32_is_checked_in_the_type_that_is_timed(monkeypatch, task, instead):
-    """As a kernel whose position keys fit into memory in 16 bits only; in float32 "plain" would be tiles."""
-    kernel = Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True)
-
-    def find(case, path):
-        if case.dtype == "bfloat16":
-            return kernel
-        if instead is None:
-            raise attention.NotHereError("the type is float32")
-        return instead
-
-    monkeypatch.setattr(attention, "find_implementation", find)
-    assert 1e-4 < attention.largest_difference(case(task, DROPOUT, dtype="bfloat16"), "plain") < 2e-2
+    with pytest.raises(UserError, match=rf"tiny, {task}.*tiled.*1e-03.*(1.0e-02|nan)"):
+        attention.largest_difference(*arguments)
 
 
 def test_unknown_names_and_models_without_this_attention_are_refused():

@@ -1,6 +1,7 @@
 """Tests of Hugging Face's model as the peer: its losses and draws, its tasks, and what it does not have."""
 
 import dataclasses
+import re
 import sys
 
 import numpy as np
@@ -23,18 +24,16 @@ HUGGINGFACE = pytest.mark.nightly(part="huggingface")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def components_and_peer(changes=CLUSTERS):
+def make_components(changes):
     import torch
 
     torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
-    components = build(huggingface.with_peer_compat(config_tree.replace(CONFIG, changes)), vocab_size=tiny.V)
-    params = tiny_run.params(components.model)
-    return components, params, HuggingFaceModel(components.config, params, vocab_size=tiny.V)
+    return build(huggingface.with_peer_compat(config_tree.replace(CONFIG, changes)), vocab_size=tiny.V)
 
 
 def make(**changes):
-    dotted = {name.replace("__", "."): value for name, value in changes.items()}
-    return components_and_peer(CLUSTERS | dotted)[2]
+    components = make_components(CLUSTERS | {name.replace("__", "."): value for name, value in changes.items()})
+    return HuggingFaceModel(components.config, tiny_run.params(components.model), vocab_size=tiny.V)
 
 
 def segments(tokens: np.ndarray):
@@ -46,18 +45,20 @@ def segments(tokens: np.ndarray):
 
 @HUGGINGFACE
 @pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
-def test_losses_are_ours_and_each_task_has_its_counterpart(changes):
-    components, params, peer = components_and_peer(changes)
-    assert huggingface.print_difference(components, params, peer) < 2e-5
-    peer.fill_memory()
+def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monkeypatch):
+    components = make_components(changes)
+    peer = huggingface.checked_peer(components)
+    assert float(re.search(r"loss: (\S+) nats", capsys.readouterr().out)[1]) < 2e-5
     for name, tokens in (("training", tiny.B * L), ("evaluation", tiny.B * L), ("generation", 1)):
         ours, *_ = speed.tasks(name, components)
         theirs = huggingface.peer_task(name, ours, components, peer)
         theirs.call()
         assert theirs.tokens == tokens
-    clamped = config_tree.replace(components.config, {"eval.clamp_len": 2})
-    with pytest.raises(UserError, match=rf"nats.*\b{huggingface.TOLERANCE:g}\b"):  # Then nothing is timed.
-        huggingface.print_difference(components, params, HuggingFaceModel(clamped, params, vocab_size=tiny.V))
+    monkeypatch.setattr(
+        huggingface, "apply_preset", lambda config, _: config_tree.replace(config, {"eval.clamp_len": 2})
+    )
+    with pytest.raises(UserError, match=rf"\b{huggingface.TOLERANCE:g} nats\b"):  # Then nothing is timed.
+        huggingface.checked_peer(components)
 
 
 @HUGGINGFACE

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import timing
-from experiments.bench.timing import Task, Timing
+from experiments.bench.timing import Task
 
 V = 500
 
@@ -12,16 +12,16 @@ V = 500
 def test_calls_are_interleaved_after_warm_up():
     order = []
     tasks = [Task(name, 8, lambda name=name: order.append(name)) for name in "ab"]
-    found = timing.interleaved(tasks, warmup=1, calls=3)
+    timing.time_in_turns(tasks, warmup=1, calls=3)
     assert order == list("abababab")
-    assert [len(one.seconds) for one in found] == [3, 3]
+    assert [len(task.seconds) for task in tasks] == [3, 3]
 
 
 def test_the_speedup_is_the_ratio_of_throughputs_call_by_call():
     """Ours handles twice the peer's tokens in a call."""
-    ours = Timing(Task("x", 16, lambda: None), (1.0, 2.0, 4.0))
-    peer = Timing(Task("x", 8, lambda: None), (4.0, 5.0, 8.0))
-    assert (ours.rate, ours.rates, ours.cells) == (8.0, [16.0, 8.0, 4.0], ["8", "4", "16"])
+    ours = Task("x", 16, lambda: None, seconds=[1.0, 2.0, 4.0])
+    peer = Task("x", 8, lambda: None, seconds=[4.0, 5.0, 8.0])
+    assert (ours.rates, ours.cells) == ([16.0, 8.0, 4.0], ["8", "4", "16"])
     assert ours.speedups(peer) == [8.0, 5.0, 4.0]
 
 

@@ -1,4 +1,4 @@
-"""Tests the ablation: the settings of each row, the best score, resuming after a stop, equal memory."""
+"""Tests the ablation: the settings of each row, the best score, resuming after a stop."""
 
 import dataclasses
 import json
@@ -75,11 +75,6 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
     beside = np.subtract(*reversed(least))
     assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in (tmp_path / "ablation.md").read_text()
 
-    # Scores from before a setting of evaluation existed are kept, and nothing is scored again.
-    path = tmp_path / f"{RECURRENT.name}-seed1" / "ablation.json"
-    kept = json.loads(path.read_text())
-    assert kept["of"].pop("eval.stride") is None
-    path.write_text(json.dumps(kept))
     monkeypatch.setattr(ablation.context_length, "score_lengths", None)
     assert run(base, PLAN, tmp_path) == found
 
@@ -118,7 +113,7 @@ def test_the_shortest_length_that_is_as_good():
 
 
 def test_nothing_to_do_is_refused(base, tmp_path):
-    for others, named in (({"seeds": (1, 1)}, r"1, 1"), ({"lengths": (0,)}, r"\[0\]"), ({"equal_memory": True}, "10")):
+    for others, named in (({"seeds": (1, 1)}, r"1, 1"), ({"lengths": (0,)}, r"\[0\]")):
         with pytest.raises(UserError, match=named):
             run(base, plan_of(SHAW, **others), tmp_path)
     for changes, named in (({"model.network": Network.LSTM}, "lstm"), ({"train.mem_len": 0}, r"train\.mem_len")):
@@ -130,17 +125,3 @@ def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
     tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
     Plan(lengths=(4,), stride=2, out="unused").check(tied)
     assert [row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
-
-
-@pytest.mark.nightly(part="long")
-def test_the_longest_segment_of_equal_memory():
-    config = config_tree.replace(tiny_run.CONFIG, {"train.mem_len": 24})
-    limit = ablation.training_bytes(row_config(config, RECURRENT, 0), 13)
-    row = Row(False, Encoding.RELATIVE, LossPart.FULL, segment_len=1)
-    found = ablation.longest_segment(config, row, limit=limit, vocab_size=13)
-    rows = (dataclasses.replace(row, segment_len=length) for length in (found, found + 4))
-    fits, exceeds = (ablation.training_bytes(row_config(config, each, 0), 13) for each in rows)
-    assert fits <= limit < exceeds
-    assert found > L
-    with pytest.raises(ValueError, match=r"\b10\b"):
-        ablation.longest_segment(config, row, limit=10, vocab_size=13)
