@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support import tiny_run
 from txl_jax import memory as memory_lib
 from txl_jax import recurrence
 from txl_jax.config import MemoryStart
@@ -53,19 +54,16 @@ def test_the_scan_is_a_loop(start, resets):
         expected_state, expected_memory, saw = body(expected_state, found, segment)
         expected.append(saw)
     expected = (expected_state, expected_memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
-    for a, b in zip(jax.tree.leaves((state, memory, collected)), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
+    tiny_run.assert_equal((state, memory, collected), expected)
 
 
 def test_weighted_sums_are_of_scored_positions():
     """Only a scored position shows that it is not finite."""
-    nll = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    nats, count = recurrence.weighted_sum(nll, jnp.asarray([[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]]))
-    assert (float(nats), float(count)) == (1 + 2 + 16 + 32, 3.5)
-    for unscored in (math.nan, math.inf):
-        nats, count = recurrence.weighted_sum(jnp.asarray([[unscored, 3.0]]), jnp.asarray([[0.0, 1.0]]))
-        assert (float(nats), float(count)) == (3, 1)
-    nats, _ = recurrence.weighted_sum(jnp.asarray([[math.nan, 3.0]]), jnp.asarray([[1.0, 1.0]]))
-    assert math.isnan(nats)
-    nats, count = recurrence.weighted_sum(jnp.ones((2, 3)), jnp.zeros((2, 3)))
-    assert (float(nats), float(count)) == (0, 0)
+    for nll, weights, expected in (
+        ([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], [[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]], (1 + 2 + 16 + 32, 3.5)),
+        ([[math.nan, 3.0]], [[0.0, 1.0]], (3, 1)),
+        ([[math.inf, 3.0]], [[0.0, 1.0]], (3, 1)),
+        ([[math.nan, 3.0]], [[1.0, 1.0]], (math.nan, 2)),
+        ([[1.0, 1.0]], [[0.0, 0.0]], (0, 0)),
+    ):
+        np.testing.assert_array_equal(recurrence.weighted_sum(jnp.asarray(nll), jnp.asarray(weights)), expected)

@@ -7,10 +7,8 @@ import time
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, served, wait_idle
-from support.serving import engine, make_store
+from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, server, wait_idle
 from support.waiting import wait_until
-from txl_jax.serving.app import Settings
 from txl_jax.serving.requests import Limits
 
 LETTERS = "\n abcdefghijk"
@@ -53,14 +51,14 @@ class Client:
     """A client that asks until the time is over, every tenth in a session; it keeps what it asked and got."""
 
     def __init__(self, port, number, *, longest):
-        self.port, self.rng, self.longest = port, random.Random(number), longest
+        self.port, self.bodies = port, bodies(random.Random(number), longest=longest)
         self.in_session, self.leaves = number % 10 == 0, number % 20 == 0
         self.asked, self.session = [], None
 
     def ask_until(self, until):
         if self.in_session:
             self.session = ask(self.port, "/v1/sessions", {})[1]["id"]
-        for body in bodies(self.rng, longest=self.longest):
+        for body in self.bodies:
             if self.in_session:
                 prompt = body["prompt"][0] if isinstance(body["prompt"][0], str) else body["prompt"]
                 body |= {"session": self.session, "n": 1, "prompt": prompt}
@@ -94,7 +92,7 @@ def run_clients(port, *, count, seconds, longest):
 
 @pytest.mark.full
 def test_clients_at_once_get_what_each_gets_alone():
-    with engine(store=make_store(limit=8), start=False) as made, served(made, Settings("tiny")) as port:
+    with server() as (port, made):
         clients = run_clients(port, count=12, seconds=0, longest=12)
         check(port, clients)
         assert made.store.num_sessions == 0 and sum(len(client.asked) for client in clients) == 12
@@ -105,9 +103,7 @@ def test_200_clients_for_two_minutes():
     """Sessions among them; ten leave in the middle. Then all again alone; the server's memory is as before."""
     limits = Limits(waiting=2000)
     with in_its_own_process(num_sessions=64, limits=limits) as (port, process):
-        for client in run_clients(port, count=200, seconds=5, longest=60):
-            if client.session:
-                assert ask(port, f"/v1/sessions/{client.session}", method="DELETE")[0] == 200
+        check(port, run_clients(port, count=200, seconds=5, longest=60))
         before, cancelled = resident_mib(process), metrics(port)['txl_choices_ended_total{reason="cancelled"}']
         clients = run_clients(port, count=200, seconds=120, longest=60)
         figures = metrics(port)

@@ -30,18 +30,11 @@ def documents(lengths: list[int], *, seed: int = 3) -> list[np.ndarray]:
 
 def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     """The nats [T - 1] of a text alone, by evaluation in one stream."""
-    components = model.components
+    components, found = model.components, [np.zeros(0)]
     assert components.config.eval.batch_size == 1
-    found: list[np.ndarray] = []
-    if len(tokens) < 2:
-        return np.zeros(0)
-    weights = components.prepare_params(model.params)
-    evaluate(
-        components.eval_step,
-        weights,
-        components.init_memory(weights),
-        evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
-        place=components.place,
-        keep=lambda first, nll: found.append(nll.reshape(-1)),
-    )
-    return np.concatenate(found)[: len(tokens) - 1]
+    if len(tokens) > 1:
+        weights = components.prepare_params(model.params)
+        reader = evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len)
+        options = {"place": components.place, "keep": lambda first, nll: found.append(nll.reshape(-1))}
+        evaluate(components.eval_step, weights, components.init_memory(weights), reader, **options)
+    return np.concatenate(found)[: max(len(tokens) - 1, 0)]

@@ -1,7 +1,5 @@
 """Tests that a batch that goes through the model in parts of its rows gives the numbers that it gives as a whole."""
 
-import jax
-import numpy as np
 import pytest
 
 from support import tiny_run
@@ -16,11 +14,6 @@ def double(x64):
     """Sums of parts round otherwise, which Adam's first updates blow up in float32."""
 
 
-def assert_close(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11)
-
-
 CHANGES = [
     {"train__loss": LossPart.HALF},
     {"regularization__activation_l2": 2.0, "regularization__temporal_l2": 1.0},
@@ -32,17 +25,15 @@ CHANGES = [
 def test_all_parts_together_are_the_whole_batch(changes):
     """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's end."""
     whole = tiny_run.train(tiny_run.STEPS, **EXACT, **changes)
-    assert_close(tiny_run.train(tiny_run.STEPS, **EXACT, **changes, train__grad_accum_steps=tiny_run.B), whole)
+    found = tiny_run.train(tiny_run.STEPS, **EXACT, **changes, train__grad_accum_steps=tiny_run.B)
+    tiny_run.assert_close(found, whole, atol=1e-11)
 
 
 @pytest.mark.full
 def test_rows_without_weight_count_for_no_part():
     """One part's rows all have weight 0: what the others give is the mean over their tokens."""
-    made, step, _ = tiny_run.compiled(**EXACT, train__grad_accum_steps=tiny_run.B)
-    whole_made, whole_step, _ = tiny_run.compiled(**EXACT)
     segments = tiny_run.text().segments(0, 1)
-    weights = segments.weights.copy()
-    weights[:, 0] = 0
-    segments = segments._replace(weights=weights)
-    found = tiny_run.call(made, step, tiny_run.state(made), segments)
-    assert_close(found, tiny_run.call(whole_made, whole_step, tiny_run.state(whole_made), segments))
+    segments.weights[:, 0] = 0
+    both = [tiny_run.compiled(**EXACT, train__grad_accum_steps=parts)[:2] for parts in (tiny_run.B, 1)]
+    found, expected = (tiny_run.call(made, step, tiny_run.state(made), segments) for made, step in both)
+    tiny_run.assert_close(found, expected, atol=1e-11)
