@@ -139,7 +139,7 @@ def run_segments(params, arrays, golden, model):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
         (_, found), gradients = step(params, tokens, targets, memory)
         memory = found["memory"]
-        yield {**found, "gradients": gradients}
+        yield found | {"gradients": gradients}
 
 
 def with_more_positions(memory: Memory, params, config: ModelConfig, segment_len: int, clamp_len: int) -> Memory:

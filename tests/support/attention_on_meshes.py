@@ -1,4 +1,4 @@
-"""Computes attention on meshes of eight fake CPU devices; run as a program by tests/sharding/test_attention.py.
+"""Computes attention on meshes of eight fake CPU devices; run as a program by tests/sharding/test_mesh.py.
 
 Its words name meshes and implementations. It prints JSON: for each pair the largest difference from the reference on
 one device, of the values, of each gradient, and of inference with a KV cache. B = 8, H = 8, L = 6, M = 10, E = 5,

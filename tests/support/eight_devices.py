@@ -271,10 +271,7 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
 
 def few() -> dict[str, Any]:
     """The meshes that every change is tested on, and what costs little."""
-    return {
-        "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
-        "tail": tail_work(),
-    }
+    return {"runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False), "tail": tail_work()}
 
 
 def rest() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tests one call of S updates: the same numbers for every S, what is scored, penalties, dropout, memory, types."""
+"""Tests one call of S updates: the same numbers for every S and in parts of rows, what is scored, dropout, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -147,3 +147,29 @@ def test_activation_penalties_by_hand():
     found = activation_penalty(jnp.asarray(outputs), activation=0.2, temporal=0.1)
     assert found == pytest.approx(0.2 * square + 0.1 * np.mean(change), rel=1e-5)
     assert activation_penalty(jnp.ones((2, 1, 3)), activation=0.0, temporal=1.0) == 0
+
+
+# A batch that goes through the model in parts of its rows. In float32 sums round otherwise, which Adam blows up.
+
+EXACT = {"model__dropout__rate": 0.0, "model__dtype": "float64"}
+PARTS = EXACT | {"train__grad_accum_steps": tiny_run.B}
+CHANGES = [
+    {"train__loss": LossPart.HALF},
+    {"regularization__activation_l2": 2.0, "regularization__temporal_l2": 1.0},
+    {"model__cutoffs": (4, 9), "model__div_val": 2},
+]
+
+
+@pytest.mark.parametrize("changes", full_but(CHANGES[1:2], CHANGES), ids=str)
+def test_all_parts_together_are_the_whole_batch(changes, x64):
+    """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's end."""
+    found, whole = (tiny_run.train(tiny_run.STEPS, **of, **changes) for of in (PARTS, EXACT))
+    tiny_run.assert_close(found, whole, atol=1e-11)
+
+
+@pytest.mark.full
+def test_rows_without_weight_count_for_no_part(x64):
+    """One part's rows all have weight 0: what the others give is the mean over their tokens."""
+    segments = with_weights(tiny_run.text().segments(0, 1), np.s_[:, 0], 0)
+    found, whole = (one_update(segments=segments, **of) for of in (PARTS, EXACT))
+    tiny_run.assert_close(found, whole, atol=1e-11)

@@ -78,12 +78,6 @@ def test_auto_takes_the_path_of_the_platform_or_says_why_not(problem, changes, p
         assert choose.refusal("fused", problem) in reason
 
 
-def test_on_a_gpu_fused_is_refused_with_what_there_is():
-    for problem in (ON_GPU, dataclasses.replace(ON_GPU, **CACHED)):
-        with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
-            choose.choose("fused", problem)
-
-
 @pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
 def test_stored_and_one_token_over_a_cache_are_the_references(problem):
     stored, cached = Implementation("stored"), dataclasses.replace(problem, **CACHED)
@@ -100,6 +94,10 @@ def test_stored_and_one_token_over_a_cache_are_the_references(problem):
         assert choose.can_serve(implementation, one) == (implementation.path == "reference")
     with pytest.raises(UserError, match="'flash'"):
         choose.choose("flash", one)
+    if problem is ON_GPU:
+        for given in (problem, cached):
+            with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
+                choose.choose("fused", given)
     assert choose.refusal("tiled", dataclasses.replace(one, capacity=None)) is None
 
 
