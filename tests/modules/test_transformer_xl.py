@@ -23,20 +23,16 @@ from txl_jax.sharding import axes
 L, M = 3, 8
 
 
-def some_memory(model: TransformerXL):
-    """A memory with a different number of filled slots in each row."""
-    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
-    states = np.random.default_rng(2).normal(size=memory.hidden.shape).astype(memory.hidden.dtype)
-    return memory.replace(hidden=jnp.asarray(states), valid=jnp.asarray([0, 5, M], jnp.int32))
-
-
 def loss_of(model: TransformerXL, *, deterministic: bool = True):
-    """(variables, rngs) -> (summed nll, (hidden, nll, memory))."""
+    """(variables, rngs) -> (summed nll, (hidden, nll, memory)). Rows have different numbers of filled slots."""
+    empty = model.init_memory(batch_size=tiny.B, mem_len=M)
+    states = np.random.default_rng(2).normal(size=empty.hidden.shape).astype(empty.hidden.dtype)
+    filled = empty.replace(hidden=jnp.asarray(states), valid=jnp.asarray([0, 5, M], jnp.int32))
 
     @jax.jit
     def loss(variables, rngs=None):
         encode = tiny.encoder(model, deterministic=deterministic)
-        hidden, memory = encode(variables, tiny.text(L), some_memory(model), rngs)
+        hidden, memory = encode(variables, tiny.text(L), filled, rngs)
         nll = model.apply(variables, hidden, tiny.text(L, seed=1), method=model.nll)
         return nll.sum(), (hidden, nll, memory)
 

@@ -40,9 +40,7 @@ def hidden_states(rows: int, seed: int = 5) -> jax.Array:
 all_log_p = jax.jit(functools.partial(adaptive_softmax.log_probabilities, tails=None))
 
 
-@functools.cache
-def compiled_top_k(k: int):
-    return jax.jit(lambda hidden, clusters: sampling.top_k_tokens(hidden, clusters, k))
+top_k_tokens = jax.jit(sampling.top_k_tokens, static_argnums=2)
 
 
 @hypothesis.given(
@@ -56,7 +54,7 @@ def compiled_top_k(k: int):
 def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strength, layout):
     """Of few words and of many, which are searched in groups, and with more asked for than a cluster has."""
     clusters, hidden = make_clusters(strength, *layout), hidden_states(rows, seed)
-    log_p, tokens = compiled_top_k(k)(hidden, clusters)
+    log_p, tokens = top_k_tokens(hidden, clusters, k)
     full = np.asarray(all_log_p(hidden, clusters))
     np.testing.assert_allclose(log_p, -np.sort(-full, axis=1)[:, :k], rtol=0, atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(full, np.asarray(tokens), 1), log_p, rtol=0, atol=1e-5)
@@ -80,7 +78,7 @@ def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):
         return logits(hidden, cluster)
 
     monkeypatch.setattr(adaptive_softmax, "logits", counted)
-    likeliest = jax.jit(lambda hidden, clusters: sampling.top_k_tokens(hidden, clusters, 2))
+    likeliest = jax.jit(functools.partial(sampling.top_k_tokens, k=2))
     draw = jax.jit(functools.partial(sampling.sample, temperature=1.0, top_k=None, top_p=1.0))
     keys, hidden = jax.random.split(jax.random.key(0), 2), hidden_states(2)
     for entries, tails in (((-20, -20), []), ((-20, 20), [4]), ((20, -20), [5]), ((5, 5), [5, 4])):

@@ -21,11 +21,6 @@ B, H, L, R, E = 2, 3, 4, 8, 5
 _attention = jax.jit(cached_attention, static_argnames="implementation")
 
 
-def in_ring(stored: np.ndarray, write_index: int) -> np.ndarray:
-    """Puts [B, H, R, E], oldest first, where a ring with that write index has them."""
-    return np.roll(stored, write_index, axis=2)
-
-
 @pytest.mark.parametrize(("valid", "window"), [([R, 3], None), ([0, R], 6)])
 @pytest.mark.parametrize("clamp_len", [None, 0, 3, 7, 30])  # Below a segment, inside the ring, above all distances.
 def test_position_scores_alone_match_a_loop_over_pairs(clamp_len, valid, window, x64):
@@ -46,9 +41,9 @@ def test_position_scores_alone_match_a_loop_over_pairs(clamp_len, valid, window,
         position_score=score[:, n_position - 1 - distances] * E**0.5,  # The loop divides by it.
     )
     for write_index in (0, 2, R - 1):
-        ring = (in_ring(stored_key, write_index).swapaxes(2, 3), in_ring(stored_value, write_index))
+        keys, values = (np.roll(stored, write_index, axis=2) for stored in (stored_key, stored_value))
         visibility = CachedVisibility(jnp.asarray(valid), jnp.asarray(write_index), L, R, window)
-        arrays = query * E**-0.5, key, value, ring, (query, None, score)
+        arrays = query * E**-0.5, key, value, (keys.swapaxes(2, 3), values), (query, None, score)
         found = _attention(*arrays, visibility, implementation=REFERENCE)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
