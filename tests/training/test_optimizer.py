@@ -102,7 +102,7 @@ def test_decay_shrinks_matrices_and_nothing_else(boxed):
     found = first_update(0.0, weight_decay=0.5, boxed=boxed)
     matrices = {"table_0", "query", "output", "inner_kernel"}
     assert found == {name: pytest.approx(-0.1 * 0.5 * 2 * (name.split("/")[-1] in matrices)) for name in found}
-    assert len(found) == 9
+    assert len(found) == 10
 
 
 def test_the_embedding_has_a_rate_of_its_own():
@@ -118,7 +118,7 @@ SHAPES = {
     "embedding": {"table_0": (V, D)},
     "softmax": {"bias": (V,)},
     "stack": {
-        "biases": {"content": (H, E)},
+        "biases": {"content": (H, E), "position": (H, E)},
         "layers": {
             "attention": {"query": (N, D, H, E), "output": (N, H, E, D)},
             "feed_forward": {"inner_kernel": (N, D, F), "inner_bias": (N, F)},
