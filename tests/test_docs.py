@@ -1,6 +1,8 @@
-"""Tests that the commands of README and docs can be typed: programs, flags and flagfiles exist."""
+"""Tests that the commands of README and docs can be typed, and the examples in docstrings."""
 
+import doctest
 import functools
+import importlib
 import re
 import shlex
 
@@ -9,11 +11,11 @@ import pytest
 from support import ROOT, programs
 from txl_jax.config.experiment import preset_names
 
-pytestmark = pytest.mark.full
-
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
-# Placeholders of the pages, not flags.
-PLACEHOLDERS = {"FLAGS", "...", "NAME"}
+PLACEHOLDERS = {"FLAGS", "...", "NAME"}  # Of the pages.
+SOURCES = [path for folder in ("txl_jax", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))]
+EXAMPLES = [path.relative_to(ROOT) for path in SOURCES if ">>>" in path.read_text()]
+assert len(EXAMPLES) > 10
 
 
 def commands(page):
@@ -31,6 +33,7 @@ def flag_names(program):
     return {*re.findall(r"^ *--(?:\[no\])?([\w.]+)", out, flags=re.MULTILINE), "help", "helpfull", "flagfile"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_can_be_typed(page):
     for program, *words in commands(page):
@@ -46,3 +49,8 @@ def test_every_command_of_a_page_can_be_typed(page):
             assert name in flag_names(program), (page.name, program, word)
             if name == "flagfile" and value not in PLACEHOLDERS:
                 assert value in preset_names() or "/" in value, (page.name, program, word)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_examples_in_docstrings(path):
+    assert doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts))).failed == 0

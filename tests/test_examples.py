@@ -8,15 +8,13 @@ import pytest
 import txl_jax
 from support import ROOT, drawn_run
 
-NAMES = ("document_embeddings", "memory_policy", "speech_encoder")
-
 
 def example(name):
     return runpy.run_path(str(ROOT / "docs" / "examples" / f"{name}.py"))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["document_embeddings", "memory_policy", "speech_encoder"])
 def test_an_example_runs(name):
     found = example(name)["main"](2)
     assert len(found) == 2 and np.all(np.isfinite([*found.values()]))

@@ -1,9 +1,7 @@
 """Tests the model against the original's reference values: losses, hidden states, memories, gradients.
 
 With every implementation of attention: whole scores and tiles in float64, to 1e-9; kernels, interpreted, in float32.
-
-A difference here means that the mathematics of the model changed. Read tests/golden/README.md before
-touching anything.
+A difference here means that the mathematics of the model changed. Read tests/golden/README.md first.
 """
 
 import contextlib
@@ -57,50 +55,42 @@ def runs_with_paths():
             yield pytest.param(file, start, path, id=f"{name}-{path}", marks=marks)
 
 
-def test_the_folder_holds_reference_values():
-    assert FILES, f"no .npz file in {FOLDER}: nothing was compared"
+assert FILES, f"no .npz file in {FOLDER}"
 
 
 @pytest.mark.parametrize(("file", "start", "path"), list(runs_with_paths()))
 def test_golden(file, start, path):
-    with enable_x64(path in EXACT):
-        check_run(*load(file, start, path))
-
-
-def load(file, start, path):
-    """The arrays of a run, its settings, our model and its parameters, and what the names of results begin with."""
-    implementation, dtype = (EXACT | KERNELS)[path], DType.FLOAT64 if path in EXACT else DType.FLOAT32
+    """Every segment of a run, and the gradients of one."""
     arrays = dict(np.load(file))
     golden = json.loads(str(arrays["config_json"]))
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
-    config = config_of(golden, start, dtype)
-    tensors, format = under(arrays, "param/") | under(arrays, "buffer/"), Format(golden["library"])
-    params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=format)
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
+    prefix, format = "" if start == golden["initial_memory"][0] else f"{start}/", Format(golden["library"])
+    with enable_x64(path in EXACT):
+        model, params = load(arrays, golden, start, path)
+        assert original.aliases(model.config, format) == golden["aliases"]
+        for k, found in enumerate(run_segments(params, arrays, golden, model)):
+            check_segment(found, k, arrays, golden, prefix)
+            if k == golden["grad_segment"]:
+                gradients = original.from_flax(found["gradients"], model.config, format=format)
+                expected = under(arrays, f"{prefix}grad/")
+                assert expected.keys() == set(under(arrays, "param/")) - set(original.aliases(model.config, format))
+                for name, value in expected.items():
+                    assert_close(gradients[name], value, f"gradient of {name}")
+                for name, value in under(arrays, "buffer/").items():
+                    exact = gradients[name].dtype == np.float64
+                    np.testing.assert_allclose(gradients[name], value, rtol=1e-15 if exact else 1e-6)
+
+
+def load(arrays, golden, start, path):
+    implementation, dtype = (EXACT | KERNELS)[path], DType.FLOAT64 if path in EXACT else DType.FLOAT32
+    config, tensors = config_of(golden, start, dtype), under(arrays, "param/") | under(arrays, "buffer/")
+    params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"]))
     model = TransformerXL(config, golden["n_token"], attention=Implementations(implementation, implementation))
-    return arrays, golden, model, params, "" if start == golden["initial_memory"][0] else f"{start}/"
-
-
-def check_run(arrays, golden, model, params, prefix):
-    """Compares every segment of a run, and the gradients of one by the original's names, its frequencies among them."""
-    format, config = Format(golden["library"]), model.config
-    assert original.aliases(config, format) == golden["aliases"]
-    for k, found in enumerate(run_segments(params, arrays, golden, model)):
-        check_segment(found, k, arrays, golden, prefix)
-        if k == golden["grad_segment"]:
-            gradients = original.from_flax(found["gradients"], config, format=format)
-            expected = under(arrays, f"{prefix}grad/")
-            assert expected.keys() == set(under(arrays, "param/")) - set(original.aliases(config, format))
-            for name, value in expected.items():
-                assert_close(gradients[name], value, f"gradient of {name}")
-            for name, value in under(arrays, "buffer/").items():
-                exact = gradients[name].dtype == np.float64
-                np.testing.assert_allclose(gradients[name], value, rtol=1e-15 if exact else 1e-6)
+    return model, jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
 
 
 def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
-    """Our configuration of a golden model."""
     same = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "tie_weight", "untie_r")
     model = ModelConfig(
         **{name: golden[name] for name in same},
@@ -153,7 +143,7 @@ def run_segments(params, arrays, golden, model):
         tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
         (_, found), gradients = step(params, tokens, targets, memory)
         memory = found["memory"]
-        yield {**found, "gradients": gradients}
+        yield found | {"gradients": gradients}
 
 
 def with_more_positions(memory: Memory, params, config: ModelConfig, segment_len: int, clamp_len: int) -> Memory:

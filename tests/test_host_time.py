@@ -2,8 +2,7 @@
 
 As a program, `PYTHONPATH=. python tests/test_host_time.py`, it prints the time of the thread that runs the loop, for
 meshes of made-up CPU devices. It cuts segments, puts them on the devices, starts the step and fetches the metrics of
-the one before, as the loop does. Rows grow with the devices (weak scaling). The devices' own work is other threads'
-time, and does not count.
+the one before, as the loop does. Rows grow with the devices. Other threads' time, such as the devices', does not count.
 """
 
 import json
@@ -35,7 +34,6 @@ MESHES = {
 
 
 def milliseconds_per_step(mesh: MeshConfig) -> float:
-    """The median over steps."""
     rows = ROWS * (mesh.data or 1) * mesh.fsdp * mesh.tensor
     config = ExperimentConfig(
         model=ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64),

@@ -7,19 +7,11 @@ import pytest
 from txl_jax.metrics import Totals
 
 
-def test_units():
+def test_units_and_sums():
     total = Totals(nats=6 * math.log(2), tokens=2)
-    assert total.nll == pytest.approx(3 * math.log(2))
-    assert total.bpc == pytest.approx(3)
-    assert total.perplexity == pytest.approx(8)
-
-
-def test_a_short_part_weighs_by_its_tokens():
-    """The sum decides, not the mean of the two means, 2.5."""
+    assert (total.nll, total.bpc, total.perplexity) == pytest.approx((3 * math.log(2), 3, 8))
+    # A short part weighs by its tokens: the mean of the two means would be 2.5.
     assert (Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)).nll == pytest.approx(7 / 4)
-
-
-def test_what_has_no_mean_or_no_float():
-    total = Totals()
-    assert math.isnan(total.nll) and math.isnan(total.bpc) and math.isnan(total.perplexity)
+    nothing = Totals()
+    assert all(map(math.isnan, (nothing.nll, nothing.bpc, nothing.perplexity)))
     assert Totals(nats=1e6, tokens=1).perplexity == math.inf

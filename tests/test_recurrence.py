@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support import tiny_run
 from txl_jax import memory as memory_lib
 from txl_jax import recurrence
 from txl_jax.config import MemoryStart
@@ -36,36 +37,29 @@ def body(state, memory, segment):
     return state + segment.targets.sum(), memory_lib.update(memory, rows), saw
 
 
-def scan_all(start: MemoryStart, resets: list[tuple[int, int]]):
-    reset = functools.partial(memory_lib.reset, start=start)
-    scan = jax.jit(lambda *args: recurrence.scan_segments(body, *args, reset=reset))
-    return jax.device_get(scan(jnp.int32(3), empty_memory(start), segments(resets)))
-
-
 @pytest.mark.parametrize("start", MemoryStart)
 @pytest.mark.parametrize("resets", [[], [(0, 0), (0, 1), (0, 2)], [(2, 1), (4, 0), (4, 2)]], ids=str)
 def test_the_scan_is_a_loop(start, resets):
-    state, memory, collected = scan_all(start, resets)
+    reset = functools.partial(memory_lib.reset, start=start)
+    scan = jax.jit(lambda *args: recurrence.scan_segments(body, *args, reset=reset))
+    found = jax.device_get(scan(jnp.int32(3), empty_memory(start), segments(resets)))
     expected_state, expected_memory, expected = jnp.int32(3), empty_memory(start), []
     for s in range(S):
         segment = Segments(*(jnp.asarray(array[s]) for array in segments(resets)))
-        found = memory_lib.reset(expected_memory, segment.reset, start)
-        expected_state, expected_memory, saw = body(expected_state, found, segment)
+        before = memory_lib.reset(expected_memory, segment.reset, start)
+        expected_state, expected_memory, saw = body(expected_state, before, segment)
         expected.append(saw)
     expected = (expected_state, expected_memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
-    for a, b in zip(jax.tree.leaves((state, memory, collected)), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
+    tiny_run.assert_equal(found, expected)
 
 
 def test_weighted_sums_are_of_scored_positions():
     """Only a scored position shows that it is not finite."""
-    nll = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    nats, count = recurrence.weighted_sum(nll, jnp.asarray([[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]]))
-    assert (float(nats), float(count)) == (1 + 2 + 16 + 32, 3.5)
-    for unscored in (math.nan, math.inf):
-        nats, count = recurrence.weighted_sum(jnp.asarray([[unscored, 3.0]]), jnp.asarray([[0.0, 1.0]]))
-        assert (float(nats), float(count)) == (3, 1)
-    nats, _ = recurrence.weighted_sum(jnp.asarray([[math.nan, 3.0]]), jnp.asarray([[1.0, 1.0]]))
-    assert math.isnan(nats)
-    nats, count = recurrence.weighted_sum(jnp.ones((2, 3)), jnp.zeros((2, 3)))
-    assert (float(nats), float(count)) == (0, 0)
+    for nll, weights, expected in (
+        ([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], [[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]], (1 + 2 + 16 + 32, 3.5)),
+        ([[math.nan, 3.0]], [[0.0, 1.0]], (3, 1)),
+        ([[math.inf, 3.0]], [[0.0, 1.0]], (3, 1)),
+        ([[math.nan, 3.0]], [[1.0, 1.0]], (math.nan, 2)),
+        ([[1.0, 1.0]], [[0.0, 0.0]], (0, 0)),
+    ):
+        np.testing.assert_array_equal(recurrence.weighted_sum(jnp.asarray(nll), jnp.asarray(weights)), expected)

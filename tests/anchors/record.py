@@ -1,9 +1,7 @@
-"""Records anchors: numbers that a change of the code must not change.
+"""Records anchors: numbers that a change of the code must not change, where others would pass every other test.
 
-Others of the same size would pass every other test.
-
-    python -m pytest tests/anchors                       # compares, and says what differs
-    python tests/anchors/record.py --write [NAME ...]    # replaces tests/anchors/NAME.json; without a name, all
+    python -m pytest tests/anchors                                   # compares, and says what differs
+    PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]   # replaces NAME.json; without a name, all
 
 What is recorded: some elements and the sums of initial parameters, the masks of dropout, losses and gradient norms of
 the first updates, the tokens of every kind of draw, and the order in which texts are read. Everything goes through the
@@ -18,14 +16,10 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
-import subprocess
+import signal
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import txl_jax
+from support import programs
+from support.http_server import Program, complete
+from support.tiny import enable_x64
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
 UPDATES, STEPS = 3, 4  # Those of runs that are stopped before they compile an evaluation, and of the others.
 # Relative tolerances by the kind of number. Other processors and versions of XLA round float32 sums differently.
 # Another mask, another initial weight or a lost cast changes these losses by 1e-3 and more.
@@ -60,7 +56,6 @@ BASE: dict[str, Any] = {
     **_of("train", log_every=1, eval_every=STEPS, checkpoint_every=STEPS),
     **_of("eval", batch_size=2, segment_len=8, mem_len=10, clamp_len=None, same_length=False),
 }
-NO_FLAGS = ("model.projection_init_std",)
 WORDS = {"data.tokenizer.kind": "word"}
 ADAPTIVE = {**WORDS, "model.cutoffs": (5, 11), "model.div_val": 2}
 # One run for each encoding, network and kind of softmax; the other settings that draw or round are spread over them.
@@ -153,59 +148,41 @@ def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         if context.step == 1:
             initial.update(summary(context.state.params))
 
-    narrow = changes.get("model.dtype") == "bfloat16"
-    _train(folder, changes, look, whole=narrow)  # Evaluation is compiled for bfloat16 alone.
-    found = curves(folder / "run")
+    narrow = changes.get("model.dtype") == "bfloat16"  # Evaluation is compiled for bfloat16 alone.
+    found = train(folder, changes, txl_jax.Hook(1, look), *(() if narrow else (STOP,)))
     if narrow:  # Later norms differ by 1 % between versions of XLA, the losses by less than 0.1 %.
         found["train grad_norm"] = found["train grad_norm"][:1]
     return {"initial": initial, "curves": found}
 
 
-def _train(folder: Path, changes: dict[str, Any], look: Callable[[Any], None], *, whole: bool = False) -> None:
-    def stop(context: Any) -> None:
-        if not whole:
-            context.request_stop()
+STOP = txl_jax.Hook(UPDATES, lambda context: context.request_stop())
 
-    hooks = [txl_jax.Hook(1, look), txl_jax.Hook(UPDATES, stop)]
+
+def train(folder: Path, changes: dict[str, Any], *hooks: txl_jax.Hook) -> dict[str, Any]:
     txl_jax.train(config(folder, changes), folder / "run", cache_dir=str(folder / "cache"), hooks=hooks)
+    return curves(folder / "run")
 
 
 def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """Trains in float64, and leaves JAX as it was."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    try:
+    with enable_x64(True):
         return run(folder, {**changes, "model.dtype": "float64"})
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
-def in_process(name: str, folder: Path, devices: int = 1) -> dict[str, Any]:
-    """Returns what a case finds in a process of its own, with so many devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    command = [sys.executable, __file__, "--on-a-mesh", name, str(folder)]
-    return json.loads(_output(command, XLA_FLAGS=flags))
+def on_eight_devices(folder: Path, *, name: str) -> dict[str, Any]:
+    """Returns what a case of `ON_A_MESH` finds in a process with eight devices."""
+    return json.loads(programs.on_eight_devices("-m", "anchors.record", "--on-a-mesh", name, str(folder)))
 
 
-def program(module: str, folder: Path, settings: dict[str, Any], *flags: str) -> str:
-    """Runs a program with these settings as flags; returns its output."""
+def program(module: str, folder: Path, settings: dict[str, Any], *flags: str) -> None:
+    """Runs a program with these settings as flags."""
     given = {"cache_dir": folder / "cache", "workdir": folder / "run", "data.file": folder / "text.txt"} | settings
-    words = [f"--{name}={_as_flag(value)}" for name, value in given.items() if name not in NO_FLAGS]
-    return _output([sys.executable, "-m", module, *words, *flags])
+    words = [f"--{name}={_as_flag(value)}" for name, value in given.items() if name != "model.projection_init_std"]
+    code, _, errors = programs.run(module, *words, *flags)
+    assert code == 0, errors
 
 
 def _as_flag(value: Any) -> str:
     return ",".join(map(_as_flag, value)) if isinstance(value, tuple) else "none" if value is None else str(value)
-
-
-def _output(command: list[str], **environment: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, env=_environment() | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def _environment() -> dict[str, str]:
-    return {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def ensemble(folder: Path) -> dict[str, Any]:
@@ -231,8 +208,9 @@ PROMPTS = ("the cat sat on the big red mat", "a dog", "it was far and it was")
 
 def drawn(folder: Path, changes: dict[str, Any], kinds: tuple[str, ...] = tuple(LIMITS)) -> dict[str, Any]:
     """Returns the texts that a model writes: of several prompts, by these kinds of draw."""
-    model = _trained(folder, changes)
-    found = _texts(model, kinds) | {"curves": curves(folder / "run")}
+    found: dict[str, Any] = {"curves": train(folder, WRITER | changes, STOP)}
+    model = txl_jax.load(folder / "run")
+    found |= _texts(model, kinds)
     if "--write" in sys.argv:
         noise = np.random.default_rng(0)
         move = lambda leaf: leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype)  # noqa: E731
@@ -247,14 +225,9 @@ def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, li
     return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
 
 
-def _trained(folder: Path, changes: dict[str, Any]) -> txl_jax.LanguageModel:
-    _train(folder, WRITER | changes, lambda context: None)
-    return txl_jax.load(folder / "run")
-
-
 def program_drawn(folder: Path) -> dict[str, Any]:
     """Returns the samples of the program that generates, which continues one prompt several times."""
-    _trained(folder, {})
+    train(folder, WRITER, STOP)
     kept = {name: value for name, value in BASE.items() if name.startswith("eval.")}
     flags = ("--mode=generate", "--generate.samples=3", "--generate.length=24", f"--generate.prompt={PROMPTS[0]}")
     program("experiments.text", folder, kept, *flags, "--generate.top_p=0.9", "--generate.seed=3")
@@ -263,16 +236,14 @@ def program_drawn(folder: Path) -> dict[str, Any]:
 
 def served(folder: Path) -> dict[str, Any]:
     """Returns what the server answers to requests that share its rows."""
-    _trained(folder, {})
-    command = [sys.executable, "-u", "-m", "experiments.serve", f"--model={folder / 'run'}", "--port=0", "--rows=4"]
-    server = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True)
+    train(folder, WRITER, STOP)
+    server = Program(folder / "run", "--rows=4")
     try:
-        assert server.stdout is not None
-        address = next(line.split()[1] for line in server.stdout if line.startswith("listening"))
-        return {name: _complete(address, limits) for name, limits in _REQUESTS.items()}
+        given: dict[str, Any] = {"prompt": list(PROMPTS), "max_tokens": 24, "seed": 3}
+        found = {name: complete(server.port, **given, **limits)[1] for name, limits in _REQUESTS.items()}
     finally:
-        server.terminate()
-        server.communicate()
+        server.end(signal.SIGTERM)
+    return {name: [choice["text"] for choice in answer["choices"]] for name, answer in found.items()}
 
 
 _REQUESTS: dict[str, dict[str, Any]] = {
@@ -280,21 +251,6 @@ _REQUESTS: dict[str, dict[str, Any]] = {
     "cool": {"temperature": 0.8, "top_p": 0.9, "n": 2},
     "greedy": {"temperature": 0.0},
 }
-
-
-def _complete(address: str, limits: dict[str, Any]) -> list[str]:
-    body = {"prompt": list(PROMPTS), "max_tokens": 24, "seed": 3, **limits}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
-    until = time.monotonic() + 120
-    while True:  # 503 until the programs are compiled.
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return [choice["text"] for choice in json.load(answer)["choices"]]
-        except urllib.error.HTTPError as error:
-            if error.code != 503 or time.monotonic() > until:
-                raise
-            time.sleep(0.1)
 
 
 def masks(folder: Path) -> dict[str, Any]:
@@ -333,10 +289,11 @@ def batches(folder: Path) -> dict[str, Any]:
         "sentences": {"sentence_starts": np.array([0, 3, 4, 11, 19, 20, 33, 41, 50])},
         "own rows": {"roll": txl_jax.Roll.STREAM, "own": [0, 2]},
     }
-    found: dict[str, Any] = {}
-    for name, options in kinds.items():
-        reader = txl_jax.training_segments(tokens, batch_size=3, segment_len=4, seed=9, **options)
-        found[name] = _lists(reader.segments(0, reader.n_segments * 5 // 2))
+    readers = {
+        name: txl_jax.training_segments(tokens, batch_size=3, segment_len=4, seed=9, **options)
+        for name, options in kinds.items()
+    }
+    found = {name: _lists(reader.segments(0, reader.n_segments * 5 // 2)) for name, reader in readers.items()}
     for warmup in (0, 5):
         reader = txl_jax.evaluation_segments(tokens, batch_size=3, segment_len=4, warmup_tokens=warmup)
         found[f"evaluation after {warmup}"] = _lists(reader.segments(0, reader.n_segments + 1))
@@ -351,8 +308,8 @@ def _lists(segments: txl_jax.Segments) -> dict[str, Any]:
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{name: functools.partial(run, changes=changes) for name, changes in RUNS.items()},
     **{f"{name}_float64": functools.partial(run_float64, changes=RUNS[name]) for name in FLOAT64_RUNS},
-    "eight_devices": lambda folder: in_process("on_a_mesh", folder, 8),
-    "eight_devices_float64": lambda folder: in_process("on_a_mesh_float64", folder, 8),
+    "eight_devices": functools.partial(on_eight_devices, name="float32"),
+    "eight_devices_float64": functools.partial(on_eight_devices, name="float64"),
     "ensemble": ensemble,
     "drawn": functools.partial(drawn, changes={}),
     "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
@@ -361,14 +318,10 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "masks": masks,
     "batches": batches,
 }
-ON_A_MESH = {
-    "on_a_mesh": functools.partial(run, changes=EIGHT),
-    "on_a_mesh_float64": functools.partial(run_float64, changes=EIGHT),
-}
+ON_A_MESH = {"float32": functools.partial(run, changes=EIGHT), "float64": functools.partial(run_float64, changes=EIGHT)}
 
 
 def tolerance(name: str) -> float:
-    """Returns the relative tolerance of a case's numbers."""
     return FLOAT64 if name.endswith("float64") else BFLOAT16 if name == "bfloat16" else FLOAT32
 
 

@@ -16,7 +16,6 @@ from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation import streaming
 from txl_jax.evaluation.streaming import Scores, evaluate, make_eval_step
 from txl_jax.inference import forward
-from txl_jax.inference.prepare import prepare_params
 
 T, L, M = 25, 5, 7
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
@@ -43,8 +42,7 @@ def totals(
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
     lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len}
-    window = model().config.compat.window(mem_len, same_length=same_length)
-    weights = prepare_params(params(), model(), window=window, **lengths)
+    weights = tiny.prepared(model(), {"params": params()}, same_length=same_length, **lengths)
     memory = forward.init_cache(weights, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
     noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))
     return evaluate(
@@ -78,17 +76,10 @@ def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_leng
     assert totals(clamp_len=clamp_len, same_length=same_length).nats == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("per_call", [2, 8])
-def test_blocks_and_their_padding_never_change_the_totals(per_call):
-    found, expected = totals(per_call=per_call), totals()  # Five segments: blocks of 2, 3 and 8 are padded.
-    assert found.tokens == expected.tokens
-    assert found.nats == pytest.approx(expected.nats, rel=1e-13)
-
-
 @pytest.mark.parametrize(("per_call", "rows"), full_but([(3, 2)], [(4, 1), (3, 2), (4, 3)]))
 def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per_call, rows):
     words = tiny.make(dtype=DType.FLOAT64, cutoffs=(5, 8), div_val=2)
-    weights = prepare_params(tiny_run.params(words), words, segment_len=L, mem_len=M, clamp_len=None)
+    weights = tiny.prepared(words, {"params": tiny_run.params(words)}, segment_len=L, mem_len=M)
     reader = evaluation_segments(TEXT, batch_size=rows, segment_len=2)
     assert reader.n_segments >= per_call and TEXT.max() >= 8
 
@@ -99,13 +90,13 @@ def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per
 
     together = losses()
     monkeypatch.setattr(streaming, "_SCORED_TOGETHER", 0)
-    for found, expected in zip(together, losses(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    tiny_run.assert_close(together, losses(), rtol=1e-12)
 
 
 def test_padding_never_changes_the_totals():
-    """Padding at the end of rows, as whole segments of another cut have none, and of a row that is empty."""
+    """Of blocks, at the end of rows, as whole segments of another cut have none, and of a row that is empty."""
     for padded, whole in (
+        *((totals(per_call=per_call), totals()) for per_call in (2, 8)),  # Five segments.
         (totals(rows=4, segment_len=5, mem_len=6), totals(rows=4, segment_len=6, mem_len=6)),
         (totals(rows=7, segment_len=4, mem_len=0), totals(segment_len=4, mem_len=0)),
     ):
@@ -113,11 +104,8 @@ def test_padding_never_changes_the_totals():
         assert padded.nats == pytest.approx(whole.nats, rel=1e-12)
 
 
-def test_a_used_memory_is_emptied_first():
+def test_a_used_memory_is_emptied_first_and_totals_come_along_one_call_late():
     assert totals(valid=M).nats == totals().nats
-
-
-def test_totals_come_along_one_call_late():
     calls = []
     result = totals(per_call=2, after_call=lambda done, so_far: calls.append((done, so_far)))
     assert [done for done, _ in calls] == [2, 4]  # Of 5 segments; the last call's are the result.

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tiny
+from support import tiny, tiny_run
 from support.cases import full_but
 from txl_jax import memory as memory_lib
 from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, ShawTerms
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.decode import Limits, Rows, decode_block, row_key
-from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.attention.problem import REFERENCE, Implementation, Implementations, Tile
 
 SEGMENTS = 10
@@ -51,10 +50,9 @@ MODELS = {
 
 
 @functools.cache
-def frozen(model, lengths: tuple[int, int, int | None], window=None):
-    lengths = dict(zip(("segment_len", "mem_len", "clamp_len"), lengths, strict=True)) | {"window": window}
-    freeze = functools.partial(prepare_params, model=model, **lengths)
-    return jax.jit(freeze)(tiny.variables(model)["params"])
+def frozen(model, segment_len, mem_len, clamp_len, same_length=False):
+    lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len}
+    return tiny.prepared(model, tiny.variables(model), same_length=same_length, **lengths)
 
 
 def both(model, lengths, *, resets=(), memory_dtype=None):
@@ -62,14 +60,8 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
     segment_len, mem_len, clamp_len, same_length = lengths
     variables, text = tiny.variables(model), tiny.text(segment_len * SEGMENTS + 1)
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=same_length)
-    weights = frozen(model, lengths[:3], model.config.compat.window(mem_len, same_length=same_length))
+    weights = frozen(model, *lengths)
     start = model.config.compat.memory_start
-
-    @jax.jit
-    def read(weights, tokens, targets, memory):
-        hidden, memory = forward.forward(weights, tokens, memory)
-        return hidden, forward.nll(weights, hidden, targets), memory
-
     nll = jax.jit(functools.partial(model.apply, method=model.nll))
     sizes = {"batch_size": tiny.B, "mem_len": mem_len}
     states = model.init_memory(**sizes)
@@ -82,8 +74,9 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
             kept = cache_lib.reset_cache(kept, rows, weights.initial, start)
         hidden, states = encode(variables, tokens, states)
         expected = hidden, nll(variables, hidden, targets), states
-        *found, kept = read(weights, tokens, targets, kept)
-        yield (*found, kept), expected
+        found = tiny.read_cached(weights, tokens, targets, kept)
+        kept = found[-1]
+        yield found, expected
 
 
 # Every model at the lengths where something may go wrong, every length with the usual model.
@@ -97,8 +90,7 @@ QUICK += [(name, "clamp") for name in ("pre", "tied positions", "adaptive", "vas
 def test_both_memories_agree_over_ten_segments(model, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[model]), LENGTHS[lengths]
     for found, expected in both(model, lengths, resets=(4,)):
-        for a, b in zip(found[:2], expected[:2], strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+        tiny_run.assert_close(found[:2], expected[:2], atol=1e-12)
         np.testing.assert_array_equal(found[2].valid, expected[2].valid)
 
 
@@ -128,7 +120,7 @@ def test_the_query_is_scaled_before_it_is_rounded():
     """The step scales its products: a query that is rounded twice moves every score by another part in 256."""
     model = tiny.make(dtype=DType.BFLOAT16)
     query = tiny.variables(model)["params"]["stack"]["layers"]["attention"]["query"][0]
-    found = frozen(model, LENGTHS["clamp"][:3]).layers[0].query_key_value[:, 0]
+    found = frozen(model, *LENGTHS["clamp"]).layers[0].query_key_value[:, 0]
     np.testing.assert_array_equal(found, (query * tiny.E**-0.5).astype(jnp.bfloat16))
     assert np.any(found != query.astype(jnp.bfloat16) * tiny.E**-0.5)
 
@@ -141,18 +133,18 @@ def test_a_narrower_memory_is_read_in_the_compute_type(x64):
 
 @pytest.mark.full
 def test_a_bfloat16_model_agrees_with_its_own_hidden_states():
-    pairs = list(both(tiny.make(dtype=DType.BFLOAT16), LENGTHS["clamp"]))
-    assert all(found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32 for found, _ in pairs)
-    assert max([float(np.abs(found[1] - expected[1]).mean()) for found, expected in pairs]) < 0.05
+    for found, expected in both(tiny.make(dtype=DType.BFLOAT16), LENGTHS["clamp"]):
+        assert (found[0].dtype, found[1].dtype) == (jnp.bfloat16, jnp.float32)
+        assert np.abs(found[1] - expected[1]).mean() < 0.05
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [None, 1, 3], ids=["one index", "the index of one row", "an index per row"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [None, 1, 3])  # With one index, that of one row, and one per row.
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
     """Temporary memory of eight steps, beside the memory that they are given: the point of writing in place."""
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
-    weights, zeros = frozen(model, (1, 4096, 64)), np.zeros(rows or 1, np.int32)
+    weights, zeros = frozen(model, 1, 4096, 64), np.zeros(rows or 1, np.int32)
     cache = forward.init_cache(weights, batch_size=len(zeros), mem_len=4096, segment_len=1, dtype=dtype)
     if rows:
         cache = cache.replace(write_index=cache.valid)
@@ -165,11 +157,10 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
 @pytest.mark.parametrize(
     ("mem_len", "segment_len", "length", "named"),
     [(16, 4, 4, r"\b16\b.*\b4\b.*\b12\b"), (8, 8, 8, r"\b8\b.*\b8\b.*\b12\b"), (8, 4, 3, r"\b3\b.*\b8\b")],
-    ids=["a longer memory", "a longer segment", "a segment that does not fill the ring evenly"],
 )
 def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_len, length, named):
     model = tiny.make()
-    weights = frozen(model, (4, 8, 0))
+    weights = frozen(model, 4, 8, 0)
     memory = forward.init_cache(weights, batch_size=1, mem_len=mem_len, segment_len=segment_len)
     with pytest.raises(ValueError, match=named):
         forward.forward(weights, jnp.zeros((1, length), jnp.int32), memory)

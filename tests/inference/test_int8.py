@@ -1,5 +1,6 @@
 """Tests inference with int8 weights and an int8 KV cache against the same numbers in float64."""
 
+import itertools
 import re
 
 import jax
@@ -14,7 +15,6 @@ from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, Genera
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.decode import Limits, Rows, row_key
-from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.matmul import Int8, Int8Table
 from txl_jax.runs.build import build
 
@@ -28,8 +28,8 @@ LENGTHS = {"segments": (4, 10), "one token": (1, 6)}
 
 
 def prepared(model, segment_len, mem_len, weight_dtype=WeightDType.INT8):
-    lengths = {"window": mem_len, "segment_len": segment_len, "mem_len": mem_len, "clamp_len": None}
-    return prepare_params(tiny.variables(model)["params"], model, weight_dtype=weight_dtype, **lengths)
+    lengths = {"segment_len": segment_len, "mem_len": mem_len, "weight_dtype": weight_dtype}
+    return tiny.prepared(model, tiny.variables(model), same_length=True, **lengths)
 
 
 def dequantized(params):
@@ -45,24 +45,13 @@ def dequantized(params):
 
 def scores(weights, segment_len, mem_len, *, cache_dtype=None):
     """Nats [B, 8 L] of a text, and the last cache."""
-    text = tiny.text(8 * segment_len + 1)
     sizes = {"batch_size": tiny.B, "mem_len": mem_len, "segment_len": segment_len}
-    memory = forward.init_cache(weights, dtype=cache_dtype, **sizes)
-
-    @jax.jit
-    def read(weights, tokens, targets, memory):
-        hidden, memory = forward.forward(weights, tokens, memory)
-        return forward.nll(weights, hidden, targets), memory
-
-    found = []
-    for start in range(0, 8 * segment_len, segment_len):
-        tokens, targets = (text[:, i : i + segment_len] for i in (start, start + 1))
-        nats, memory = read(weights, tokens, targets, memory)
-        found.append(nats)
-    return np.concatenate(found, axis=1), memory
+    cache = forward.init_cache(weights, dtype=cache_dtype, **sizes)
+    read = lambda *of: tiny.read_cached(weights, *of)[1:]  # noqa: E731
+    return tiny.over_segments(read, cache, tiny.text(8 * segment_len + 1), segment_len)
 
 
-CASES = [(name, lengths) for name in MODELS for lengths in LENGTHS]
+CASES = list(itertools.product(MODELS, LENGTHS))
 
 
 @pytest.mark.parametrize(("name", "lengths"), nightly_but([("adaptive", "segments")], CASES))
@@ -79,7 +68,7 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
     assert 0 < rounding < 1e-3 < quantization < 0.04
 
 
-CACHES = [(dtype, lengths) for dtype in ("int8", "bfloat16") for lengths in LENGTHS]
+CACHES = list(itertools.product(("int8", "bfloat16"), LENGTHS))
 
 
 @pytest.mark.parametrize(("dtype", "lengths"), full_but([("int8", "segments")], CACHES))

@@ -1,7 +1,5 @@
 """Tests documents that are kept apart: every loss is the one of the document read alone, from an empty memory."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from support.cases import nightly_but
 from txl_jax.config import DType, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.inference.prepare import prepare_params
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, choose
 
 END, SEGMENTS = 4, 9
@@ -26,9 +23,8 @@ def text(segment_len):
     length = segment_len * SEGMENTS
     tokens = tiny.text(length + 1, rows=4, seed=2)
     tokens[tokens == END] = END + 1
-    for row, ends in enumerate(
-        [(0, 7, 8, 9, 21), (segment_len - 1, 3 * segment_len), (2 * segment_len - 1, 2 * segment_len, length - 1), ()]
-    ):
+    last = segment_len - 1
+    for row, ends in enumerate([(0, 7, 8, 9, 21), (last, 3 * segment_len), (2 * last + 1, 2 * last + 2, length - 1)]):
         tokens[row, list(ends)] = END
     return tokens
 
@@ -53,12 +49,10 @@ def alone(model, variables, tokens, lengths):
             begins = first == 0 or ids[first - 1] == END
             if begins:
                 memory = plain.init_memory(batch_size=1, mem_len=mem_len)
-            if begins or first % segment_len == 0:
-                after = first
-                while True:  # To the end of the segment or of the document.
+            if begins or first % segment_len == 0:  # To the end of the segment or of the document.
+                after = first + 1
+                while after % segment_len and ids[after - 1] != END:
                     after += 1
-                    if after % segment_len == 0 or ids[after - 1] == END:
-                        break
                 nats, memory = nats_of(ids[None, first:after], ids[None, first + 1 : after + 1], memory)
                 found[row, first:after] = nats[0]
     return found
@@ -73,33 +67,16 @@ def streamed(made, variables, tokens, lengths):
         hidden, memory = made.apply(variables, tokens, memory, same_length=same_length)
         return made.apply(variables, hidden, targets, method=made.nll), memory
 
-    return over_segments(read, made.init_memory(batch_size=len(tokens), mem_len=mem_len), tokens, segment_len)
+    return tiny.over_segments(read, made.init_memory(batch_size=len(tokens), mem_len=mem_len), tokens, segment_len)[0]
 
 
 def cached(made, variables, tokens, lengths):
     """Nats [B, T] of inference, over segments with a KV cache."""
     segment_len, mem_len, same_length = lengths
     sizes = {"segment_len": segment_len, "mem_len": mem_len}
-    window = made.config.compat.window(mem_len, same_length=same_length)
-    prepare = functools.partial(prepare_params, model=made, window=window, clamp_len=None, **sizes)
-    weights = jax.jit(prepare)(variables["params"])
-
-    @jax.jit
-    def read(tokens, targets, cache):
-        hidden, cache = forward.forward(weights, tokens, cache)
-        return forward.nll(weights, hidden, targets), cache
-
+    weights = tiny.prepared(made, variables, **sizes, same_length=same_length)
     cache = forward.init_cache(weights, batch_size=len(tokens), **sizes)
-    return over_segments(read, cache, tokens, segment_len)
-
-
-def over_segments(read, memory, tokens, segment_len):
-    found = []
-    for first in range(0, tokens.shape[1] - 1, segment_len):
-        end = first + segment_len
-        nats, memory = read(tokens[:, first:end], tokens[:, first + 1 : end + 1], memory)
-        found.append(nats)
-    return np.concatenate(found, axis=1)
+    return tiny.over_segments(lambda *of: tiny.read_cached(weights, *of)[1:], cache, tokens, segment_len)[0]
 
 
 @pytest.mark.parametrize(
@@ -114,10 +91,7 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
         np.testing.assert_allclose(read(made, variables, tokens, lengths), expected, rtol=1e-10, atol=1e-10)
     without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, lengths)
     differs = np.abs(without - expected).max(axis=1) > 1e-3
-    assert differs.tolist() == [True, True, True, False], "the end token acts, where there is one"
-
-
-# Which keys are seen
+    assert differs.tolist() == [True, True, True, False]
 
 
 def test_the_mask_by_hand():
@@ -131,18 +105,13 @@ def test_the_mask_by_hand():
     assert visibility.ring_mask().sum(-1).tolist() == [[2, 0, 0], [1, 1, 1]]
 
 
-def test_tiles_and_kernels_take_no_documents():
+def test_tiles_and_kernels_take_no_documents_and_a_run_chooses_the_reference():
     arrays = [jnp.zeros((1, 2, 3, 4))] * 3
     visibility = Visibility(jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32))
     for path in ("tiled", "fused"):
         with pytest.raises(UserError, match=r"data\.reset_at"):
             attention(*arrays, visibility=visibility, implementation=path)
-    jax.eval_shape(lambda: attention(*arrays, visibility=visibility))
-
-
-def test_a_run_chooses_the_reference_for_a_reason():
-    found = tiny_run.parts(end_token=END, data__reset_at="x").attention
-    for chosen in found:
+    for chosen in tiny_run.parts(end_token=END, data__reset_at="x").attention:
         assert chosen.implementation == choose.REFERENCE and "data.reset_at" in chosen.reason
 
 

@@ -25,7 +25,6 @@ config = tiny.model_config
 
 
 def first_params(model):
-    """The parameters that a run begins with, without axis names."""
     return jax.jit(lambda: nn.unbox(init_params(model, jax.random.key(0))))()
 
 
@@ -71,18 +70,13 @@ DROPOUTS = [
 ]
 
 
-def test_dropout_is_applied_where_the_original_has_it():
+def test_dropout_is_applied_where_the_original_has_it_and_locked_but_on_probabilities():
     seen = dropouts_of(tiny.make(dropout__rate=0.5, dropout__attention=0.25))
     found = [("/".join(module.path), getattr(given, "shape", given), module.rate) for module, _, given in seen]
     assert list(dict.fromkeys(place for place in found if place[2])) == DROPOUTS  # Layers are traced twice.
-
-
-def test_every_dropout_of_the_model_is_locked_but_that_of_attention_probabilities():
     seen = dropouts_of(tiny.make(dropout__rate=0.5, dropout__attention=0.5, dropout__locked=True))
-    seen = [(module.broadcast_dims, method, given) for module, method, given in seen if module.rate]
-    assert {dims for dims, method, _ in seen if method == "__call__"} == {(-2,)}
-    assert {dims for dims, method, _ in seen if method != "__call__"} == {()}  # Of probabilities, per pair.
-    assert {given.shape[-1] for _, method, given in seen if method == "__call__"} == {tiny.D, tiny.F}
+    for method, dims in (("__call__", (-2,)), ("draw_seed", ())):  # Of probabilities, per pair.
+        assert {module.broadcast_dims for module, of, _ in seen if module.rate and of == method} == {dims}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -109,35 +103,35 @@ def test_whole_words_are_dropped_at_all_their_positions():
     # But where they begin a segment, they stay as they are.
     first = embedding.apply(variables, jnp.arange(tiny.V)[:, None], deterministic=False, rngs=RNGS)
     np.testing.assert_array_equal(first, jnp.broadcast_to(whole[0, 0, 0], first.shape))
-    apply = jax.jit(
-        jax.vmap(lambda key: embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key}))
-    )
-    many = apply(jax.random.split(RNGS["dropout"], 200))
+    drop = lambda key: embedding.apply(variables, tokens, deterministic=False, rngs={"dropout": key})  # noqa: E731
+    many = jax.jit(jax.vmap(drop))(jax.random.split(RNGS["dropout"], 200))
     assert np.mean(many) == pytest.approx(float(whole.mean()), rel=0.05)
+
+
+def model_of(network, **changes):
+    build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
+    return build(config(network=network, **changes), tiny.V)
 
 
 @pytest.mark.parametrize("network", Network)
 def test_rates_of_input_and_output_may_differ_from_the_others(network):
-    c = config(network=network, dropout__rate=0.3, dropout__input=0.6, dropout__output=0.5, dropout__locked=True)
-    model = (TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel)(c, tiny.V)
-    called = [module for module, method, _ in dropouts_of(model) if method == "__call__"]
+    rates = {"dropout__rate": 0.3, "dropout__input": 0.6, "dropout__output": 0.5}
+    seen = dropouts_of(model_of(network, dropout__locked=True, **rates))
+    called = [module for module, method, _ in seen if method == "__call__"]
     assert {module.broadcast_dims for module in called} == {(-2,)}
     seen = [module.rate for module in called]
     first = 2 if network is Network.TRANSFORMER_XL else 1  # Codes and embedding.
     assert seen[:first] == [0.6] * first and seen[-1] == 0.5 and set(seen[first:-1]) == {0.3}
-
-
-def test_rates_of_input_and_output_follow_the_rate_if_they_are_none():
-    rates = DropoutConfig(rate=0.3, output=0.0)
-    assert (rates.input_rate, rates.output_rate) == (0.3, 0.0)
-    assert (DropoutConfig(rate=0.3, input=0.0).input_rate, DropoutConfig(rate=0.3).output_rate) == (0.0, 0.3)
+    # Without rates of their own they have that of the others.
+    for own, rates in (({}, (0.3, 0.3)), ({"input": 0.0}, (0.0, 0.3)), ({"output": 0.0}, (0.3, 0.0))):
+        found = DropoutConfig(rate=0.3, **own)
+        assert (found.input_rate, found.output_rate) == rates
 
 
 @pytest.mark.parametrize("network", full_but([Network.QRNN], Network))
 def test_traced_rates_are_those_of_the_config(network, x64):
     """Vmapped over models with other rates, each of all six: what each would give whose config has them."""
-    build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
-    model = build(config(network=network, dtype=DType.FLOAT64, dropout__rate=0.9), tiny.V)
+    model = model_of(network, dtype=DType.FLOAT64, dropout__rate=0.9)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
     params = first_params(model)
 
@@ -150,15 +144,14 @@ def test_traced_rates_are_those_of_the_config(network, x64):
     traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *settings)
     found = jax.jit(jax.vmap(lambda rates: hidden(ensemble.with_rates(model, rates))))(traced)
     of_config = {f"dropout__{name}": float(rate) for name, rate in settings[1].items()}
-    of_own = model.clone(config=config(network=network, dtype=DType.FLOAT64, **of_config))
+    of_own = model_of(network, dtype=DType.FLOAT64, **of_config)
     expected = jax.jit(functools.partial(hidden, of_own))()
     np.testing.assert_allclose(found[1], expected, rtol=1e-12, atol=1e-12)
     assert np.abs(found[0] - found[1]).max() > 0.01
 
 
 def test_scoring_leaves_nothing_out():
-    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding")}
-    plain, dropped = tiny.make(), tiny.make(dropout__locked=True, **rates)
+    rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding", "qkv")}
+    plain, dropped = tiny.make(), tiny.make(**rates)
     variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
-    found = [tiny.encoder(model)(variables, tiny.text(5), memory)[0] for model in (plain, dropped)]
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*(tiny.encoder(of)(variables, tiny.text(5), memory)[0] for of in (plain, dropped)))

@@ -1,10 +1,9 @@
 """Tests what an encoding declares, distances beyond its table, and that a new one needs a line of the registry only.
 
 Values and gradients are compared with the original's in tests/test_golden.py, inference with training in
-tests/inference/test_forward.py, and parameters are in tests/modules/test_parameters.py.
+tests/inference/test_forward.py, and parameters are in tests/modules/test_transformer_xl.py.
 """
 
-import functools
 import itertools
 
 import jax
@@ -18,7 +17,6 @@ from txl_jax.config import DType, Encoding
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
-from txl_jax.inference.prepare import prepare_params
 from txl_jax.interop import original
 from txl_jax.modules.positions import ENCODINGS
 from txl_jax.modules.positions.encoding import DecodeTerms, PositionEncoding, PositionKeys, PositionTerms
@@ -28,13 +26,10 @@ from txl_jax.ops.attention.positions import table_length
 L, M = 4, 10
 
 
-@pytest.mark.parametrize(
-    ("encoding", "clamp_len"),
-    nightly_but(
-        [(Encoding.SHAW, None), (Encoding.AL_RFOU, 2)],
-        itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30]),
-    ),
-)
+CLAMPS = [*itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30])]
+
+
+@pytest.mark.parametrize(("encoding", "clamp_len"), nightly_but([CLAMPS[0], CLAMPS[4]], CLAMPS))
 def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
     """A table that goes on with copies of the last row that counts gives the same."""
     short, long = (tiny.make(encoding=encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, 9))
@@ -61,8 +56,7 @@ def test_encodings_say_what_they_can_do(encoding, x64):
     whole, one_by_one = (tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4))
     assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
 
-    prepare = functools.partial(prepare_params, model=model, segment_len=2, mem_len=4, clamp_len=None)
-    keys = jax.eval_shape(lambda: prepare(variables["params"])).layers[0].position_keys
+    keys = tiny.prepared(model, variables, segment_len=2, mem_len=4).layers[0].position_keys
     has_keys = keys is not None and keys.key is not None
     assert ENCODINGS[encoding].products_per_key == (3 if has_keys else 2)
 
@@ -84,7 +78,6 @@ class LogBias(PositionEncoding):
         return PositionTerms(position_score=self._biases(codes) * self.config.d_head**0.5)
 
     def decode_terms(self, layer, shared, *, segment_len, capacity, clamp_len):
-        """Computes the same biases for all P distances."""
         n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
         score = self._biases(positions.key_distances(n_position))
         return DecodeTerms(position_keys=PositionKeys(bias=None, key=None, score=score))
@@ -104,26 +97,20 @@ def _model(monkeypatch, x64):
 @pytest.mark.parametrize("clamp_len", nightly_but([6], [None, 6, 2]))
 def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
     """The ring of 12 slots goes round once, and is unrotated for single tokens at slot 8."""
-    variables, n_token, lengths = tiny.variables(model), 5 * L, [L] * 5 + [1] * 3
+    variables, lengths = tiny.variables(model), [L] * 5 + [1] * 3
     text = tiny.text(sum(lengths))
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=True)
     expected = tiny.stream(encode, variables, text, lengths, model.init_memory(batch_size=tiny.B, mem_len=M))
 
-    lengths = {"window": M, "segment_len": L, "mem_len": M, "clamp_len": clamp_len}
-    params = jax.jit(functools.partial(prepare_params, model=model, **lengths))(variables["params"])
+    params = tiny.prepared(model, variables, same_length=True, segment_len=L, mem_len=M, clamp_len=clamp_len)
     cache = forward.init_cache(params, batch_size=tiny.B, mem_len=M, segment_len=L)
-    read = jax.jit(forward.forward)
-    found = []
-    for start in range(0, n_token, L):
-        hidden, cache = read(params, text[:, start : start + L], cache)
+    read, found, start = jax.jit(forward.forward), [], 0
+    for length in lengths:
+        if start == 5 * L:
+            params, cache = params.for_single_tokens(mem_len=M), cache_lib.unrotate(cache)
+        hidden, cache = read(params, text[:, start : start + length], cache)
         found.append(hidden)
-    params, cache = params.for_single_tokens(mem_len=M), cache_lib.unrotate(cache)
-    for i in range(n_token, n_token + 3):
-        hidden, cache = read(params, text[:, i : i + 1], cache)
-        found.append(hidden)
+        start += length
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=0, atol=1e-12)
-
-
-def test_it_is_not_written_as_a_model_of_the_original(model):
     with pytest.raises(UserError, match=r"model\.encoding is vaswani"):
-        original.from_flax(tiny.variables(model)["params"], model.config)
+        original.from_flax(variables["params"], model.config)

@@ -5,36 +5,34 @@ Values and gradients are compared with the original's in tests/test_golden.py.
 
 import collections
 
+import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tiny
+from support import tiny, tiny_run
 from support.cases import nightly_but
-from txl_jax.config import DType, Remat
+from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, ShawTerms
 from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import positions
+from txl_jax.sharding import axes
 
 L, M = 3, 8
 
 
-def some_memory(model: TransformerXL):
-    """A memory with a different number of filled slots in each row."""
-    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
-    states = np.random.default_rng(2).normal(size=memory.hidden.shape).astype(memory.hidden.dtype)
-    return memory.replace(hidden=jnp.asarray(states), valid=jnp.asarray([0, 5, M], jnp.int32))
-
-
 def loss_of(model: TransformerXL, *, deterministic: bool = True):
-    """(variables, rngs) -> (summed nll, (hidden, nll, memory))."""
+    """(variables, rngs) -> (summed nll, (hidden, nll, memory)). Rows have different numbers of filled slots."""
+    empty = model.init_memory(batch_size=tiny.B, mem_len=M)
+    states = np.random.default_rng(2).normal(size=empty.hidden.shape).astype(empty.hidden.dtype)
+    filled = empty.replace(hidden=jnp.asarray(states), valid=jnp.asarray([0, 5, M], jnp.int32))
 
     @jax.jit
     def loss(variables, rngs=None):
         encode = tiny.encoder(model, deterministic=deterministic)
-        hidden, memory = encode(variables, tiny.text(L), some_memory(model), rngs)
+        hidden, memory = encode(variables, tiny.text(L), filled, rngs)
         nll = model.apply(variables, hidden, tiny.text(L, seed=1), method=model.nll)
         return nll.sum(), (hidden, nll, memory)
 
@@ -49,16 +47,12 @@ def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
     assert set(layers["attention"]) == {"query", "key", "value", "output"} and "biases" not in params["stack"]
     code = positions.sinusoids(jnp.zeros(1, int), tiny.D, jnp.float64)[0]
     query = jnp.einsum("d,ndhe->nhe", code, layers["attention"]["query"])
-    filled = {
-        **layers,
-        "attention": {**layers["attention"], "position_key": layers["attention"]["key"]},
-        "biases": {"content": query, "position": query},
-    }
-    same = {"params": {**params, "stack": {"layers": filled}}}
+    attention = {**layers["attention"], "position_key": layers["attention"]["key"]}
+    filled = {**layers, "attention": attention, "biases": {"content": query, "position": query}}
     memory = own.init_memory(batch_size=tiny.B, mem_len=5)
     found, expected = (
-        tiny.stream(tiny.encoder(model), of, tiny.text(11), [4, 4, 3], memory)
-        for model, of in ((tied, {"params": params}), (own, same))
+        tiny.stream(tiny.encoder(model), {"params": of}, tiny.text(11), [4, 4, 3], memory)
+        for model, of in ((tied, params), (own, {**params, "stack": {"layers": filled}}))
     )
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
@@ -71,10 +65,9 @@ def test_remat_changes_neither_values_nor_gradients(remat, x64):
         model = tiny.make(dtype=DType.FLOAT64, remat=of, dropout__rate=0.3, dropout__attention=0.2)
         step = jax.value_and_grad(loss_of(model, deterministic=False), has_aux=True)
         traced[of] = jax.jit(step).trace(variables, rngs)
-        products[of] = len(list(products_of(traced[of].jaxpr.jaxpr)))
+        products[of] = len(products_of(traced[of].jaxpr))
     found, expected = (traced[of].lower().compile()(variables, rngs) for of in (remat, Remat.NONE))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11)
+    tiny_run.assert_close(found, expected, atol=1e-11)
     # The number of matrix products in the backward pass shows what is rematerialised.
     assert products[Remat.NONE] < products[Remat.DOTS] < products[Remat.FULL]
 
@@ -83,18 +76,16 @@ def test_bfloat16_computes_close_to_float32():
     exact, fast = tiny.make(), tiny.make(dtype=DType.BFLOAT16)
     variables = tiny.variables(fast)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
-    (_, (hidden, nll, _)), gradients = jax.jit(jax.value_and_grad(loss_of(exact), has_aux=True))(variables)
-    (_, (fast_hidden, fast_nll, memory)), fast_gradients = jax.jit(jax.value_and_grad(loss_of(fast), has_aux=True))(
-        variables
+    (expected, gradients), (found, fast_gradients) = (
+        jax.jit(jax.value_and_grad(loss_of(model), has_aux=True))(variables) for model in (exact, fast)
     )
+    (hidden, nll, _), (fast_hidden, fast_nll, memory) = expected[1], found[1]
     assert (fast_hidden.dtype, memory.hidden.dtype, fast_nll.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     # The distance of two bfloat16 numbers near 1 is 2**-7; some tens of roundings follow each other.
     assert 0 < distance(fast_hidden, hidden) < 0.01
     assert 0 < distance(fast_nll, nll) < 0.005
-    paths = flax.traverse_util.flatten_dict(gradients, sep="/")
-    for path, found in flax.traverse_util.flatten_dict(fast_gradients, sep="/").items():
-        assert found.dtype == jnp.float32
-        assert distance(found, paths[path]) < 0.03, path
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(fast_gradients), jax.tree.leaves(gradients), strict=True):
+        assert leaf.dtype == jnp.float32 and distance(leaf, other) < 0.03, path
 
 
 def distance(found, expected) -> float:
@@ -104,14 +95,9 @@ def distance(found, expected) -> float:
 
 
 def products_of(jaxpr):
-    """Yields the shapes of both operands of every matrix product, those of inner programs too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield tuple(operand.aval.shape for operand in equation.invars)
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from products_of(inner)
+    """The shapes of both operands of every matrix product, those of inner programs too."""
+    found = (each for each in tiny.equations(jaxpr) if each.primitive.name == "dot_general")
+    return [tuple(operand.aval.shape for operand in each.invars) for each in found]
 
 
 def test_memory_and_segment_are_projected_apart():
@@ -127,7 +113,7 @@ def test_memory_and_segment_are_projected_apart():
         """Counts products with a projection [D, H, E], by the rows of each row of the batch."""
         rows = [
             size
-            for shapes in products_of(jax.make_jaxpr(function)(variables).jaxpr)
+            for shapes in products_of(jax.make_jaxpr(function)(variables))
             if {tiny.B, tiny.D, tiny.H, tiny.E} <= (sizes := set(sum(shapes, ())))
             for size in sizes & {n_query, n_slot, n_query + n_slot}
         ]
@@ -144,3 +130,45 @@ def test_layer_norm_takes_the_variance_of_centred_values():
     norm = layer_norm("norm", tiny.CONFIG)
     found, _ = norm.init_with_output(jax.random.key(0), jnp.asarray([9_999.0, 10_001.0]))
     np.testing.assert_allclose(found, [-1, 1], rtol=1e-4)
+
+
+# Axes of parameters. Their paths, shapes and initial values are compared in tests/anchors.
+
+P = 17
+ADAPTIVE = {"cutoffs": (4, 9), "d_embed": 8, "div_val": 2, "tie_projs": (False, True, True)}
+CASES = {
+    "tied": {},
+    "not tied": {"tie_weight": False},
+    "adaptive": ADAPTIVE,
+    "adaptive, not tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
+    "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
+    "vaswani": {"encoding": Encoding.VASWANI, "untie_r": True},
+    "al_rfou": {"encoding": Encoding.AL_RFOU},
+    "shaw": {"encoding": Encoding.SHAW},
+    "shaw, as the original": {"encoding": Encoding.SHAW, "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL)},
+}
+SIZES = {  # Of axes by name.
+    axes.LAYERS: {tiny.N},
+    axes.EMBED: {tiny.D},
+    axes.NORM: {tiny.D},
+    None: {2, 3},  # Gates side by side.
+    axes.HEADS: {tiny.H},
+    axes.HEAD_DIM: {tiny.E},
+    axes.POSITIONS: {P},
+    axes.INNER: {tiny.F},
+    axes.VOCAB: {tiny.V, 4, 5},
+    axes.CLUSTERS: {2},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_the_axes_of_parameters_have_names_and_their_sizes(changes):
+    is_learned = changes.get("encoding", Encoding.RELATIVE).is_learned
+    model = tiny.make(**changes, num_positions=P if is_learned else None)
+    tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
+    boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)["params"]
+    sizes = SIZES | {axes.CLUSTER_EMBED: {8, 4, 2} if "cutoffs" in changes else {tiny.D}}
+    for path, leaf in flax.traverse_util.flatten_dict(boxed, sep="/").items():
+        assert isinstance(leaf, nn.LogicallyPartitioned) and len(leaf.names) == leaf.value.ndim, path
+        for name, size in zip(leaf.names, leaf.value.shape, strict=True):
+            assert size in sizes[name], f"{path}: {name} of size {size}"

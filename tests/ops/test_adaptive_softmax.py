@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import oracles
+from support import oracles, tiny, tiny_run
 from support.cases import nightly_but
 from support.tiny import enable_x64
 from txl_jax.ops import adaptive_softmax
@@ -29,7 +29,6 @@ CASES = {
 
 
 def make_clusters(case) -> tuple[list[Cluster], TailEntries | None]:
-    """Weights as numpy arrays."""
     cutoffs, widths, projected = case
     rng, bounds = np.random.default_rng(3), [0, *cutoffs, V]
     clusters = []
@@ -52,8 +51,8 @@ def make_hidden() -> np.ndarray:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64):
     (clusters, tails), (arrays, entries) = make_clusters(case), as_arrays(case)
-    tokens = np.stack([np.arange(V), np.arange(V)[::-1]])
-    hidden, tail_arrays = np.random.default_rng(4).normal(size=(2, V, D)), tails or (None, None)
+    tokens = np.stack([np.arange(V), np.arange(V)[::-1]])[:, None]  # Any number of leading axes will do.
+    hidden, tail_arrays = np.random.default_rng(4).normal(size=(2, 1, V, D)), tails or (None, None)
 
     @jax.jit
     def compute(hidden, tokens):
@@ -65,10 +64,10 @@ def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64)
     np.testing.assert_allclose(vectors, oracles.embed(tokens, clusters, case[0], D), rtol=0, atol=1e-13)
     expected = oracles.adaptive_nll(hidden, tokens, clusters, *tail_arrays, case[0])
     np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-12)
-    assert log_p.shape == (2, V, V)
+    assert log_p.shape == (2, 1, V, V)
     for token in range(V):
-        expected = oracles.adaptive_nll(hidden[:, :2], np.full((2, 2), token), clusters, *tail_arrays, case[0])
-        np.testing.assert_allclose(-log_p[:, :2, token], expected, rtol=0, atol=1e-12)
+        expected = oracles.adaptive_nll(hidden[:, 0, :2], np.full((2, 2), token), clusters, *tail_arrays, case[0])
+        np.testing.assert_allclose(-log_p[:, 0, :2, token], expected, rtol=0, atol=1e-12)
 
 
 def test_gradients_of_a_frequent_token_add_up_in_float32():
@@ -85,45 +84,23 @@ def test_gradients_of_a_frequent_token_add_up_in_float32():
 
 
 @functools.cache
-def gradients_of(f):
-    """(values, gradients) of (hidden, weights, targets), compiled; each value has a weight of its own in the sum."""
-
-    @jax.jit
-    def call(hidden, weights, targets):
-        values, pull_back = jax.vjp(lambda *args: f(*args, targets), hidden, weights)
-        return values, pull_back(jnp.arange(1.0, values.size + 1).reshape(values.shape))
-
-    return call
-
-
-@functools.cache
 def walking_tails(name: str, chunk_size: int | None):
     """Ours, with this many positions per chunk of a tail."""
-
-    def nll(hidden, weights, targets):
-        return adaptive_softmax.negative_log_likelihood(
-            hidden, targets, *weights, CASES[name][0], chunk_size=chunk_size
-        )
-
-    return gradients_of(nll)
+    nll = functools.partial(adaptive_softmax.negative_log_likelihood, chunk_size=chunk_size)
+    return tiny.with_gradients(lambda hidden, weights, targets: nll(hidden, targets, *weights, CASES[name][0]))
 
 
-@functools.cache
-def through_all_log_probabilities(name: str):
+@tiny.with_gradients
+def through_all_log_probabilities(hidden, weights, targets):
     """The dense oracle: every tail at every position."""
-
-    def nll(hidden, weights, targets):
-        log_p = adaptive_softmax.log_probabilities(hidden, *weights)
-        return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-
-    return gradients_of(nll)
+    log_p = adaptive_softmax.log_probabilities(hidden, *weights)
+    return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
 
 
 def check_gradients(name: str, targets: np.ndarray, *, chunk_size: int | None = None) -> None:
     args = make_hidden(), as_arrays(CASES[name]), targets
-    found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(name)(*args)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+    found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(*args)
+    tiny_run.assert_close(found, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -146,18 +123,10 @@ def test_any_distribution_of_targets(data):
         check_gradients(name, np.reshape(targets, (B, L)), chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize(
-    ("rows", "n_position", "chunk_size"),
-    [
-        (20_000, 9_000, 256),  # 1/32 of the positions is 281.
-        (20_000, 100_000, 1024),  # 2**25 logits are 1677 positions.
-        (10**7, 100_000, 128),
-        (5, 100, 8),  # An eighth of the positions is 12.
-        (5, 1, 1),
-    ],
-)
-def test_chunk_size_of_a_tail(rows, n_position, chunk_size):
-    assert adaptive_softmax._tail_chunk_size(rows, n_position) == chunk_size
+def test_chunk_size_of_a_tail():
+    """1/32 of 9,000 positions is 281; 2**25 logits of 20,000 words are 1,677 positions; an eighth of 100 is 12."""
+    sizes = {(20_000, 9_000): 256, (20_000, 100_000): 1024, (10**7, 100_000): 128, (5, 100): 8, (5, 1): 1}
+    assert {given: adaptive_softmax._tail_chunk_size(*given) for given in sizes} == sizes
 
 
 def test_work_follows_the_number_of_targets_in_a_tail(monkeypatch):
@@ -185,17 +154,6 @@ def test_work_follows_the_number_of_targets_in_a_tail(monkeypatch):
             (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
         }
         calls.clear()
-
-
-@pytest.mark.parametrize("leading", [(), (2, 1, 4)])
-def test_any_leading_shape(leading, x64):
-    rng, (clusters, tails) = np.random.default_rng(7), make_clusters(CASES["mixed projections"])
-    hidden, targets = rng.normal(size=(*leading, D)), np.asarray(rng.integers(V, size=leading))
-    nll = jax.jit(
-        lambda *args: adaptive_softmax.negative_log_likelihood(*args, *as_arrays(CASES["mixed projections"]), (4, 9))
-    )
-    expected = oracles.adaptive_nll(hidden, targets, clusters, *tails, (4, 9))
-    np.testing.assert_allclose(nll(hidden, targets), expected, rtol=0, atol=1e-12)
 
 
 def test_losses_of_bfloat16_states_are_float32():

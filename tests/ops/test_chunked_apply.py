@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support import tiny, tiny_run
 from txl_jax.ops.chunked_apply import chunked_apply
 
 T, D, WIDTH = 11, 5, 3
@@ -24,7 +25,6 @@ def inputs(n_selected: int, *, seed: int = 0):
 
 
 def everywhere(weights, states, labels, selected):
-    """The expected result of `chunked_apply`, computed at all positions."""
     return jnp.where(selected, squashed(weights, states, labels), 0)
 
 
@@ -32,37 +32,18 @@ def selectively(chunk_size):
     return lambda *args: chunked_apply(squashed, chunk_size, *args)
 
 
-def with_gradients(f):
-    """(values, gradients) of a sum in which every position has a weight of its own."""
-
-    def weighted(weights, states, *rest):
-        values = f(weights, states, *rest)
-        return jnp.vdot(jnp.arange(1.0, values.size + 1), values.ravel()), values
-
-    def call(*args):
-        gradients, values = jax.grad(weighted, argnums=(0, 1), has_aux=True)(*args)
-        return values, gradients
-
-    return call
-
-
-def assert_close(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("chunk_size", [1, 3, 16])
 def test_values_and_gradients_are_those_of_the_function_everywhere(chunk_size, x64):
-    found, expected = (jax.jit(with_gradients(f)) for f in (selectively(chunk_size), everywhere))
+    found, expected = tiny.with_gradients(selectively(chunk_size)), tiny.with_gradients(everywhere)
     for n_selected in (0, 1, 3, 4, T):
         args = inputs(n_selected)
-        assert_close(found(*args), expected(*args))
+        tiny_run.assert_close(found(*args), expected(*args), atol=1e-12)
 
 
 def test_positions_that_are_not_selected_are_not_read():
     weights, states, labels, selected = inputs(4)
     states = jnp.where(selected[:, None], states, jnp.nan)
-    values, (of_weights, of_states) = jax.jit(with_gradients(selectively(3)))(weights, states, labels, selected)
+    values, (of_weights, of_states) = tiny.with_gradients(selectively(3))(weights, states, labels, selected)
     assert np.isfinite(values).all() and np.isfinite(of_weights["kernel"]).all()
     assert np.array_equal(np.any(of_states, axis=1), selected)
 
@@ -90,8 +71,5 @@ def test_rows_of_a_vmap_have_as_many_chunks_as_each_needs(x64):
     weights, *_ = inputs(0)
     rows = [inputs(n, seed=n)[1:] for n in (0, 3, 7, T)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-    found, expected = (
-        jax.jit(with_gradients(jax.vmap(f, in_axes=(None, 0, 0, 0))))(weights, *stacked)
-        for f in (selectively(2), everywhere)
-    )
-    assert_close(found, expected)
+    by_row = [jax.vmap(f, in_axes=(None, 0, 0, 0)) for f in (selectively(2), everywhere)]
+    tiny_run.assert_close(*(tiny.with_gradients(f)(weights, *stacked) for f in by_row), atol=1e-12)

@@ -70,17 +70,17 @@ def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("channel", ["columns", "rows"])
+@pytest.mark.parametrize("axis", [1, 2])  # Each column has its own steps, or each row.
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(channel, rows, x64, monkeypatch):
+def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(axis, rows, x64, monkeypatch):
     """Beside the product with the same int8 numbers in float64; batched as in attention, one row as on a GPU or TPU."""
     monkeypatch.setattr(matmul, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix))
     inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
-    matrix = quantize(jnp.asarray(array), axis=1 if channel == "columns" else 2)
+    matrix = quantize(jnp.asarray(array), axis=axis)
     found = jax.jit(lambda *of: multiply(*of))(jnp.asarray(inputs), matrix)  # Traced anew.
     expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
     # Each of 70 terms is off by at most half a step of the row, 1 / (2 * 254 * 127) of its largest.
-    bound = 70 * np.abs(inputs).max() * np.abs(array).max() ** (1 if channel == "columns" else 2) / (2 * 254 * 127)
+    bound = 70 * np.abs(inputs).max() * np.abs(array).max() ** axis / (2 * 254 * 127)
     assert 0 < np.abs(found - expected).max() < bound / 4
 
 
@@ -98,9 +98,8 @@ def test_project_takes_int8_of_any_shape(dtype):
     found = jax.jit(project)(inputs, matrix)
     assert found.shape == (2, 1, 3, 2, 4) and found.dtype == dtype
     expected = np.tensordot(np.asarray(inputs, np.float64), np.asarray(matrix.dequantize(jnp.float32), np.float64), 1)
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), expected, rtol=0, atol=1e-3 if dtype == jnp.float32 else 0.05
-    )
+    atol = 1e-3 if dtype == jnp.float32 else 0.05
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
 
 
 def test_more_terms_than_int32_holds_are_refused():

@@ -1,6 +1,7 @@
 """Tests clients that leave early: before their first piece, while their prompt is read, before they are understood."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import threading
@@ -9,8 +10,8 @@ import time
 import pytest
 from starlette.requests import ClientDisconnect
 
-from support.http_server import ask, left, served
-from support.serving import SECONDS, engine, make_store
+from support.http_server import ask, complete, left, server
+from support.serving import SECONDS
 from support.waiting import wait_until
 from txl_jax.serving import protocol
 from txl_jax.serving.app import Settings, make_app
@@ -39,22 +40,17 @@ def gate(owner, name, *, call=1):
 
 
 @pytest.fixture
-def made():
-    with engine(store=make_store(), limits=LIMITS, start=False) as stopped:
-        yield stopped
+def running():
+    with server(limits=LIMITS) as found:
+        yield found
 
 
 @pytest.fixture
-def port(made):
-    with served(made, Settings("tiny", limits=LIMITS)) as number:
-        yield number
-
-
-@pytest.fixture
-def session(port, made):
+def session(running):
     """A session with a text. At the end one request was ended, and the session is as before and can be used."""
+    port, made = running
     name = ask(port, "/v1/sessions", {})[1]["id"]
-    assert ask(port, "/v1/completions", {"session": name, "prompt": "abc", "max_tokens": 5})[0] == 200
+    assert complete(port, session=name, max_tokens=5)[0] == 200
     found = made.store.get(name, "")
     state, written = found.state, made.counters.written
     yield found
@@ -68,24 +64,24 @@ def body(session, **changes):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_it_waits_for_a_row(port, made, session, stream):
+def test_while_it_waits_for_a_row(running, session, stream):
     """The other, which is writing, is not disturbed."""
-    neighbour = {"prompt": "abc", "max_tokens": 60, "seed": 4, "logprobs": 1}
-    expected, found = ask(port, "/v1/completions", neighbour)[1]["choices"], []
-    other = threading.Thread(target=lambda: found.extend(ask(port, "/v1/completions", neighbour)[1]["choices"]))
-    with gate(made.step, "write") as (reached, through):
-        other.start()
+    port, made = running
+    neighbour = {"max_tokens": 60, "seed": 4, "logprobs": 1}
+    alone = complete(port, **neighbour)[1]["choices"]
+    with gate(made.step, "write") as (reached, through), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(complete, port, **neighbour)
         assert reached.wait(SECONDS)
         with left(port, body(session, stream=stream)):
             wait_until(lambda: made.num_waiting)
         wait_until(lambda: made._waiting[0].cancelled)
         through.set()
-        other.join(SECONDS)
-    assert found == expected
+        assert other.result(SECONDS)[1]["choices"] == alone
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_the_prompt_is_read(port, made, session, stream):
+def test_while_the_prompt_is_read(running, session, stream):
+    port, made = running
     read = made.counters.read
     with gate(made.step, "read", call=3) as (reached, through):
         with left(port, body(session, prompt="abcdefgh" * 100, stream=stream)):
@@ -98,7 +94,8 @@ def test_while_the_prompt_is_read(port, made, session, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_before_the_request_is_understood(port, made, session, stream):
+def test_before_the_request_is_understood(running, session, stream):
+    port, made = running
     with gate(protocol, "parse_completion") as (reached, through):
         with left(port, body(session, stream=stream)):
             assert reached.wait(SECONDS)
@@ -107,7 +104,7 @@ def test_before_the_request_is_understood(port, made, session, stream):
         wait_until(lambda: made.counters.ended["cancelled"])
 
 
-def test_before_the_response_begins(made, session):
+def test_before_the_response_begins(running, session):
     """With a server of a newer ASGI, whose first `send` to a client that has left raises."""
     messages = [{"type": "http.request", "body": json.dumps(body(session)).encode()}]
 
@@ -121,4 +118,4 @@ def test_before_the_response_begins(made, session):
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
     scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     with contextlib.suppress(ClientDisconnect):
-        asyncio.run(make_app(made, Settings("tiny", limits=LIMITS))(scope, receive, send))
+        asyncio.run(make_app(running[1], Settings("tiny", limits=LIMITS))(scope, receive, send))

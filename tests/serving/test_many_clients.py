@@ -7,10 +7,8 @@ import time
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, served, wait_idle
-from support.serving import engine, make_store
+from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, server, wait_idle
 from support.waiting import wait_until
-from txl_jax.serving.app import Settings
 from txl_jax.serving.requests import Limits
 
 LETTERS = "\n abcdefghijk"
@@ -49,72 +47,61 @@ def answer(port, body):
     return choices
 
 
-class Client:
-    """A client that asks until the time is over, every tenth in a session; it keeps what it asked and got."""
-
-    def __init__(self, port, number, *, longest):
-        self.port, self.rng, self.longest = port, random.Random(number), longest
-        self.in_session, self.leaves = number % 10 == 0, number % 20 == 0
-        self.asked, self.session = [], None
-
-    def ask_until(self, until):
-        if self.in_session:
-            self.session = ask(self.port, "/v1/sessions", {})[1]["id"]
-        for body in bodies(self.rng, longest=self.longest):
-            if self.in_session:
-                prompt = body["prompt"][0] if isinstance(body["prompt"][0], str) else body["prompt"]
-                body |= {"session": self.session, "n": 1, "prompt": prompt}
-            self.asked.append((body, answer(self.port, body)))
-            if self.leaves and len(self.asked) == 1:
-                with left(self.port, body | {"stream": True, "max_tokens": 4000, "stop": None}) as connection:
-                    connection.getresponse().read(100)
-                wait_until(lambda: not self.session or not ask(self.port, f"/v1/sessions/{self.session}")[1]["busy"])
-            if time.monotonic() > until:
-                return
+def talk(port, number, *, until, longest):
+    """Asks until the time is over, every tenth client in a session. Returns its name, and what was asked and found."""
+    asked, session = [], ask(port, "/v1/sessions", {})[1]["id"] if number % 10 == 0 else None
+    for body in bodies(random.Random(number), longest=longest):
+        if session:
+            prompt = body["prompt"][0] if isinstance(body["prompt"][0], str) else body["prompt"]
+            body |= {"session": session, "n": 1, "prompt": prompt}
+        asked.append((body, answer(port, body)))
+        if number % 20 == 0 and len(asked) == 1:
+            with left(port, body | {"stream": True, "max_tokens": 4000, "stop": None}) as connection:
+                connection.getresponse().read(100)
+            wait_until(lambda: not ask(port, f"/v1/sessions/{session}")[1]["busy"])
+        if time.monotonic() > until:
+            return session, asked
+    raise AssertionError
 
 
 def check(port, clients):
     """Asks everything again, one request at a time; a session's requests go to a new session."""
-    for client in clients:
-        session = ask(port, "/v1/sessions", {})[1]["id"] if client.in_session else None
-        assert client.asked
-        for body, found in client.asked:
-            assert answer(port, body | ({"session": session} if session else {})) == found, body
-        for name in filter(None, (session, client.session)):
+    for session, asked in clients:
+        new = ask(port, "/v1/sessions", {})[1]["id"] if session else None
+        assert asked
+        for body, found in asked:
+            assert answer(port, body | ({"session": new} if session else {})) == found, body
+        for name in filter(None, (session, new)):
             assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
 
 
 def run_clients(port, *, count, seconds, longest):
-    clients, until = [Client(port, number, longest=longest) for number in range(count)], time.monotonic() + seconds
+    options = {"until": time.monotonic() + seconds, "longest": longest}
     with concurrent.futures.ThreadPoolExecutor(count) as threads:
-        list(threads.map(lambda client: client.ask_until(until), clients))
+        clients = list(threads.map(lambda number: talk(port, number, **options), range(count)))
     wait_idle(port)
     return clients
 
 
 @pytest.mark.full
 def test_clients_at_once_get_what_each_gets_alone():
-    with engine(store=make_store(limit=8), start=False) as made, served(made, Settings("tiny")) as port:
+    with server() as (port, made):
         clients = run_clients(port, count=12, seconds=0, longest=12)
         check(port, clients)
-        assert made.store.num_sessions == 0 and sum(len(client.asked) for client in clients) == 12
+        assert made.store.num_sessions == 0 and sum(len(asked) for _, asked in clients) == 12
 
 
 @pytest.mark.nightly(part="long")
 def test_200_clients_for_two_minutes():
     """Sessions among them; ten leave in the middle. Then all again alone; the server's memory is as before."""
-    limits = Limits(waiting=2000)
-    with in_its_own_process(num_sessions=64, limits=limits) as (port, process):
-        for client in run_clients(port, count=200, seconds=5, longest=60):
-            if client.session:
-                assert ask(port, f"/v1/sessions/{client.session}", method="DELETE")[0] == 200
+    with in_its_own_process(num_sessions=64, limits=Limits(waiting=2000)) as (port, process):
+        check(port, run_clients(port, count=200, seconds=5, longest=60))
         before, cancelled = resident_mib(process), metrics(port)['txl_choices_ended_total{reason="cancelled"}']
         clients = run_clients(port, count=200, seconds=120, longest=60)
         figures = metrics(port)
         assert figures['txl_choices_ended_total{reason="cancelled"}'] >= cancelled + 10
         check(port, clients)
         after = resident_mib(process)
-        print(sum(len(client.asked) for client in clients), "requests of 200 clients,", end=" ")
+        print(sum(len(asked) for _, asked in clients), "requests of 200 clients,", end=" ")
         print(f"{figures['txl_tokens_written_total']:.0f} tokens; the server's memory {before} MiB, then {after} MiB")
-        assert after <= 1.05 * before and all(client.asked for client in clients)
-        assert metrics(port)["txl_sessions"] == 0
+        assert after <= 1.05 * before and metrics(port)["txl_sessions"] == 0

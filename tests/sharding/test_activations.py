@@ -22,18 +22,9 @@ FLAGS = {"clamp_len": None, "same_length": False, "deterministic": True}
 
 def constrained(function, *arguments):
     """The mesh axes that a traced program constrains arrays to, loops included, and how many arrays."""
-    found = constraints(jax.make_jaxpr(function)(*arguments))
-    return collections.Counter(tuple(equation.params["sharding"].spec) for equation in found)
-
-
-def constraints(jaxpr):
-    """The sharding constraints of a program and of all that it calls."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == "sharding_constraint":
-            yield equation
-        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                yield from constraints(part)
+    found = tiny.equations(jax.make_jaxpr(function)(*arguments))
+    specs = (each.params["sharding"].spec for each in found if each.primitive.name == "sharding_constraint")
+    return collections.Counter(map(tuple, specs))
 
 
 def expected(rows, *, outputs=1, heads=4, inner=1):
@@ -93,15 +84,10 @@ def test_one_device_is_left_alone():
     assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
 
 
-class Shards:
-    """Returns how many shards of a batch the ambient mesh has, called, lowered or traced."""
-
-    def __call__(self):
+def test_bound_functions_enter_their_mesh_on_any_thread():
+    def shards():
         return sharding.num_batch_shards()
 
-    lower = eval_shape = __call__
-
-
-def test_bound_functions_enter_their_mesh_on_any_thread():
-    bound = sharding.bind_mesh(MESH, Shards())
-    assert on_thread(lambda: (Shards()(), bound(), bound.lower(), bound.eval_shape())) == (1, 4, 4, 4)
+    shards.lower = shards.eval_shape = shards
+    bound = sharding.bind_mesh(MESH, shards)
+    assert on_thread(lambda: (shards(), bound(), bound.lower(), bound.eval_shape())) == (1, 4, 4, 4)

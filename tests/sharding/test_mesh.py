@@ -109,17 +109,13 @@ def test_in_float32_too(on_eight_devices):
 
 
 @pytest.mark.full
-def test_parts_of_the_rows_on_a_mesh_are_the_whole_batch(computed):
-    one, chunks = computed("rest")["microbatches"]
-    np.testing.assert_allclose(chunks["losses"], one["losses"], rtol=1e-10)
-    np.testing.assert_allclose(chunks["params"], one["params"], rtol=0, atol=1e-10)
-
-
-@pytest.mark.full
-def test_a_run_goes_on_from_its_checkpoint_on_other_devices(computed):
+def test_a_run_goes_on_from_its_checkpoint_on_other_devices_or_in_parts_of_its_rows(computed):
     """Fully sharded over eight, then over four that share heads too, then one: the curve is that of one alone."""
     found = computed("rest")
     np.testing.assert_allclose(found["moved"], found["runs"]["adaptive, one"]["losses"], rtol=1e-10)
+    one, chunks = found["microbatches"]
+    np.testing.assert_allclose(chunks["losses"], one["losses"], rtol=1e-10)
+    np.testing.assert_allclose(chunks["params"], one["params"], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("rest", marks=FULL), pytest.param("exact", marks=EVERY_CASE)])
@@ -203,10 +199,23 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["lamb", "lamb_nvidia", "muon", "adafactor"])
-def test_updates_by_whole_tensors_are_those_of_one_device(computed, name):
-    """And the moments are sharded."""
-    of = computed("rest")["optimizers"][name]
-    assert of["error"] < 1e-9
-    if name != "adafactor":
-        assert of["bytes_per_device"] < 0.4 * of["bytes"]
+def test_updates_by_whole_tensors_are_those_of_one_device_and_moments_are_sharded(computed):
+    found = computed("rest")["optimizers"]
+    assert len(found) == 4
+    for name, of in found.items():
+        assert of["error"] < 1e-9, name
+        assert of["bytes_per_device"] < 0.4 * of["bytes"] or name == "adafactor", name
+
+
+FEW_PATHS = ("mixed", "reference", "tiled", "stored", "tpu")
+ALL_PATHS = ("data", "mixed", "tensor", "reference", "tiled", "stored", "tpu")
+
+
+@pytest.mark.parametrize("parts", [FEW_PATHS, pytest.param(ALL_PATHS, marks=EVERY_CASE)], ids=["few", "all"])
+def test_a_mesh_attends_as_one_device_does(parts, on_eight_devices):
+    """Values and six gradients, with the dropout mask of the whole batch; kernels are interpreted."""
+    found = on_eight_devices("-m", "support.attention_on_meshes", *parts)
+    assert len(found) == {FEW_PATHS: 8, ALL_PATHS: 24}[parts]
+    for name, differences in found.items():
+        assert len(differences) == (7 if name.startswith("training") else 1)
+        assert max(differences) < 2e-5, name

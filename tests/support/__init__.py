@@ -1,6 +1,8 @@
 """Support for the tests: oracles, tiny models and runs, several processes, programs with faults."""
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ON_PATH = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}  # For processes that import the support of tests.
 BUCKET = "bucket-one"  # Of the object storage that tests start.

@@ -1,4 +1,4 @@
-"""Computes attention on meshes of eight fake CPU devices; run as a program by tests/sharding/test_attention.py.
+"""Computes attention on meshes of eight fake CPU devices; run as a program by tests/sharding/test_mesh.py.
 
 Its words name meshes and implementations. It prints JSON: for each pair the largest difference from the reference on
 one device, of the values, of each gradient, and of inference with a KV cache. B = 8, H = 8, L = 6, M = 10, E = 5,
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from support.attention_arrays import NAMES, draw
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
@@ -27,33 +28,21 @@ IMPLEMENTATIONS = {
 B, H, L, M, E, R = 8, 8, 6, 10, 5, 12
 
 
-def arrays(*shapes):
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-
-
 def training(implementation):
     """The function of arrays to values and gradients, with dropout; 5 rows have less memory than M."""
-    visibility = Visibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), L, M, 12)
     dropout = Dropout(0.3, jnp.uint32(7), n_head=H)
-    options = {"visibility": visibility, "dropout": dropout, "implementation": implementation}
-    weights = arrays((B, H, L, E))[0]
+    options = {"visibility": VISIBILITY, "dropout": dropout, "implementation": implementation}
 
     def loss(given):
-        query, key, value, position_key, u, v = given
-        out = attention(query, key, value, position_key, content_bias=u, position_bias=v, **options)
-        return jnp.sum(weights * out), out
+        out = attention(**given, **options)
+        return jnp.sum(normal((B, H, L, E)) * out), out
 
-    def values_and_gradients(given):
-        gradients, out = jax.grad(loss, has_aux=True)(given)
-        return out, *gradients
-
-    return values_and_gradients
+    return lambda given: jax.tree.leaves(jax.grad(loss, has_aux=True)(given))
 
 
 def inference(implementation):
     """The function of arrays to the values of a segment after a KV cache that has wrapped round."""
-    visibility = CachedVisibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), jnp.asarray(6), L, R, None)
+    visibility = CachedVisibility(VISIBILITY.valid, jnp.asarray(6), L, R, None)
 
     def values(given):
         query, key, value, keys, stored, position_query, position_key = given
@@ -63,12 +52,15 @@ def inference(implementation):
     return values
 
 
+def normal(shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+VISIBILITY = Visibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), L, M, 12)
+OF_CACHE = ((B, H, L, E), (B, H, L, E), (B, H, L, E), (B, H, E, R), (B, H, R, E), (B, H, L, E), (H, E, R + L))
 CALLS = {
-    "training": (training, arrays((B, H, L, E), (B, H, M + L, E), (B, H, M + L, E), (H, M + L, E), (H, E), (H, E))),
-    "inference": (
-        inference,
-        arrays((B, H, L, E), (B, H, L, E), (B, H, L, E), (B, H, E, R), (B, H, R, E), (B, H, L, E), (H, E, R + L)),
-    ),
+    "training": (training, draw(VISIBILITY, H, E, names=NAMES[:6])),
+    "inference": (inference, [*map(normal, OF_CACHE)]),
 }
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from support import runs, tiny_run
-from txl_jax.config import CorpusName, EvalConfig, ExperimentConfig, Tokenizer, config_tree
+from support import runs, tiny, tiny_run
+from txl_jax.config import CorpusName, EvalConfig, ExperimentConfig, Tokenizer
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
@@ -40,9 +40,8 @@ def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, Built]:
 def on_text(folder: Path, content: bytes, **changes: Any) -> tuple[ExperimentConfig, Corpus]:
     """Returns the config of a tiny run on a text, with some settings changed, and the text."""
     (folder / "text").write_bytes(content)
-    values = {"data.corpus": CorpusName.TEXT, "data.file": str(folder / "text")}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    config: ExperimentConfig = config_tree.replace(tiny_run.CONFIG, values)
+    own = {"data__corpus": CorpusName.TEXT, "data__file": str(folder / "text")}
+    config = tiny.changed(tiny_run.CONFIG, **own | changes)
     return config, read_corpus(config.data, "nowhere", str(folder))
 
 

@@ -5,6 +5,7 @@ tokens, of which the second and third divide among neither 8 devices nor (the se
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,18 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from support import tiny
 from txl_jax import sharding
-from txl_jax.config import (
-    CacheDType,
-    DropoutConfig,
-    DType,
-    EvalConfig,
-    ExperimentConfig,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
-    config_tree,
-)
+from txl_jax.config import CacheDType, ExperimentConfig, MeshConfig
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
@@ -56,16 +48,19 @@ TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch o
 
 
 def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
-    """The run on a mesh, with settings changed: `model__d_model` for model.d_model, and so on."""
     sizes = {"n_layer": 3, "d_model": 16, "n_head": 8, "d_head": 5, "d_inner": 24}
-    counts = dict.fromkeys(("steps", "log_every", "eval_every", "checkpoint_every"), STEPS)
-    base = ExperimentConfig(
-        model=ModelConfig(**sizes, dropout=DropoutConfig(rate=0.2), dtype=DType(jnp.result_type(float).name)),
-        mesh=mesh,
-        train=TrainConfig(batch_size=B, segment_len=L, mem_len=9, segments_per_call=PER_CALL, **counts),
-        eval=EvalConfig(batch_size=1, segment_len=4, mem_len=11, clamp_len=None),
-    )
-    return config_tree.replace(base, {name.replace("__", "."): value for name, value in changes.items()})
+    base = {f"model__{name}": size for name, size in sizes.items()}
+    base |= {"model__dropout__rate": 0.2, "model__dtype": jnp.result_type(float).name, "mesh": mesh}
+    base |= {f"train__{name}": STEPS for name in ("steps", "log_every", "eval_every", "checkpoint_every")}
+    base |= {"train__batch_size": B, "train__segment_len": L, "train__mem_len": 9, "train__segments_per_call": PER_CALL}
+    base |= {"eval__batch_size": 1, "eval__segment_len": 4, "eval__mem_len": 11, "eval__clamp_len": None}
+    return tiny.changed(ExperimentConfig(), **base | changes)
+
+
+def build_run(kind: str, mesh: str | MeshConfig, **changes: Any) -> Built:
+    """The parts of a run with this kind of softmax on a mesh."""
+    of = config(MESHES[mesh] if isinstance(mesh, str) else mesh, **SOFTMAX[kind], **changes)
+    return build(of, vocab_size=VOCABULARY[kind])
 
 
 def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: range) -> tuple:
@@ -117,23 +112,14 @@ def collectives(text: str) -> list[dict]:
                     (math.prod(map(int, filter(None, sizes.split(",")))) * int(bits or 8) // 8, array)
                     for array, bits, sizes in re.findall(r"(\b[a-z]+(\d*)\[([\d,]*)\])", found[1])
                 ]
-                devices = group_size(line)
                 source = re.search(r'op_name="([^"]*)"', line)
-                if devices > 1:
-                    yield {
-                        "kind": found[2],
-                        "n_bytes": sum(size for size, _ in arrays),
-                        "largest": max(arrays)[0],
-                        "shape": max(arrays)[1],
-                        "devices": devices,
-                        "loops": loops,
-                        "times": times,
-                        "source": source[1] if source else "",
-                    }
+                sent = {"kind": found[2], "n_bytes": sum(size for size, _ in arrays), "devices": group_size(line)}
+                sent |= dict(zip(("largest", "shape"), max(arrays), strict=True))
+                if sent["devices"] > 1:
+                    yield sent | {"loops": loops, "times": times, "source": source[1] if source else ""}
             count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            for role, inner in re.findall(
-                r"(body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line
-            ):
+            roles = "body|calls|to_apply|true_computation|false_computation"
+            for role, inner in re.findall(rf"({roles})=%?([\w.\-]+)", line):
                 is_body = role == "body"
                 yield from visit(inner, loops + is_body, times * int(count[1]) if is_body and count else times)
 
@@ -155,12 +141,10 @@ def group_size(line: str) -> int:
 
 
 def on_one_device(tree: Any) -> int:
-    """Bytes of a tree's arrays on the first device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim)
 
 
 def shard_of(array: jax.Array) -> tuple[int, ...]:
-    """The shape of what the first device has of an array."""
     return array.addressable_shards[0].data.shape
 
 
@@ -177,18 +161,19 @@ def scored(parts: Built, params: Any) -> dict:
     """Scores of a short text in one row and in sixteen, and of a longer one in sixteen, with an int8 cache too."""
 
     def with_settings(**changes: Any) -> Built:
-        span = dataclasses.replace(parts.config.eval, **changes)
-        return dataclasses.replace(parts, config=dataclasses.replace(parts.config, eval=span))
+        changes = {f"eval__{name}": value for name, value in changes.items()}
+        return dataclasses.replace(parts, config=tiny.changed(parts.config, **changes))
 
-    totals, keys_per_device = score(parts, params)
+    one_row, keys_per_device = score(parts, params)
     of_rows, keys_of_rows = score(with_settings(batch_size=B), params)
-    longer = [score(with_settings(batch_size=B, cache_dtype=of), params, 12 * B) for of in (None, CacheDType.INT8)]
+    longer, _ = score(with_settings(batch_size=B), params, 12 * B)
+    in_int8, _ = score(with_settings(batch_size=B, cache_dtype=CacheDType.INT8), params, 12 * B)
     return {
-        "score": totals.nats,
-        "scored": totals.tokens,
+        "score": one_row.nats,
+        "scored": one_row.tokens,
         "score_of_rows": of_rows.nats,
-        "score_of_longer": longer[0][0].nats,
-        "score_in_int8": longer[1][0].nats,
+        "score_of_longer": longer.nats,
+        "score_in_int8": in_int8.nats,
         "keys_per_device": {"one row": keys_per_device, "sixteen rows": keys_of_rows},
     }
 
@@ -198,23 +183,17 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
     span, weights = parts.config.eval, parts.prepare_params(params)
     memory = parts.init_memory(weights)
     keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
-    totals = evaluate(
-        parts.eval_step,
-        weights,
-        memory,
-        evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len),
-        place=parts.place,
-    )
-    return totals, keys_per_device
+    reader = evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len)
+    return evaluate(parts.eval_step, weights, memory, reader, place=parts.place), keys_per_device
 
 
 def moved() -> list[float]:
     """The losses of a run that resumes on other devices: on eight, then on four with another mesh, then on one."""
     losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
-    meshes = (MESHES["fsdp"], MeshConfig(data=1, fsdp=2, tensor=2), MESHES["one"])
+    meshes = ("fsdp", MeshConfig(data=1, fsdp=2, tensor=2), "one")
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
         for mesh, these in zip(meshes, steps, strict=True):
-            parts = build(config(mesh, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"])
+            parts = build_run("adaptive", mesh)
             restored = checkpoints.restore(parts.abstract_state)
             state = parts.init_state() if restored is None else restored[1]
             state, more, _ = train_steps(parts, parts.compile_step().program, state, these)
@@ -226,23 +205,17 @@ def moved() -> list[float]:
 def tail_work() -> dict:
     """Positions of a tail's logits on a device, which should be its own 16, and the number of all-gathers."""
     rows, mesh = 15_000, sharding.make_mesh(MESHES["data"])
-    clusters = [
-        adaptive_softmax.Cluster(jax.ShapeDtypeStruct((n, 6), "float32"), jax.ShapeDtypeStruct((n,), "float32"), None)
-        for n in (10, rows)
-    ]
-    tails = adaptive_softmax.TailEntries(jax.ShapeDtypeStruct((1, 6), "float32"), jax.ShapeDtypeStruct((1,), "float32"))
+    array = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    clusters = [adaptive_softmax.Cluster(array((n, 6)), array((n,)), None) for n in (10, rows)]
+    tails = adaptive_softmax.TailEntries(array((1, 6)), array((1,)))
 
     def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), chunk_size=16)
         return nll.sum()
 
-    shape = (16, 32)
-    compiled = (
-        sharding.bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
-        .lower(clusters, tails, jax.ShapeDtypeStruct((*shape, 6), "float32"), jax.ShapeDtypeStruct(shape, "int32"))
-        .compile()
-    )
-    text = compiled.as_text()
+    gradients = sharding.bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
+    lowered = gradients.lower(clusters, tails, array((16, 32, 6)), jax.ShapeDtypeStruct((16, 32), "int32"))
+    text = lowered.compile().as_text()
     products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)
     of_tail = [[int(n) for n in found.split(",")] for found in products]
     positions = max(np.prod(found) // rows for found in of_tail if rows in found).item()
@@ -255,14 +228,12 @@ def optimizers() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
         changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
-        one, mixed = (
-            updated(build(config(MESHES[mesh], **changes, **SOFTMAX["adaptive"]), vocab_size=VOCABULARY["adaptive"]))
-            for mesh in ("one", "mixed")
+        one, mixed = (updated(build_run("adaptive", mesh, **changes)) for mesh in ("one", "mixed"))
+        error = jax.tree.map(
+            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(), one[1], mixed[1], one[0]
         )
-        moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (one[0], one[1])), strict=True)]
-        errors = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (one[1], mixed[1])), strict=True)]
         found[kind] = {
-            "error": max(error / size for error, size in zip(errors, moved, strict=True)),
+            "error": max(jax.tree.leaves(error)),
             "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
             "bytes_per_device": on_one_device(mixed[2]),
         }
@@ -294,26 +265,22 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
     found = {}
     for name in names or [f"{kind}, {mesh}" for kind in SOFTMAX for mesh in MESHES]:
         kind, mesh = name.split(", ")
-        parts = build(config(MESHES[mesh], **SOFTMAX[kind]), vocab_size=VOCABULARY[kind])
-        found[name] = run(parts, scores=scored and (kind, mesh) in SCORED)
+        found[name] = run(build_run(kind, mesh), scores=scored and (kind, mesh) in SCORED)
     return found
 
 
 def few() -> dict[str, Any]:
     """The meshes that every change is tested on, and what costs little."""
-    return {
-        "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
-        "tail": tail_work(),
-    }
+    return {"runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False), "tail": tail_work()}
 
 
 def rest() -> dict[str, Any]:
     """Scores, and what else meshes may not change."""
-    in_chunks = config(MESHES["mixed"], train__grad_accum_steps=4, model__dropout__rate=0.0)
-    whole = config(MESHES["one"], model__dropout__rate=0.0)
+    whole = build_run("plain", "one", model__dropout__rate=0.0)
+    in_chunks = build_run("plain", "mixed", model__dropout__rate=0.0, train__grad_accum_steps=4)
     return {
         "runs": runs("adaptive, one", "adaptive, mixed"),
-        "microbatches": [run(build(each, vocab_size=42), scores=False) for each in (whole, in_chunks)],
+        "microbatches": [run(parts, scores=False) for parts in (whole, in_chunks)],
         "moved": moved(),
         "optimizers": optimizers(),
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from support import ROOT
+from support import ON_PATH, ROOT
 from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import Settings, make_app
@@ -27,19 +27,25 @@ from txl_jax.serving.requests import Limits
 
 
 @contextlib.contextmanager
-def served(made: Engine, settings: Settings) -> Iterator[int]:
-    """The port of a server with an engine that is not started."""
+def server(*, limits: Limits | None = None, sessions: int = 8, keys=()) -> Iterator[tuple[int, Engine]]:
+    """The port of a server over the tiny model, and its engine."""
+    settings = Settings("tiny", keys=keys, limits=limits or Limits())
     # A client of a busy machine may take long to its next request.
     seconds = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5}
-    server = uvicorn.Server(uvicorn.Config(make_app(made, settings), port=0, log_level="warning", **seconds))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-    thread.start()
-    wait_until(lambda: (server.started and made.ready) or not thread.is_alive(), SECONDS)
-    assert thread.is_alive()
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join(SECONDS)
-    assert not thread.is_alive()
+    with engine(store=make_store(limit=sessions), limits=limits, start=False) as made:
+        running = uvicorn.Server(uvicorn.Config(make_app(made, settings), port=0, log_level="warning", **seconds))
+        thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
+        thread.start()
+        wait_until(lambda: (running.started and made.ready) or not thread.is_alive(), SECONDS)
+        assert thread.is_alive()
+        yield running.servers[0].sockets[0].getsockname()[1], made
+        running.should_exit = True
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def complete(port: int, **body: Any) -> tuple[int, Any]:
+    return ask(port, "/v1/completions", {"prompt": "abc", **body})
 
 
 def ask(port: int, path: str, body: Any = None, *, method=None, key=None, headers=None) -> tuple[int, Any]:
@@ -66,7 +72,6 @@ def left(port: int, body: Any) -> Iterator[http.client.HTTPConnection]:
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream that has ended."""
     assert text.endswith("data: [DONE]\n\n"), text[-300:]
     return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
 
@@ -90,12 +95,10 @@ def wait_idle(port: int) -> None:
 
 @contextlib.contextmanager
 def in_its_own_process(*, num_sessions: int, limits: Limits) -> Iterator[tuple[int, subprocess.Popen]]:
-    """The port of a server, and its process."""
     given = [str(num_sessions), json.dumps(dataclasses.asdict(limits))]
     command = [sys.executable, "-m", "support.http_server", *given]
-    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | path, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ON_PATH, stdin=pipe, stdout=pipe, text=True)
     assert process.stdout is not None
     try:
         yield int(process.stdout.readline()), process
@@ -104,14 +107,30 @@ def in_its_own_process(*, num_sessions: int, limits: Limits) -> Iterator[tuple[i
     assert process.returncode == 0
 
 
+class Program:
+    """The program that serves a run, with two rows; ready for requests."""
+
+    def __init__(self, model: Path, *flags: str, **variables: str):
+        command = [sys.executable, "-m", "experiments.serve", f"--model={model}", "--port=0", "--rows=2", *flags]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ON_PATH | variables, **pipes)
+        address = next((line for line in self.process.stdout if line.startswith("listening")), None)
+        assert address, self.process.stderr.read()
+        self.port = int(address.rpartition(":")[2])
+        wait_until(lambda: ask(self.port, "/readyz")[0] == 200, SECONDS)
+
+    def end(self, number: int) -> tuple[int, str]:
+        """The exit code and what it has printed on the error stream, after a signal."""
+        self.process.send_signal(number)
+        self.last_lines, errors = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, errors
+
+
 def resident_mib(process: subprocess.Popen) -> int:
-    """The resident memory of a process."""
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 if __name__ == "__main__":
-    limits = Limits(**json.loads(sys.argv[2]))
-    store = make_store(limit=int(sys.argv[1]))
-    with engine(store=store, limits=limits, start=False) as made, served(made, Settings("tiny", limits=limits)) as port:
+    with server(limits=Limits(**json.loads(sys.argv[2])), sessions=int(sys.argv[1])) as (port, _):
         print(port, flush=True)
         sys.stdin.read()

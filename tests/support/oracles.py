@@ -21,15 +21,7 @@ def sinusoid(distance: float, d_model: int) -> np.ndarray:
     return code
 
 
-def attention_mask(
-    valid: Sequence[int],
-    *,
-    segment_len: int,
-    mem_len: int,
-    window: int | None,
-    causal: bool = True,
-    lengths: Sequence[int] | None = None,
-) -> np.ndarray:
+def attention_mask(valid, *, segment_len: int, mem_len: int, window=None, causal=True, lengths=None) -> np.ndarray:
     """Visible pairs, bool [B, L, K]; `lengths` are the tokens of each row's segment, the rest is padding."""
     mask = np.zeros((len(valid), segment_len, mem_len + segment_len), bool)
     for b, n_filled in enumerate(valid):
@@ -44,15 +36,7 @@ def attention_mask(
 
 
 def relative_attention(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    position_key: np.ndarray,
-    content_bias: np.ndarray,
-    position_bias: np.ndarray,
-    mask: np.ndarray,
-    position_score: np.ndarray | None = None,
-    factor: np.ndarray | None = None,
+    query, key, value, position_key, content_bias, position_bias, mask, position_score=None, factor=None
 ) -> np.ndarray:
     """[B, H, L, E], [B, H, K, E] twice, [H, P, E] (distances K - 1, ..), [H, E] twice, [B, L, K] -> [B, H, L, E].
 
@@ -79,16 +63,12 @@ def relative_attention(
 
 def random_bits(seed: int, row_head: int, query: int, key: int) -> int:
     """32 bits of one pair of query and key, by integers without limit that are cut to 32 bits after each step."""
-
-    def cut(x: int) -> int:
-        return x % 2**32
-
-    x = seed ^ cut(row_head * 0x9E3779B1)
-    x = cut((x ^ x >> 16) * 0x7FEB352D)
+    x = seed ^ row_head * 0x9E3779B1 % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
     x ^= x >> 15
-    x = cut(x + query * 0x85EBCA77 + key * 0xC2B2AE3D)
-    x = cut((x ^ x >> 16) * 0x7FEB352D)
-    x = cut((x ^ x >> 15) * 0x846CA68B)
+    x = (x + query * 0x85EBCA77 + key * 0xC2B2AE3D) % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
     return x ^ x >> 16
 
 
@@ -120,14 +100,7 @@ def embed(tokens: np.ndarray, clusters: Sequence[Cluster], cutoffs: Sequence[int
     return vectors
 
 
-def adaptive_nll(
-    hidden: np.ndarray,
-    targets: np.ndarray,
-    clusters: Sequence[Cluster],
-    tail_table: np.ndarray | None,
-    tail_bias: np.ndarray | None,
-    cutoffs: Sequence[int],
-) -> np.ndarray:
+def adaptive_nll(hidden, targets, clusters: Sequence[Cluster], tail_table, tail_bias, cutoffs) -> np.ndarray:
     """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
     nll = np.zeros(targets.shape)
     for where in np.ndindex(*targets.shape):

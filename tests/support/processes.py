@@ -5,20 +5,19 @@ import subprocess
 import sys
 
 from launch.local import process_environments
-from support import ROOT
+from support import ON_PATH, ROOT
 
 SECONDS = 120  # Longer is a hang.
 
 
 def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **variables):
     """Starts the processes; `of_process` returns further arguments for each number."""
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     announced = process_environments(processes, devices=devices, base=os.environ)
     how = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return [
         subprocess.Popen(
             [sys.executable, *map(str, arguments), *of_process(number)],
-            env=os.environ | path | environment | variables,
+            env=os.environ | ON_PATH | environment | variables,
             **how,
         )
         for number, environment in enumerate(announced)

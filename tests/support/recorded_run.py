@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support import runs
+from support import runs, tiny
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs.run import RESULTS, TextInfo
@@ -21,9 +21,8 @@ def make(folder: Path, *, steps: int = 1000, done: int | None = None, member_set
 
     `done`: updates done; None: all, with results. `member_settings`: what each member of an ensemble differs in.
     """
-    values = {name.replace("__", "."): value for name, value in settings.items()}
     defaults = ExperimentConfig(data=DataConfig(corpus=CorpusName.PTB))
-    config = config_tree.replace(defaults, {"train.steps": steps, "train.eval_every": EVAL_EVERY} | values)
+    config = tiny.changed(defaults, **{"train__steps": steps, "train__eval_every": EVAL_EVERY} | settings)
     text = TextInfo("ptb", "Penn Treebank, 3 files", "d" * 64, VOCABULARY, data_dir="/data")
     members = list(runs.record(folder, config, text, member_settings).member_names) or [None]
     last, records, scores = steps if done is None else done, [], {}

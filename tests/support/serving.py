@@ -13,13 +13,12 @@ import pytest
 from support import tiny_model
 from txl_jax.inference.decode import Scores
 from txl_jax.serving.engine import Engine, Job
-from txl_jax.serving.requests import Choice, Event, Limits, RequestError
+from txl_jax.serving.requests import Choice, Event, RequestError
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import Session, SessionStore
 from txl_jax.trained_model import LanguageModel
 
 ROWS, BLOCK = 4, 5
-FEW = Limits(body_bytes=5000, prompt_tokens=100, new_tokens=20, choices=6)  # For requests at random.
 SECONDS = 300.0  # Longer is a hang.
 
 
@@ -35,9 +34,9 @@ def step_of(model: LanguageModel) -> Step:
 
 @contextlib.contextmanager
 def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engine]:
-    """An engine, running unless `start` is false, of the tiny model, with 4 rows that write 5 tokens per call."""
+    """An engine of the tiny model, with 4 rows that write 5 tokens per call; it runs unless `start` is false."""
     model = model or tiny_model.make()
-    made = Engine(step_of(model), model.params, model.vocabulary, make_store() if store is None else store, limits)
+    made = Engine(step_of(model), model.params, model.vocabulary, store or make_store(), limits)
     if start:
         made.start()
     yield made
@@ -65,13 +64,8 @@ class Result:
                 raise event
         return self
 
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def end(self) -> str:
-        return self.pieces[-1].end
+    text = property(lambda self: "".join(piece.text for piece in self.pieces))
+    end = property(lambda self: self.pieces[-1].end)
 
     def tokens(self, *, prompt: bool = False) -> list[int]:
         """The tokens that were written, or those of the prompt that came back."""
@@ -92,7 +86,6 @@ def submit(made: Engine, choice: Choice, session: Session | None = None, *, seco
 
 
 def run(made: Engine, choice: Choice, session: Session | None = None) -> Result:
-    """The result of a choice when it has ended."""
     return submit(made, choice, session)[1].wait()
 
 
@@ -105,5 +98,4 @@ def refused(status: int, function: Callable, *arguments: Any) -> RequestError:
 
 
 def ids(length: int, *, seed: int = 3) -> np.ndarray:
-    """Random token ids of the tiny model."""
     return tiny_model.documents([length], seed=seed)[0].astype(np.int32)

@@ -10,6 +10,8 @@ import numpy as np
 
 from txl_jax.config import CompatConfig, DropoutConfig, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.config.experiment import apply_preset
+from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.modules.transformer_xl import TransformerXL
 
 B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
@@ -27,12 +29,15 @@ def make(*, end_token: int | None = None, **changes) -> TransformerXL:
 
 
 def model_config(**changes) -> ModelConfig:
-    """The tiny config with some settings changed: `dropout__attention` for dropout.attention, and so on."""
-    return config_tree.replace(CONFIG, {name.replace("__", "."): value for name, value in changes.items()})
+    return changed(CONFIG, **changes)
+
+
+def changed(config, **changes):
+    """A config with some settings changed: `dropout__attention` for dropout.attention, and so on."""
+    return config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
 
 
 def compat_config(preset: str) -> CompatConfig:
-    """Returns the settings of compatibility of a preset."""
     return apply_preset(ExperimentConfig(), preset).model.compat
 
 
@@ -83,3 +88,46 @@ def stream(encode, variables, tokens: np.ndarray, lengths: list[int], memory) ->
         parts.append(np.asarray(hidden))
         start += length
     return np.concatenate(parts, axis=1)
+
+
+def prepared(model: TransformerXL, variables: dict, *, same_length: bool = False, **lengths):
+    window = model.config.compat.window(lengths["mem_len"], same_length=same_length)
+    prepare = functools.partial(prepare_params, model=model, window=window, **{"clamp_len": None} | lengths)
+    return jax.jit(prepare)(variables["params"])
+
+
+@jax.jit
+def read_cached(weights, tokens, targets, cache):
+    """Hidden states, nats of the targets, and the cache after a segment."""
+    hidden, cache = forward.forward(weights, tokens, cache)
+    return hidden, forward.nll(weights, hidden, targets), cache
+
+
+def over_segments(read, memory, tokens: np.ndarray, segment_len: int):
+    """Nats [B, T - 1] of a text, and the last memory, by (tokens, targets, memory) -> (nats, memory)."""
+    found = []
+    for first in range(0, tokens.shape[1] - 1, segment_len):
+        end = first + segment_len
+        nats, memory = read(tokens[:, first:end], tokens[:, first + 1 : end + 1], memory)
+        found.append(nats)
+    return np.concatenate(found, axis=1), memory
+
+
+def equations(jaxpr):
+    """Yields the equations of a program and of all that it calls."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield from equations(part)
+
+
+def with_gradients(function):
+    """(values, gradients by the first two arguments) of a sum in which every value has a weight of its own."""
+
+    @jax.jit
+    def call(first, second, *rest):
+        values, pull_back = jax.vjp(lambda *of: function(*of, *rest), first, second)
+        return values, pull_back(jnp.arange(1.0, values.size + 1).reshape(values.shape))
+
+    return call

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from support import tiny
-from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig, config_tree
+from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.inference.generate import Generator
 from txl_jax.inference.scorer import make_scorer
@@ -38,8 +38,7 @@ CONFIG = ExperimentConfig(
 
 def parts(*, end_token: int | None = None, **changes: Any) -> Built:
     """The parts of the tiny run with some settings changed: `model__dropout__rate` for model.dropout.rate."""
-    dotted = {name.replace("__", "."): value for name, value in changes.items()}
-    return build(config_tree.replace(CONFIG, dotted), vocab_size=tiny.V, end_token=end_token)
+    return build(tiny.changed(CONFIG, **changes), vocab_size=tiny.V, end_token=end_token)
 
 
 @functools.cache
@@ -65,7 +64,6 @@ def params(model: TransformerXL) -> Any:
 
 
 def generator(model: TransformerXL, eval_config: EvalConfig) -> Generator:
-    """Generates with `params` at these lengths."""
     return Generator(jax.jit(make_scorer(model, eval_config).prepare_params)(params(model)), eval_config)
 
 
@@ -104,3 +102,7 @@ def assert_equal(found: Any, expected: Any) -> None:
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), jax.tree_util.keystr(path)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
+
+
+def assert_close(found: Any, expected: Any, *, rtol: float = 0, atol: float = 0) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected)

@@ -1,4 +1,4 @@
-"""Tests the learning-rate schedule against its formula, and clipping and Adam against numpy."""
+"""Tests the learning-rate schedule against its formula, and update rules against numpy and optax."""
 
 import math
 
@@ -7,10 +7,13 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, ScheduleOffset, TrainConfig
+from support import tiny_run
+from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, OptimizerName, ScheduleOffset, TrainConfig
 from txl_jax.config.training import ADAM_B1
+from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
@@ -65,55 +68,172 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
     rng = np.random.default_rng(0)
     params = {"matrix": rng.normal(size=(2, 3)), "vector": rng.normal(size=4)}
     state = optimizer.init(jax.tree.map(jnp.asarray, params))
-    first = {name: np.zeros(value.shape) for name, value in params.items()}
-    second = {name: np.zeros(value.shape) for name, value in params.items()}
+    first, second = ({name: np.zeros(value.shape) for name, value in params.items()} for _ in range(2))
     clipped = 0
-    for count, size in enumerate((5.0, 0.05, 0.6, 1.0)):
+    for count, size in enumerate((5.0, 0.05, 0.6, 1.0), start=1):
         gradient = {name: size * rng.normal(size=value.shape) for name, value in params.items()}
         updates, state = optimizer.update(gradient, state, params)
 
         norm = math.sqrt(sum((value**2).sum() for value in gradient.values()))
         clipped += norm > config.clip_norm
-        rate = float(schedule(count))
         for name, value in params.items():
             g = gradient[name] * min(1, config.clip_norm / norm) + l2 * value
             first[name] = ADAM_B1 * first[name] + (1 - ADAM_B1) * g
             second[name] = 0.95 * second[name] + 0.05 * g**2
-            mean, square = first[name] / (1 - ADAM_B1 ** (count + 1)), second[name] / (1 - 0.95 ** (count + 1))
-            np.testing.assert_allclose(updates[name], -rate * mean / (np.sqrt(square) + 1e-3), rtol=1e-6, atol=0)
+            mean, square = first[name] / (1 - ADAM_B1**count), second[name] / (1 - 0.95**count)
+            expected = -float(schedule(count - 1)) * mean / (np.sqrt(square) + 1e-3)
+            np.testing.assert_allclose(updates[name], expected, rtol=1e-6, atol=0)
     assert 0 < clipped < 4  # Both sides of the limit were seen.
 
 
-TWOS = np.full((2, 2), 2.0, np.float32)
-PARAMS = {
-    "embedding": {"table_0": TWOS},
-    "softmax": {"bias": TWOS[0]},
-    "stack": {
-        "biases": {"content": TWOS, "position": TWOS},
-        "layers": {"attention": {"query": TWOS}, "attention_norm": {"scale": TWOS[0], "bias": TWOS[0]}},
-    },
-}
-
-
 def first_update(gradient: float, *, boxed: bool = False, **settings) -> dict[str, float]:
-    """The change of each parameter by name, for a gradient of this size everywhere."""
-    optimizer, params = make_optimizer(config_of(learning_rate=0.1, clip_norm=1e9, **settings)), PARAMS
-    if boxed:  # As when the state is made.
-        params = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim), PARAMS)
-    state = optimizer.init(params)
-    gradients = jax.tree.map(lambda leaf: np.full_like(leaf, gradient), PARAMS)
-    updates, _ = optimizer.update(gradients, nn.unbox(state), PARAMS)
+    """The change of each parameter by name, for a gradient of this size everywhere and parameters of 2."""
+    optimizer = make_optimizer(config_of(learning_rate=0.1, clip_norm=1e9, **settings))
+    params = jax.tree.map(lambda leaf: np.full_like(leaf, 2.0), drawn(0))
+    gradients = jax.tree.map(lambda leaf: np.full_like(leaf, gradient), params)
+    box = lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim)  # noqa: E731  # As when the state is made.
+    state = optimizer.init(jax.tree.map(box, params) if boxed else params)
+    updates, _ = optimizer.update(gradients, nn.unbox(state), params)
     return {"/".join(path): float(leaf.ravel()[0]) for path, leaf in flax.traverse_util.flatten_dict(updates).items()}
 
 
 @pytest.mark.parametrize("boxed", [False, True])
 def test_decay_shrinks_matrices_and_nothing_else(boxed):
     found = first_update(0.0, weight_decay=0.5, boxed=boxed)
-    matrices = {"embedding/table_0", "stack/layers/attention/query"}
-    assert found == {name: pytest.approx(-0.1 * 0.5 * 2 if name in matrices else 0) for name in found}
-    assert len(found) == 7
+    matrices = {"table_0", "query", "output", "inner_kernel"}
+    assert found == {name: pytest.approx(-0.1 * 0.5 * 2 * (name.split("/")[-1] in matrices)) for name in found}
+    assert len(found) == 10
 
 
 def test_the_embedding_has_a_rate_of_its_own():
     found = first_update(1.0, embedding_lr_multiplier=3.0)
     assert found == {name: pytest.approx(-0.3 if name == "embedding/table_0" else -0.1, rel=1e-4) for name in found}
+
+
+# Rules that treat each layer's matrices by themselves. Their state on meshes: tests/sharding/test_mesh.py.
+
+RATE = 0.1
+N, D, H, E, F, V = 2, 128, 4, 33, 130, 140  # Sides of 128 and more are factored by Adafactor.
+SHAPES = {
+    "embedding": {"table_0": (V, D)},
+    "softmax": {"bias": (V,)},
+    "stack": {
+        "biases": {"content": (H, E), "position": (H, E)},
+        "layers": {
+            "attention": {"query": (N, D, H, E), "output": (N, H, E, D)},
+            "feed_forward": {"inner_kernel": (N, D, F), "inner_bias": (N, F)},
+            "attention_norm": {"scale": (N, D), "bias": (N, D)},
+        },
+    },
+}
+
+
+def of_rate(name, **own):
+    """A config of a constant learning rate, without clipping."""
+    return config_of(10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, **own)
+
+
+def drawn(seed, *, scale=1.0):
+    """A tree of numbers of `SHAPES`, in the type of the test."""
+    rng = np.random.default_rng(seed)
+    is_leaf = {"is_leaf": lambda leaf: isinstance(leaf, tuple)}
+    return jax.tree.map(lambda shape: jnp.asarray(scale * rng.normal(size=shape), float), SHAPES, **is_leaf)
+
+
+def unstacked(tree):
+    """The tensors by name, one for each layer, and attention's as matrices."""
+    found = {"table": tree["embedding"]["table_0"], "bias": tree["softmax"]["bias"], "u": tree["stack"]["biases"]}
+    for i in range(N):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], tree["stack"]["layers"])
+        attention = layer["attention"]
+        found[f"query {i}"] = attention["query"].reshape(D, H * E)
+        found[f"output {i}"] = attention["output"].reshape(H * E, D)
+        found |= {f"feed_forward {i}": layer["feed_forward"], f"norm {i}": layer["attention_norm"]}
+    return found
+
+
+def updated(optimizer, params):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, found = optimizer.init(params), []
+    for i in range(3):
+        grads = drawn(i + 1, scale=0.1)
+        grads = grads if "stack" in params else unstacked(grads)
+        params, state = step(params, state, grads)
+        found.append(params)
+    return found
+
+
+def is_decayed(params):
+    """Mask of the decay, in the tree of `unstacked`: matrices."""
+    of_kernels = {"inner_kernel": True, "inner_bias": False}
+    return {
+        name: of_kernels if "feed_forward" in name else name.split()[0] not in ("bias", "u", "norm") for name in params
+    }
+
+
+PEERS = {
+    OptimizerName.LAMB: lambda: optax.lamb(RATE, eps=1e-8, weight_decay=0.3, mask=is_decayed),
+    OptimizerName.ADAFACTOR: lambda: optax.adafactor(RATE, weight_decay_rate=0.3 * RATE, weight_decay_mask=is_decayed),
+    OptimizerName.LION: lambda: optax.lion(RATE, weight_decay=0.3, mask=is_decayed),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_updates_are_those_of_optax_on_each_layers_matrices(name, x64):
+    params = drawn(0)
+    params["softmax"]["bias"] *= 0  # As it begins.
+    found = updated(make_optimizer(of_rate(name, weight_decay=0.3)), params)
+    expected = updated(PEERS[name](), unstacked(params))
+    tiny_run.assert_close([*map(unstacked, found)], expected, rtol=1e-9, atol=1e-12)
+
+
+def orthogonalized(matrix):
+    """Five steps of Newton and Schulz, as Jordan et al. give them."""
+    x = matrix / np.linalg.norm(matrix)
+    x = x if matrix.shape[0] <= matrix.shape[1] else x.T
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def test_muon_orthogonalizes_each_layers_matrices_and_adam_moves_the_rest(x64):
+    params, grads = drawn(0), drawn(1)
+    optimizer = make_optimizer(of_rate(OptimizerName.MUON))
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    found, grads = unstacked(updates), unstacked(grads)
+    for i in range(N):
+        pairs = {name: (found[f"{name} {i}"], grads[f"{name} {i}"]) for name in ("query", "output")}
+        pairs["kernel"] = tuple(tree[f"feed_forward {i}"]["inner_kernel"] for tree in (found, grads))
+        for mine, gradient in pairs.values():
+            expected = -RATE * 0.2 * np.sqrt(max(gradient.shape)) * orthogonalized(np.asarray(gradient))
+            np.testing.assert_allclose(mine, expected, rtol=1e-8, atol=1e-10)
+            assert np.sqrt(np.mean(np.square(mine))) == pytest.approx(0.2 * RATE, rel=0.25)
+        mine, gradient = (tree[f"feed_forward {i}"]["inner_bias"] for tree in (found, grads))
+        np.testing.assert_allclose(mine, -RATE * gradient / (np.abs(gradient) + 1e-8), rtol=1e-5)
+    np.testing.assert_allclose(found["table"], -RATE * np.sign(grads["table"]), rtol=1e-3)
+
+
+@pytest.mark.full
+def test_restored_states_continue_bit_for_bit(tmp_path):
+    decays = {name: 0.0 if name is OptimizerName.ADAM else 0.3 for name in OptimizerName}
+    optimizers = {name.value: make_optimizer(of_rate(name, weight_decay=decays[name])) for name in OptimizerName}
+
+    @jax.jit
+    def step(states, grads):
+        def of_one(optimizer, params, state):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return {name: of_one(optimizers[name], *state) for name, state in states.items()}
+
+    states = {name: (params := drawn(0), optimizer.init(params)) for name, optimizer in optimizers.items()}
+    states = step(step(states, drawn(1)), drawn(2))
+    with Checkpointer(tmp_path, keep=1, log=print) as checkpoints:
+        checkpoints.save(2, states, {})
+        _, restored, _ = checkpoints.restore(states)
+    tiny_run.assert_equal(step(restored, drawn(3)), step(states, drawn(3)))

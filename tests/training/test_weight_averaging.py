@@ -23,27 +23,26 @@ def means(config: AverageConfig, *, begin_at: int | None = None) -> list[float]:
     return found
 
 
-def test_uniform_from_a_step_on_is_the_mean_by_hand():
-    expected = [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])]
-    # After two updates: the third weight is the first that counts; before that, the weights themselves.
-    np.testing.assert_allclose(means(AverageConfig(start_step=2)), expected, rtol=1e-6)
-
-
-def test_an_exponential_mean_counts_all_alike_until_there_are_enough():
-    found, expected = means(AverageConfig(start_step=0, ema_decay=0.75)), []
+def exponential(least: float) -> list[float]:
+    """All updates count alike until each has this weight."""
+    found = [0.0]
     for count, weight in enumerate(WEIGHTS, start=1):
-        before = expected[-1] if expected else 0.0
-        share = max(1 / count, 0.25)
-        expected.append(before + share * (weight - before))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert found[3] == pytest.approx(np.mean(WEIGHTS[:4]))
+        found.append(found[-1] + max(1 / count, least) * (weight - found[-1]))
+    return found[1:]
 
 
-def test_a_mean_that_is_begun_later():
-    found = means(AverageConfig(nt_asgd_patience=5), begin_at=4)
-    np.testing.assert_allclose(found, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0], rtol=1e-6)
-    average = weight_averaging.init({}, AverageConfig(nt_asgd_patience=5))
-    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))
+@pytest.mark.parametrize(
+    ("settings", "begin_at", "expected"),
+    [
+        # After two updates: the third weight is the first that counts; before that, the weights themselves.
+        ({"start_step": 2}, None, [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])]),
+        ({"start_step": 0, "ema_decay": 0.75}, None, exponential(0.25)),
+        ({"nt_asgd_patience": 5}, 4, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0]),
+    ],
+    ids=["uniform", "exponential", "begun later"],
+)
+def test_means_by_hand(settings, begin_at, expected):
+    np.testing.assert_allclose(means(AverageConfig(**settings), begin_at=begin_at), expected, rtol=1e-6)
 
 
 def test_the_first_mean_has_buffers_of_its_own():
@@ -54,26 +53,24 @@ def test_the_first_mean_has_buffers_of_its_own():
     np.testing.assert_array_equal(step(params, average.params), [[2] * 3, [3] * 3])
 
 
-def test_of_an_ensemble_one_member_begins():
+def test_a_mean_begins_once_and_of_an_ensemble_one_members():
     average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
+    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
     begun = weight_averaging.begin(both, 7, 1)
     assert not weight_averaging.has_begun(begun, 0) and weight_averaging.has_begun(begun, 1)
-    assert int(begun.begun[1]) == 7 and int(begun.begun[0]) == int(average.begun)
+    assert begun.begun.tolist() == [average.begun, 7]
 
 
-@pytest.mark.parametrize(
-    ("losses", "due"),
-    [
+def test_it_is_due_when_validation_stops_improving():
+    for losses, due in (
         ([5.0], False),
         ([5.0, 4.0, 3.0, 6.0], False),  # Of three before, all are among the last three.
         ([5.0, 6.0, 6.0, 6.0, 5.5], True),
         ([5.0, 6.0, 6.0, 6.0, 4.9], False),
         ([4.0, 3.0, 2.0, 1.0, 3.5], False),  # Better than the 4 of long ago.
-    ],
-)
-def test_it_is_due_when_validation_stops_improving(losses, due):
-    assert weight_averaging.is_due(losses, 3) is due
+    ):
+        assert weight_averaging.is_due(losses, 3) is due, losses
 
 
 def test_the_step_keeps_the_mean_of_its_updates():

@@ -22,27 +22,23 @@ WRITTEN = [
 ]
 
 
-def test_a_written_implementation_can_be_read_and_kernels_that_are_gone_are_known():
+def test_implementations_are_written_and_read():
     for implementation in WRITTEN:
         assert Implementation.parse(str(implementation)) == implementation
-    for gone in ("fused triton 64x64", "fused cudnn"):
+    for gone in ("fused triton 64x64", "fused cudnn"):  # Kernels of earlier versions.
         assert Implementation.parse(gone) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "tiled 128x", "reference  128x128", "tiled", "tiled 0x128", "fused 16x16", "fused mosaic_roll", "other 8x8"],
-)
-def test_other_words_are_no_implementation(text):
-    with pytest.raises(ValueError, match="no implementation"):
-        Implementation.parse(text)
-
-
-@pytest.mark.parametrize(("problem", "path"), [(LARGE, "tiled"), (ON_TPU, "fused"), (ON_GPU, "stored")])
-def test_auto_takes_the_path_of_the_platform_and_the_reference_in_float64(problem, path):
-    implementation, reason = choose.choose("auto", problem)
-    assert implementation.path == path and reason
-    assert choose.choose("auto", dataclasses.replace(problem, dtype="float64"))[0].path == "reference"
+    wrong = (
+        "tiled 128x",
+        "reference  128x128",
+        "tiled",
+        "tiled 0x128",
+        "fused 16x16",
+        "fused mosaic_roll",
+        "other 8x8",
+    )
+    for text in ("", *wrong):
+        with pytest.raises(ValueError, match="no implementation"):
+            Implementation.parse(text)
 
 
 def test_an_earlier_choice_is_kept_where_it_can_serve():
@@ -58,6 +54,9 @@ def test_an_earlier_choice_is_kept_where_it_can_serve():
 @pytest.mark.parametrize(
     ("problem", "changes", "path"),
     [
+        *((problem, {"dtype": "float64"}, "reference") for problem in (LARGE, ON_TPU, ON_GPU)),
+        (LARGE, {}, "tiled"),
+        (ON_TPU, {}, "fused"),
         (ON_TPU, {"device_kind": "TPU v2"}, "stored"),
         (ON_TPU, {"segment_len": 32, "n_keys": 64}, "stored"),
         (ON_TPU, {"documents": True}, "stored"),
@@ -71,31 +70,21 @@ def test_an_earlier_choice_is_kept_where_it_can_serve():
         (LARGE, {"segment_len": 4, "n_keys": 8}, "reference"),
     ],
 )
-def test_where_no_kernel_serves_auto_takes_stored_on_accelerators_and_the_reference_elsewhere(problem, changes, path):
+def test_auto_takes_the_path_of_the_platform_or_says_why_not(problem, changes, path):
     problem = dataclasses.replace(problem, **changes)
     implementation, reason = choose.choose("auto", problem)
-    assert implementation.path == path
-    if problem.platform == "tpu":
+    assert implementation.path == path and reason
+    if problem.platform == "tpu" and path == "stored":
         assert choose.refusal("fused", problem) in reason
 
 
-def test_on_a_gpu_fused_is_refused_with_what_there_is():
-    for problem in (ON_GPU, dataclasses.replace(ON_GPU, **CACHED)):
-        with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
-            choose.choose("fused", problem)
-
-
 @pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
-def test_stored_over_a_cache_is_the_reference(problem):
+def test_stored_and_one_token_over_a_cache_are_the_references(problem):
     stored, cached = Implementation("stored"), dataclasses.replace(problem, **CACHED)
     for given in (problem, dataclasses.replace(problem, documents=True, dtype="float64")):
         assert choose.choose("stored", given)[0] == choose.resolve(stored, given) == stored
     assert choose.choose("stored", cached)[0] == choose.resolve(stored, cached) == choose.REFERENCE
     assert not choose.can_serve(stored, cached)
-
-
-@pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
-def test_one_token_over_a_cache_is_the_references_whatever_was_asked_for(problem):
     one = dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
     for path in ("auto", *PATHS):
         assert choose.choose(path, one)[0].path == "reference"
@@ -105,6 +94,10 @@ def test_one_token_over_a_cache_is_the_references_whatever_was_asked_for(problem
         assert choose.can_serve(implementation, one) == (implementation.path == "reference")
     with pytest.raises(UserError, match="'flash'"):
         choose.choose("flash", one)
+    if problem is ON_GPU:
+        for given in (problem, cached):
+            with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
+                choose.choose("fused", given)
     assert choose.refusal("tiled", dataclasses.replace(one, capacity=None)) is None
 
 
@@ -115,16 +108,23 @@ def test_a_long_segment_has_at_most_eight_strips():
         assert len(Layout(segment_len, segment_len, None, True, tile).strips()) <= 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "faster"),
-    [
+def test_strips_read_what_their_last_query_sees():
+    first, second = Layout(10, 6, None, True, Tile(5, 64)).strips()
+    assert (first.begin, first.end, first.n_blocks, first.width) == (0, 11, 1, 12)
+    assert (second.begin, second.end, second.first) == (0, 16, 5)
+    first, second = Layout(10, 6, 4, True, Tile(5, 64)).strips()
+    assert (first.begin, first.end, second.begin, second.end) == (3, 11, 8, 16)
+    both = Layout(10, 6, None, False, Tile(10, 5)).strips()[0]
+    assert (both.end, both.n_blocks, both.n_key, both.width) == (16, 4, 4, 13)
+
+
+def test_auto_takes_tiles_where_they_are_faster():
+    for changes, faster in (
         ({}, True),
         ({"segment_len": 32, "n_keys": 64, "batch": 600}, False),
         ({"segment_len": 150, "n_keys": 300, "batch": 4}, False),
         ({"platform": "gpu"}, False),
         ({"segment_len": 64, "n_keys": 704, "capacity": 640}, True),
         ({"segment_len": 4, "n_keys": 16, "capacity": 12}, False),
-    ],
-)
-def test_auto_takes_it_where_it_is_faster(changes, faster):
-    assert choose.tiles_are_faster(dataclasses.replace(LARGE, **changes)) is faster
+    ):
+        assert choose.tiles_are_faster(dataclasses.replace(LARGE, **changes)) is faster, changes

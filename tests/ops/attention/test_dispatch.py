@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.attention_arrays import NAMES, draw
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention, check
 
@@ -12,19 +13,13 @@ B, H, L, M, E = 2, 3, 4, 6, 5
 VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
 
 
-def arrays(*shapes):
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-
-
 def changed(**changes):
     """Arguments of a call, some of them changed; a function changes the argument that is there."""
-    query, key, value, position_key, u, v = arrays(
-        (B, H, L, E), (B, H, M + L, E), (B, H, M + L, E), (H, M + L, E), (H, E), (H, E)
-    )
-    given = {"query": query, "key": key, "value": value, "position_key": position_key}
-    given |= {"content_bias": u, "position_bias": v, "visibility": VISIBILITY}
-    return given | {name: new(given[name]) if callable(new) else new for name, new in changes.items()}
+    return replaced(draw(VISIBILITY, H, E, names=NAMES[:6]) | {"visibility": VISIBILITY}, changes)
+
+
+def replaced(given, changes):
+    return given | {name: new(given.get(name)) if callable(new) else new for name, new in changes.items()}
 
 
 def sees(**changes):
@@ -77,12 +72,10 @@ def test_a_path_that_cannot_serve_is_refused_by_name(path, words):
 
 
 def cached(**changes):
-    """Arguments of a call over a KV cache, some of them changed."""
     names = ("query", "key", "value", "ring_key", "ring_value", "position_query", "position_key", "position_score")
     shapes = [(B, H, L, E)] * 3 + [(B, H, E, M), (B, H, M, E), (B, H, L, E), (H, E, M + L), (H, M + L)]
-    given = dict(zip(names, arrays(*shapes), strict=True))
-    given["visibility"] = CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)
-    given |= {name: new(given[name]) if callable(new) else new for name, new in changes.items()}
+    given = {name: jnp.ones(shape) for name, shape in zip(names, shapes, strict=True)}
+    given = replaced(given | {"visibility": CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)}, changes)
     heads, ring, position = ([given[name] for name in names[a:b]] for a, b in ((0, 3), (3, 5), (5, 8)))
     return (*heads, tuple(ring), tuple(position), given["visibility"])
 
@@ -109,11 +102,9 @@ def test_what_does_not_fit_a_cache_is_refused(changes, words):
         cached_attention(*cached(**changes))
 
 
-def test_a_seed_is_an_integer_of_any_kind():
+def test_a_seed_is_any_integer_and_a_ring_and_scores_may_be_narrower():
     for seed in (7, 7 - 2**32, np.uint32(7), jnp.int32(7)):
         found = check.dropout_of((0.5, seed), H).seed
         assert (found.dtype, int(found)) == (jnp.uint32, 7)
-
-
-def test_a_ring_and_scores_of_distances_may_be_narrower():
-    jax.eval_shape(lambda: cached_attention(*cached(ring_key=as_type("bfloat16"), position_score=as_type("bfloat16"))))
+    narrow = cached(ring_key=as_type("bfloat16"), position_score=as_type("bfloat16"))
+    jax.eval_shape(lambda: cached_attention(*narrow))

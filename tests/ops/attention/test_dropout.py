@@ -20,17 +20,19 @@ def kept(seed=7, *, rate=RATE, shape=(B, H, N, N), **first):
     return np.asarray(scaled) > 0
 
 
-def correlation(a, b):
-    return np.corrcoef(a.ravel(), b.ravel())[0, 1]
+def assert_uncorrelated(a, b):
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / np.sqrt(a.size)
 
 
 @pytest.mark.parametrize(
     "where", [(0, 0, 0, 0), (7, 5, 3, 2), (2**32 - 1, 2**31 - 1, 4095, 65535), (0x9E3779B9, 1023, 0, 1)]
 )
-def test_bits_are_those_of_plain_integers(where):
+def test_bits_and_thresholds_are_those_of_plain_integers(where):
     found = bits(np.uint32(where[0]), *where[1:])
     assert found.dtype == jnp.uint32
     assert int(found) == oracles.random_bits(*where)
+    for rate, threshold in ((0.0, 0), (0.5, 2**31), (0.75, 3 * 2**30), (1 - 2**-30, 2**32 - 2**8)):
+        assert int(Dropout(rate, jnp.uint32(0), 1).threshold()) == threshold
 
 
 @pytest.mark.parametrize(("seed", "rate"), [(0, RATE), (1, 0.5), (2**32 - 1, RATE)])
@@ -49,21 +51,19 @@ def test_neighbours_are_not_correlated(step):
     mask = kept()
     here = mask[tuple(slice(None, -n or None) for n in step)]
     there = mask[tuple(slice(n, None) for n in step)]
-    assert abs(correlation(here, there)) < 4 / np.sqrt(here.size)
+    assert_uncorrelated(here, there)
 
 
-@pytest.mark.parametrize("other", [8, 7 + 2**31])
-def test_masks_of_other_seeds_are_not_correlated(other):
-    assert abs(correlation(kept(7), kept(other))) < 4 / np.sqrt(B * H * N * N)
+def test_masks_of_other_seeds_are_not_correlated():
+    for other in (8, 7 + 2**31):
+        assert_uncorrelated(kept(7), kept(other))
 
 
 def test_a_piece_of_the_batch_and_of_the_heads_has_its_piece_of_the_mask():
     """As on a device of a mesh, whose rows and heads are some of all."""
     whole = kept(shape=(4, 6, 5, 7))
-    on_one = Dropout(RATE, jnp.uint32(7), 6, first_row=jnp.int32(2), first_head=jnp.int32(3)).apply(
-        jnp.ones((2, 3, 5, 7))
-    )
-    np.testing.assert_array_equal(on_one > 0, whole[2:, 3:])
+    on_one = Dropout(RATE, jnp.uint32(7), 6, first_row=jnp.int32(2), first_head=jnp.int32(3))
+    np.testing.assert_array_equal(on_one.apply(jnp.ones((2, 3, 5, 7))) > 0, whole[2:, 3:])
 
 
 def test_a_traced_rate_and_seed_draw_what_numbers_do():
@@ -74,8 +74,3 @@ def test_a_traced_rate_and_seed_draw_what_numbers_do():
     for rate, seed, found in zip((0.0, RATE, 0.5), range(3), by_member, strict=True):
         np.testing.assert_array_equal(found, masked(rate, jnp.uint32(seed)))
     assert np.all(by_member[0] == 1)
-
-
-def test_the_threshold_fits_into_32_bits():
-    for rate, threshold in ((0.0, 0), (0.5, 2**31), (0.75, 3 * 2**30), (1 - 2**-30, 2**32 - 2**8)):
-        assert int(Dropout(rate, jnp.uint32(0), 1).threshold()) == threshold

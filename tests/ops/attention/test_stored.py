@@ -72,9 +72,7 @@ def bytes_moved(program):
         if found:
             name, shapes[name], step, operands = found.groups()
             if step not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
-                total += size(shapes[name]) + sum(
-                    size(shapes.get(each, "")) for each in re.findall(r"[\w.-]+", operands)
-                )
+                total += sum(size(shapes.get(each, "")) for each in (name, *re.findall(r"[\w.-]+", operands)))
     return total
 
 

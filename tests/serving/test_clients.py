@@ -1,15 +1,12 @@
-"""Tests lm-evaluation-harness' own client for completions against the server."""
+"""Tests the clients of OpenAI and of lm-evaluation-harness against the server."""
 
 import numpy as np
 import pytest
 
 from support import tiny_model
-from support.http_server import served
-from support.serving import engine
+from support.http_server import server
 from txl_jax.config import GenerateConfig
-from txl_jax.serving.app import Settings
 
-pytestmark = pytest.mark.nightly(part="lm_eval")
 DOCUMENTS = ["abc def gab", "a", "bad cafe fade " * 6]
 PAIRS = [("abc", " def"), ("", "gab"), ("ab\ncd", "abcdef")]
 
@@ -24,12 +21,13 @@ def requests(kind, *arguments):
 def harness():
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    with engine(start=False) as made, served(made, Settings("tiny")) as port:
+    with server() as (port, _):
         options = {"base_url": f"http://127.0.0.1:{port}/v1/completions", "tokenizer_backend": "remote"}
         options |= {"custom_prefix_token_id": 0, "max_gen_toks": 9}  # It reads the id 0 of `bos_token` as none.
         yield LocalCompletionsAPI(model="tiny", batch_size=2, max_length=10_000, **options)
 
 
+@pytest.mark.nightly(part="lm_eval")
 def test_log_likelihoods_are_those_of_the_library(harness):
     model = tiny_model.make()
     first = int(model.vocabulary.start[0])
@@ -46,9 +44,37 @@ def settings(**changes):
     return GenerateConfig(**{"length": 9, "temperature": 0.0, "top_k": None, **changes})
 
 
+@pytest.mark.nightly(part="lm_eval")
 def test_generation_stops_at_its_strings(harness):
     model = tiny_model.make()
     stop = model.generate(["abc"], settings())[0][3:5]
     arguments = [("abc", {"until": [stop], "max_gen_toks": 9}), ("abc", {"until": [], "temperature": 0.0})]
     found = harness.generate_until(requests("generate_until", *arguments))
     assert found == [model.generate(["abc"], settings(), stop=[stop])[0], model.generate(["abc"], settings())[0]]
+
+
+@pytest.mark.nightly(part="openai")
+def test_it_reads_texts_scores_models_and_streams():
+    import openai
+
+    with (
+        server(keys=("secret",)) as (port, _),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0) as client,
+    ):
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        drawn = {"seed": 5, "temperature": 0.8}
+        found = client.completions.create(model="tiny", prompt="abc def", max_tokens=30, logprobs=2, **drawn)
+        settings = GenerateConfig(length=30, top_k=None, **drawn)
+        assert found.choices[0].text == tiny_model.make().generate(["abc def"], settings)[0]
+        assert found.choices[0].finish_reason == "length" and found.object == "text_completion"
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (7, 30, 37)
+        assert "".join(found.choices[0].logprobs.tokens) == found.choices[0].text
+
+        given = {"model": "tiny", "prompt": ["abc", "h"], "n": 2, "max_tokens": 23, "seed": 1, "echo": True}
+        whole = client.completions.create(**given)
+        texts, usage = [""] * 4, None
+        for event in client.completions.create(**given, stream=True, stream_options={"include_usage": True}):
+            usage = event.usage or usage
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        assert texts == [choice.text for choice in whole.choices] and usage == whole.usage
