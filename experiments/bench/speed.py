@@ -4,7 +4,7 @@
     python -m experiments.bench.speed --flagfile=small --tasks=training,generation --calls=10
     python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation
 
-Tokens are random, as frequent as words are (`experiments.bench.softmax_speed` prints the law), weights untrained,
+Tokens are random, as frequent as words are (`timing.SHIFT`), weights untrained,
 memories full. It prints a markdown table: the median over calls, after warm-up, with the slowest and the fastest call.
 Evaluation and generation use --eval.* and --generate.*, training --train.*. Generation reads a tail of the adaptive
 softmax only when it may matter, with untrained weights almost never. So it is timed again with weights with which every

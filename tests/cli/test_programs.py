@@ -109,7 +109,6 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
         # The settings are checked before the text, which does not exist.
         ("paper.ablation", ["--out=WORK", "--data.file=WORK/none", "--model.network=lstm"], 1, ["model.network"]),
         ("bench.speed", ["--model.network=lstm"], 1, ["model.network", "lstm"]),
-        ("bench.softmax_speed", ["--model.cutoffs=", "--model.div_val=1"], 1, ["model.cutoffs"]),
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file"]),
         ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
         ("text", ["--data.file=WORK/none", "--workdir=WORK"], 1, ["WORK/none"]),
