@@ -148,17 +148,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         Another device or version may choose others, whose numbers agree up to rounding only, and a resumed run must
         stay equal bit for bit. If `model.attention`, or for evaluation a length, was changed, the config chooses again.
         """
-        asked = str(config.model.attention)
-        if self.is_new or self.config.model.attention is not config.model.attention:
-            return Implementations(asked, asked)
-        training, evaluation = (
-            Implementation.parse(self.attention[use]) if use in self.attention else None
-            for use in ("training", "evaluation")
-        )
-        old, new = self.config.eval, config.eval
-        if any(getattr(old, name) != getattr(new, name) for name in _EVALUATION):
-            evaluation = None
-        return Implementations(training or asked, evaluation or asked)
+        asked, uses = str(config.model.attention), dict[str, Implementation | None]()
+        if not self.is_new and self.config.model.attention is config.model.attention:
+            uses = {use: Implementation.parse(text) for use, text in self.attention.items()}
+            if any(getattr(self.config.eval, name) != getattr(config.eval, name) for name in _EVALUATION):
+                uses["evaluation"] = None
+        return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
     # Training
 
