@@ -2,6 +2,8 @@
 
 import functools
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from support.cases import full_but
 from txl_jax.config import DType, EvalConfig
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation import streaming
-from txl_jax.evaluation.streaming import evaluate, make_eval_step
+from txl_jax.evaluation.streaming import Scores, evaluate, make_eval_step
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 
@@ -121,3 +123,19 @@ def test_totals_come_along_one_call_late():
     assert [done for done, _ in calls] == [2, 4]  # Of 5 segments; the last call's are the result.
     assert [so_far.tokens for _, so_far in calls] == [10, 20]
     assert calls[0][1].nats < calls[1][1].nats < result.nats
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.integers(2, 60), st.integers(1, 7), st.integers(1, 9), st.integers(0, 30), st.integers(1, 5))
+@hypothesis.example(6, 4, 3, 2, 2)  # The last row has no target of its own.
+def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, warmup, per_call):
+    """With a model for which the nats of a token are its number, and NaN elsewhere."""
+
+    def step(weights, memory, segments):
+        nll = np.where(segments.weights > 0, segments.targets, np.nan)
+        return memory, Scores(np.nansum(nll, (1, 2)), segments.weights.sum((1, 2)), nll)
+
+    sizes = {"batch_size": batch_size, "segment_len": segment_len, "warmup_tokens": warmup}
+    reader, nats = evaluation_segments(np.arange(length), **sizes), np.full(length, -1.0)
+    found = evaluate(step, 0, 0, reader, segments_per_call=per_call, place=lambda placed: placed, token_nats=nats)
+    assert nats.tolist() == [-1, *range(1, length)] and found.tokens == length - 1, "each once"

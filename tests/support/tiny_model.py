@@ -32,7 +32,7 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     """The nats [T - 1] of a text alone, by evaluation in one stream."""
     components = model.components
     assert components.config.eval.batch_size == 1
-    found: list[np.ndarray] = []
+    nats = np.zeros(len(tokens), np.promote_types(np.float32, components.config.model.dtype))
     if len(tokens) < 2:
         return np.zeros(0)
     weights = components.prepare_params(model.params)
@@ -42,6 +42,6 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
         components.init_memory(weights),
         evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
         place=components.place,
-        take_nll=lambda first, nll: found.append(nll.reshape(-1)),
+        token_nats=nats,
     )
-    return np.concatenate(found)[: len(tokens) - 1]
+    return nats[1:]

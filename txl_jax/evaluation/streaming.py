@@ -96,7 +96,7 @@ def evaluate(
     segments_per_call: int = SEGMENTS_PER_CALL,
     place: Callable[[Segments], Segments],
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
-    take_nll: Callable[[int, np.ndarray], None] | None = None,
+    token_nats: np.ndarray | None = None,
 ) -> Totals:
     """Scores the whole text of `reader`.
 
@@ -108,14 +108,16 @@ def evaluate(
       segments_per_call: S.
       place: Puts segments on the devices.
       after_call: Called after each call but the last with the segments done and the totals so far. May raise to stop.
-      take_nll: Called with the number of a call's first segment and its nats [S, B, L], scored or not.
+      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
     """
     totals = Totals()
     pending: tuple[int, Scores] | None = None
 
     def fetch(first: int, scores: Scores) -> Totals:
-        if take_nll is not None:
-            take_nll(first, distributed.to_host(scores.nll))
+        if token_nats is not None:
+            nll = distributed.to_host(scores.nll)
+            scored = reader.scored(first, len(nll))
+            token_nats[scored[scored > 0]] = nll[scored > 0]
         nats, tokens = distributed.to_host(scores.nats), distributed.to_host(scores.tokens)
         # Summed on the host, in double precision.
         return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())

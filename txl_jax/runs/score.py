@@ -23,7 +23,7 @@ import tqdm
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
-from txl_jax.data.segments import SegmentReader, evaluation_segments
+from txl_jax.data.segments import evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary, escape
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
@@ -87,11 +87,13 @@ def score(
                 token_nats=token_nats,
             )
     else:
-        whole = evaluation_segments(
-            tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len, warmup_tokens=lengths.warmup_tokens
+        reader = evaluation_segments(
+            tokens,
+            batch_size=lengths.batch_size,
+            segment_len=lengths.segment_len,
+            warmup_tokens=lengths.warmup_tokens,
+            own=components.own_rows(lengths.batch_size),  # Each process reads the rows of its own devices.
         )
-        # Each process reads the rows of its own devices.
-        reader = dataclasses.replace(whole, own=components.own_rows(lengths.batch_size))
         weights = components.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
             totals = evaluate(
@@ -101,7 +103,7 @@ def score(
                 reader,
                 place=functools.partial(components.place, batch_size=lengths.batch_size),
                 after_call=show,
-                take_nll=None if token_nats is None else functools.partial(put_in_text_order, token_nats, whole),
+                token_nats=token_nats,
             )
     check_finite(totals, name)
     return totals
@@ -457,12 +459,6 @@ def progress_bar(
                 log(f"{name}: {done / total:.0%}{shown_score}  ETA {duration(remaining)}")
 
         yield show
-
-
-def put_in_text_order(token_nats: np.ndarray, reader: SegmentReader, first: int, nll: np.ndarray) -> None:
-    """Writes the nats [S, B, L] of the segments from number `first` on to their tokens' places in floats [T]."""
-    scored = reader.scored(first, len(nll))
-    token_nats[scored[scored > 0]] = nll[scored > 0]
 
 
 def check_finite(totals: Totals, name: str) -> None:
