@@ -158,7 +158,7 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
         assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
     tiles.refusal = "the head width is 4, below 8"
     [line] = start_again(stopped, CONFIG, corpus)
-    assert "training was tiled 4x8 and is now reference " in line
+    assert "training was tiled 4x8 and is now reference, " in line
     assert "evaluation was tiled 4x8 and is now reference" in line
     assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
     assert start_again(stopped, CONFIG, corpus) == []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax.errors import UserError
+from txl_jax.config.config_tree import require
 from txl_jax.inference.scorer import at_temperature
 from txl_jax.metrics import Totals
 from txl_jax.modules import AnyModel
@@ -109,13 +109,12 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
     Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
-    if tokens.ndim != 1 or len(tokens) < 2:
-        raise UserError(f"the tokens have shape {tokens.shape}; give one axis of at least 2 tokens")
-    if batch_size < 1 or not 1 <= stride <= attention_len:
-        raise UserError(
-            f"stride is {stride}, attention_len {attention_len} and batch_size {batch_size}; the stride must lie "
-            "between 1 and attention_len, and the batch must be at least 1"
-        )
+    require(tokens.ndim == 1 and len(tokens) > 1, f"the tokens have shape {tokens.shape}; give one axis of at least 2")
+    require(
+        batch_size > 0 and 1 <= stride <= attention_len,
+        f"stride is {stride} and batch_size {batch_size}; the stride must be 1 to attention_len ({attention_len}), "
+        "and the batch at least 1",
+    )
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
     starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
     yield from _in_batches(tokens, starts, attention_len, stride, batch_size)
@@ -123,11 +122,8 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
 def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
     """Returns the tokens that are scored at every context length: every `stride`-th one with `longest` before it."""
-    if longest >= n_token:
-        raise UserError(
-            f"the longest context is {longest:,} tokens and the text has {n_token:,}; give a longer text, or shorter "
-            "contexts"
-        )
+    what = f"the longest context is {longest:,} tokens and the text has {n_token:,}"
+    require(longest < n_token, f"{what}; give a longer text, or shorter contexts")
     return np.arange(longest, n_token, stride)
 
 

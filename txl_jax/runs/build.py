@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from txl_jax import sharding
 from txl_jax.config import CacheDType, EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, EvalStep, make_eval_step
 from txl_jax.inference import scorer
@@ -59,14 +59,14 @@ class AttentionChoice(NamedTuple):
 
     def describe(self, before: Mapping[str, str] | None = None) -> str:
         """Describes the choice and its reasons, for the log; with `before`, only the uses that differ from it."""
-        clauses = []
+        clauses: dict[str, list[str]] = {}  # By reason.
         for use, name in self.record().items():
-            reason = getattr(self, use).reason
+            reasoned = clauses.setdefault(getattr(self, use).reason, [])
             if before is None:
-                clauses.append(f"{use} {name} ({reason})")
+                reasoned.append(f"{use} {name}")
             elif before.get(use, name) != name:
-                clauses.append(f"{use} was {before[use]} and is now {name} ({reason})")
-        return "; ".join(clauses)
+                reasoned.append(f"{use} was {before[use]} and is now {name}")
+        return "; ".join(f"{', '.join(uses)} ({reason})" for reason, uses in clauses.items() if uses)
 
 
 def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
@@ -230,12 +230,13 @@ class Built:
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
         train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
-        if train.batch_size % (shards * train.grad_accum_steps):
-            raise UserError(
-                f"train.batch_size is {train.batch_size} and must be a multiple of {shards * train.grad_accum_steps}: "
-                f"{shards} devices (data x fsdp of the mesh) times {train.grad_accum_steps} (train.grad_accum_steps). "
-                "Change it, or take fewer devices with --mesh.data"
-            )
+        multiple = shards * train.grad_accum_steps
+        require(
+            train.batch_size % multiple == 0,
+            f"train.batch_size is {train.batch_size}, for {shards} devices (data x fsdp of the mesh) with "
+            f"{train.grad_accum_steps} microbatches each (train.grad_accum_steps); choose a multiple of {multiple}, or "
+            "fewer devices with --mesh.data",
+        )
 
     # Batches
 
@@ -249,11 +250,8 @@ class Built:
             return np.arange(batch_size)
         placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
-        if not own:
-            raise UserError(
-                f"no device of process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}; start fewer "
-                "processes, or use all devices with --mesh.data=none"
-            )
+        where = f"process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}"
+        require(own, f"no device of {where}; start fewer processes, or use all devices with --mesh.data=none")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
@@ -373,19 +371,19 @@ def build(
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
-    if (config.data.reset_at is None) != (end_token is None) or not 0 <= (end_token or 0) < vocab_size:
-        raise UserError(
-            f"end_token must be the id of the token data.reset_at ({config.data.reset_at!r}) in a vocabulary of "
-            f"{vocab_size} tokens, got {end_token}"
-        )
+    reset_at = config.data.reset_at
+    require(
+        end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size,
+        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}",
+    )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
-    if jax.dtypes.canonicalize_dtype(config.model.dtype) != config.model.dtype:
-        raise UserError(f"model.dtype is {config.model.dtype} and jax runs without it; set JAX_ENABLE_X64=1")
+    dtype = config.model.dtype
+    is_there = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    require(is_there, f"model.dtype is {dtype} and jax runs without it; set JAX_ENABLE_X64=1")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
-        if size % devices:
-            raise UserError(f"model.{name} is {size} and mesh.{axis} is {devices}; the devices must divide it evenly")
+        require(size % devices == 0, f"model.{name} is {size}, which mesh.{axis} ({devices}) must divide evenly")
     model: AnyModel
     attention = None
     if config.model.network is not Network.TRANSFORMER_XL:

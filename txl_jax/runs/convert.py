@@ -18,7 +18,8 @@ import numpy as np
 
 from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.config.config_tree import require
+from txl_jax.errors import CheckpointError
 from txl_jax.interop import formats, huggingface, leaves, original, portable
 from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
@@ -86,8 +87,8 @@ def convert(
     began = time.monotonic()
     source, target = storage.as_path(source), storage.as_path(target)
     storage.check_new_folder(target)
-    if f"{target}/".startswith(f"{source}/"):
-        raise UserError(f"--to={target} lies in --from={source}; give a folder outside of it")
+    inside = f"{target}/".startswith(f"{source}/")
+    require(not inside, f"--to={target} lies in --from={source}; give a folder outside of it")
     read = _read(source, from_format, member, log)
     _describe(read, log)
     with storage.new_folder(target) as folder:
@@ -105,13 +106,11 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
     """Opens the weights of a run, a portable checkpoint, or another implementation."""
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
-        if member is not None:
-            raise UserError(f"the member {member!r} was given and {source} is no workdir of an ensemble; leave it out")
-        if storage.is_remote(source):
-            raise UserError(
-                f"{source} holds weights of another implementation, which are read at random; copy the folder to this "
-                "machine, and give the copy"
-            )
+        require(member is None, f"the member {member!r} was given and {source} is no ensemble's workdir; leave it out")
+        require(
+            not storage.is_remote(source),
+            f"{source} has another implementation's weights, which are read at random; give a copy on this machine",
+        )
         return formats.read(source, None if from_format is None else Format(from_format))
     found = open_weights(source, member=member)
     if not isinstance(found.source, Run):
@@ -157,8 +156,8 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     config, again, vocabulary = read.info.config, back.info.config, read.info.vocabulary
     lengths = ("mem_len", "clamp_len", "same_length")  # Other formats have them too.
     changed = [f"eval.{name}" for name in lengths if getattr(config.eval, name) != getattr(again.eval, name)]
-    if changed or back.info.vocabulary != vocabulary:
-        raise UserError(f"{', '.join(changed) or 'the vocabulary'} is not read back as it was; please report this bug")
+    changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
+    require(not changed, f"{', '.join(changed)} is not read back as it was; please report this bug")
     _check_same_tensors(read.leaves, back.leaves)
     # With the same `compat`: other implementations have their own, which the notes name.
     alike = config_tree.replace(config, {"model.compat": again.model.compat})

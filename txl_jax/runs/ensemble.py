@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.build import Built, Compilation, build_for
@@ -42,11 +43,8 @@ class Ensemble(Built):
     def of(cls, base: Built, members: MemberSettings) -> "Ensemble":
         """Returns the ensemble of these members; raises `UserError` if it cannot be trained as one."""
         configs = member_configs(base.config, members)
-        if base.mesh.size != 1:
-            raise UserError(
-                f"the mesh has {base.mesh.size} devices and the members of an ensemble share one; give "
-                "--mesh.data=1, or train each as a run of its own"
-            )
+        size = base.mesh.size
+        require(size == 1, f"the mesh has {size} devices and an ensemble trains on one; give --mesh.data=1")
         return cls(base.config, base.model, base.optimizer, base.schedule, base.mesh, base.attention, configs)
 
     @property
@@ -83,28 +81,20 @@ class Ensemble(Built):
 
 def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str, ExperimentConfig]:
     """Returns the config of each member by its name, as "seed=2+learning_rate=0.001"; checks them."""
-    if len(members) < 2:
-        raise UserError(f"{len(members)} members were given; give two or more, or train a run of its own")
+    require(len(members) > 1, f"{len(members)} members were given; give two or more, or train a run of its own")
     for name in sorted({name for member in members for name in member}):
-        if name not in ensemble_step.VARYING:
-            near = config_tree.did_you_mean(name, ensemble_step.VARYING)
-            raise UserError(
-                f"members cannot differ in {name}; they can in {', '.join(ensemble_step.VARYING)}, which change no "
-                f"shape{near}"
-            )
-    if base.train.patience:
-        raise UserError(
-            f"train.patience is {base.train.patience}, and the members of an ensemble are trained to the same end; "
-            "leave it out"
-        )
+        there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
+        require(name in ensemble_step.VARYING, f"members cannot differ in {name}, which is none of {there}")
+    patience = base.train.patience
+    require(not patience, f"train.patience is {patience}, and members are trained to the same end; leave it out")
     names = [member_name(in_order(member)) for member in members]
     configs = [config_tree.replace(base, dict(member)) for member in members]
-    if any(config in configs[:i] for i, config in enumerate(configs)):
-        raise UserError(f"the members are {'; '.join(names)}; two that are alike would be trained twice")
+    alike = any(config in configs[:i] for i, config in enumerate(configs))
+    require(not alike, f"the members are {'; '.join(names)}; two that are alike would be trained twice")
     for config in configs:
         config.validate()
-        if not 0 <= config.seed < 2**32:
-            raise UserError(f"a member's seed is {config.seed}; in an ensemble seeds go from 0 to {2**32 - 1}")
+        fits = 0 <= config.seed < 2**32
+        require(fits, f"a member's seed is {config.seed}; in an ensemble seeds go from 0 to {2**32 - 1}")
     return dict(zip(names, configs, strict=True))
 
 

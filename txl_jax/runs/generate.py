@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
+from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
@@ -61,18 +62,21 @@ def generate_text(
 
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` if the model cannot generate token by token."""
-    if config.model.network is not Network.TRANSFORMER_XL:
-        raise UserError(f"model.network is {config.model.network}, which can be scored and does not generate text")
-    if not encoding_of(config.model).generates_by_token:
-        raise UserError(
-            f"model.encoding is {config.model.encoding}, whose positions count within a segment; only models with "
-            "relative positions generate text"
-        )
-    if config.eval.mem_len == 0:
-        raise UserError(
-            "eval.mem_len is 0, so that each token would see only the one before it; give a memory with "
-            "--eval.mem_len" + (f", and no stride (eval.stride is {config.eval.stride})" if config.eval.stride else "")
-        )
+    model, lengths = config.model, config.eval
+    require(
+        model.network is Network.TRANSFORMER_XL,
+        f"model.network is {model.network}, which can be scored and does not generate text",
+    )
+    require(
+        encoding_of(model).generates_by_token,
+        f"model.encoding is {model.encoding}, whose positions count within a segment; only models with relative "
+        "positions generate text",
+    )
+    require(
+        lengths.mem_len,
+        "eval.mem_len is 0, so that each token would see only the one before it; give a memory with --eval.mem_len, "
+        f"and no stride (eval.stride is {lengths.stride})",
+    )
 
 
 def read_prompt(config: GenerateConfig) -> bytes:
@@ -82,9 +86,8 @@ def read_prompt(config: GenerateConfig) -> bytes:
     try:
         return storage.read(config.prompt_file)
     except OSError as error:
-        raise UserError(
-            f"cannot read the prompt file {config.prompt_file} ({error.strerror}); check --generate.prompt_file"
-        ) from error
+        what = f"cannot read the prompt file {config.prompt_file} ({error.strerror})"
+        raise UserError(f"{what}; check --generate.prompt_file") from error
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:

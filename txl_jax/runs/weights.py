@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
@@ -101,18 +102,13 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weight
 
     def check() -> None:
         if portable.is_portable(folder):
-            if member is not None:
-                raise UserError(f"the member {member!r} was given and {folder} holds one model; leave the member out")
+            one = f"the member {member!r} was given and {folder} holds one model; leave the member out"
+            require(member is None, one)
         elif exported.is_exported(folder):
-            raise UserError(
-                f"{folder} is an exported model, which runs without txl_jax (docs/export.md) and is not read back; "
-                "give the run or the folder of weights that it was exported from"
-            )
+            raise UserError(f"{folder} is an exported model (docs/export.md); give the run or folder it was made from")
         elif holds_other_weights(folder):
-            raise UserError(
-                f"{folder} holds no run of txl_jax but other files of weights; convert them with "
-                f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`, and give that folder"
-            )
+            convert = f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`"
+            raise UserError(f"{folder} has weights of another program; convert them with {convert} and give that")
         else:
             raise no_run
 
@@ -139,11 +135,10 @@ def load_to_score(
     """Loads a trained run that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
     check_same_settings(config)
     check_same_text(corpus)
-    if corpus.vocabulary != run.text.vocabulary:
-        raise UserError(
-            f"the run was trained on {run.text.description!r} with {run.text.vocabulary.size} tokens, and "
-            f"{corpus.description!r} was read with {corpus.vocabulary.size} or others; read it in the run's vocabulary"
-        )
+    theirs, ours = run.text.vocabulary, corpus.vocabulary
+    trained = f"the run was trained on {run.text.description!r} with {theirs.size} tokens"
+    scored = f"{corpus.description!r} was read with {ours.size} or others"
+    require(ours == theirs, f"{trained}, and {scored}; read it in the run's vocabulary")
     if corpus.digest != run.text.digest:
         log(f"note: this is not the text of training ({run.text.description}), but {corpus.description}")
     built = build_trained(config, run, log=log)
@@ -211,10 +206,8 @@ def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], 
     while len(steps) < count:
         restored = load_state(built, run, log=log, before=steps[-1] if steps else None)
         if restored is None:
-            raise UserError(
-                f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}; train with as many "
-                "--train.keep_checkpoints, or give a smaller number"
-            )
+            what = f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}"
+            raise UserError(f"{what}; train with as many --train.keep_checkpoints, or give a smaller number")
         steps.append(restored[0])
         params = restored[1].scored_params
         total = params if total is None else jax.tree.map(jnp.add, total, params)
