@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from txl_jax.config import DataConfig, ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.config.experiment import from_record
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
@@ -79,8 +80,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing."""
         run = cls.read_all(path)
         names = by_name(run.members)
-        if names and member is None:
-            raise UserError(f"{run.path} holds an ensemble; choose a member with --ensemble_member: {', '.join(names)}")
+        choose = f"choose a member with --ensemble_member: {', '.join(names)}"
+        require(not names or member is not None, f"{run.path} holds an ensemble; {choose}")
         if member is not None:
             if member not in names:
                 there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
@@ -93,8 +94,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Reads a run, or an ensemble with all of its members; as `read`."""
         run = cls(os.fspath(path))
         run._read()
-        if run.is_new:
-            raise UserError(f"{run.path} holds no run (no {_CONFIG}); give the workdir of a run that was trained")
+        there = f"{run.path} holds no run (no {_CONFIG})"
+        require(not run.is_new, f"{there}; give the workdir of a run that was trained")
         return run
 
     @classmethod
@@ -190,11 +191,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
             if old != now:
                 self._refuse([f"the vocabulary had {old.size:,} tokens and has {now.size:,}, or others"])
         if weights and self.weights and weights["sha256"] != self.weights["sha256"]:
-            raise UserError(
-                f"the weights in {weights['path']} changed since the run in {self.path} began (sha256 "
-                f"{self.weights['sha256'][:12]}... of step {self.weights['step']}, now {weights['sha256'][:12]}... of "
-                f"step {weights['step']}); give another --workdir"
+            was, is_now = (
+                f"sha256 {each['sha256'][:12]}... of step {each['step']}" for each in (self.weights, weights)
             )
+            changed = f"the weights in {weights['path']} changed since the run in {self.path} began"
+            raise UserError(f"{changed} ({was}, now {is_now}); give another --workdir")
         self.weights = weights or self.weights
         self.notes += self._changes(config, free_on_resume=True)
         if attention is not None and (changed := attention.describe(self.attention)):
@@ -225,11 +226,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         ]
 
     def _refuse(self, refused: list[str]) -> None:
-        if refused:
-            raise UserError(
-                f"{self.path} holds a run with other settings: {'; '.join(refused)}. "
-                "Restore them, or give another --workdir"
-            )
+        advice = "Restore them, or give another --workdir"
+        require(not refused, f"{self.path} holds a run with other settings: {'; '.join(refused)}. {advice}")
 
     def record(
         self,
@@ -284,11 +282,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         try:
             saved = json.loads(record)
             number = saved.get("format", 1)  # Format 1 has no number.
-            if number != FORMAT:  # Before anything else, which may mean something else there.
-                raise UserError(
-                    f"format {number!r}, and this version of txl_jax reads format {FORMAT}; commit 624573f reads "
-                    "formats 1 and 2, a newer txl_jax later ones"
-                )
+            # Before anything else, which may mean something else there.
+            other = "commit 624573f reads formats 1 and 2, a newer txl_jax later ones"
+            require(number == FORMAT, f"format {number!r}, and this version of txl_jax reads format {FORMAT}; {other}")
             self.config, text = from_record(saved["config"]), saved["text"]
             facts = {name: text[name] for name in _TEXT_FACTS}
             expected, self.members = text["vocabulary_sha256"], saved.get("members", [])
@@ -319,8 +315,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def claim(self) -> None:
         """Makes the directory, locks it, and removes what killed runs left; process 0 calls it."""
-        if not self.is_new:
-            raise UserError(f"{self.path} holds a run already; give another folder with --to=PATH")
+        require(self.is_new, f"{self.path} holds a run already; give another folder with --to=PATH")
         try:
             storage.probe(self.path)
         except OSError as error:

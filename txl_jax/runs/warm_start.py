@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, Tokenizer, TokenizerConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.subwords import SubwordVocabulary
@@ -95,11 +96,8 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
         if leaf.setting.shapes_params and _is_read(leaf.name, config):
             here, there = (config_tree.format_value(value) or "empty" for value in (ours, theirs))
             refused.append(f"{leaf.name} is {here} and there {there}")
-    if refused:
-        raise UserError(
-            f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; leave these settings out, "
-            "and they are taken from there"
-        )
+    advice = "leave these settings out, and they are taken from there"
+    require(not refused, f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; {advice}")
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
@@ -182,11 +180,12 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
     check_model(config, trained.config)
     theirs = trained.vocabulary
     same = theirs == vocabulary
-    if not same and theirs.kind != vocabulary.kind:
-        raise UserError(
-            f"the tokens of {trained.path} are of kind {theirs.kind} ({theirs.size:,}) and those of the text of kind "
-            f"{vocabulary.kind} ({vocabulary.size:,}); give --init_vocabulary=kept to read the text in that vocabulary"
-        )
+    kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
+    require(
+        same or theirs.kind == vocabulary.kind,
+        f"the tokens of {trained.path} are of kind {kinds[0]}, and the text's of kind {kinds[1]}; give "
+        "--init_vocabulary=kept to read the text in that vocabulary",
+    )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 
