@@ -106,7 +106,7 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
     """Opens the weights of a run, a portable checkpoint, or another implementation."""
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
-        require(member is None, f"the member {member!r} was given and {source} is no ensemble's workdir; leave it out")
+        require(member is None, f"the member {member!r} was given and {source} is not an ensemble; leave it out")
         require(
             not storage.is_remote(source),
             f"{source} has another implementation's weights, which are read at random; give a copy on this machine",

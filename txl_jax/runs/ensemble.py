@@ -128,7 +128,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
     """Copies a member of an ensemble into a workdir of its own, where the ordinary training job resumes it.
 
     The state equals the ensemble's, bit for bit. Updates from there agree with the ensemble's up to rounding. Raises
-    `UserError` if there is no such member or no checkpoint of it yet, or `target` contains a run.
+    `UserError` if the member or its checkpoint does not exist, or `target` contains a run.
     """
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:

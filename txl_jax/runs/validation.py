@@ -137,7 +137,7 @@ class Validation:
                 return None
             if notes is None or with_defaults(notes["eval"]) == self._eval_settings:
                 return notes
-            self.log.note(f"the best is chosen anew: that of step {notes['step']} has other --eval settings")
+            self.log.note(f"the best is chosen again: step {notes['step']} was scored with other --eval settings")
             return None
 
         return distributed.broadcast_from_primary(comparable)

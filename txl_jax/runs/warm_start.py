@@ -1,8 +1,8 @@
 """Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
 
-Optimizer, step, memory and the position in the text are those of a new run. A warm start happens once, before the first
-checkpoint: config.json records what was read, and later starts of the same command resume without the weights. The
-settings that make the parameters what they are come from the trained model where no flag gives them.
+Optimizer, step, memory and the position in the text start anew. A warm start happens once, before the first checkpoint:
+config.json records what was read, and later starts of the same command resume without the weights. The settings that
+make the parameters what they are come from the trained model where no flag gives them.
 """
 
 import hashlib

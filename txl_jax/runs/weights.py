@@ -60,7 +60,7 @@ class Weights:
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
         `built` is built with this config, or with one with the same `model` on another mesh. Raises `UserError` if
-        there is no checkpoint yet, and `CheckpointError` if the weights are corrupted or belong to another model.
+        no checkpoint exists yet, and `CheckpointError` if the weights are corrupted or belong to another model.
         """
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
@@ -79,9 +79,9 @@ def open_weights(
 ) -> Weights:
     """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
 
-    All processes call it, and not within `distributed.run_on_all`. The arguments are those of `txl_jax.load`. Raises
-    `UserError` if there is no such run or member, its files cannot be read, or the model cannot have these dtypes. For
-    a directory of another implementation the message has the command that converts it.
+    All processes call it, and not within `distributed.run_on_all`. Takes the arguments of `txl_jax.load`. Raises
+    `UserError` if the run or member does not exist, its files cannot be read, or the model cannot have these dtypes.
+    For a directory of another implementation the message has the command that converts it.
     """
     folder = as_path(path)
     try:
