@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from txl_jax.config import EvalConfig, config_tree
@@ -74,38 +74,35 @@ class Validation:
     def evaluate(self, context: HookContext) -> None:
         """Scores the validation split, and keeps the parameters of a member if no earlier ones were better."""
         self.pending = True  # Until it is done: a checkpoint written now must record it.
-        scored = []
-        try:
-            for index in range(len(self._members)):
-                params = self._members.take(context.state.scored_params, index)
-                scored.append((params, *self._score(Split.VALID, index, params, prefix=f"step {context.step}: ")))
-        except Interrupted:  # All members are scored again when the run is resumed.
+        of_members = self._members.split(context.state.scored_params)
+        scored = self._score(Split.VALID, of_members, prefix=f"step {context.step}: ")
+        if scored is None:  # All members are scored again when the run is resumed.
             return
         self.pending = False
-        for index, (params, totals, line) in enumerate(scored):
+        for index, (totals, line) in enumerate(scored):
             best = self._best(index)
             context.record("valid", as_record(totals), member=self._members.labels[index])
             # Those of this very step are written again: a kill may have come before they had their digests.
             if best is None or totals.nll < best["loss"] or best["step"] == context.step:
                 context.log(f"{line}  best so far")
                 notes = {"step": context.step, **as_result(totals), "eval": self._eval_settings}
-                self.checkpoints.save_best(index, context.step, params, notes)
+                self.checkpoints.save_best(index, context.step, of_members[index], notes)
             else:
                 context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
             self.losses[index].append(totals.nll)
 
-    def _score(self, split: Split, index: int, params: Any, *, prefix: str = "") -> tuple[Totals, str]:
-        """Scores a split with the parameters of a member; returns the scores and a line about them."""
+    def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
+        """Scores a split with each member's parameters: the scores, and a line about them; None if a stop came."""
         tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
-        return score_with_line(
-            self.built,
-            params,
-            tokens,
-            name=f"{prefix}{self._members.prefix(index)}{split}",
-            measure=self._measure,
-            log=self.log.print,
-            stop_requested=self.stop_requested,
-        )
+        options: dict[str, Any] = {"log": self.log.print, "stop_requested": self.stop_requested}
+        names = [f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))]
+        try:
+            return [
+                score_with_line(self.built, params, tokens, name=name, measure=self._measure, **options)
+                for name, params in zip(names, of_members, strict=True)
+            ]
+        except Interrupted:
+            return None
 
     def start_averaging(self, context: HookContext) -> TrainState | None:
         """NT-ASGD: starts weight averaging in members whose validation loss has stopped improving."""
@@ -162,18 +159,15 @@ class Validation:
 
     def make_results(self, step: int, state: TrainState) -> dict[str, Any] | None:
         """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
-        scored = []
-        try:
-            for index in range(len(self._members)):
-                best, params = self._best_or_last(index, state)
-                scored.append((best, *self._score(Split.TEST, index, params)))
-        except Interrupted:
+        best, of_members = zip(*(self._best_or_last(i, state) for i in range(len(self._members))), strict=True)
+        scored = self._score(Split.TEST, of_members)
+        if scored is None:
             return None
         results = []
-        for label, (best, totals, line) in zip(self._members.labels, scored, strict=True):
+        for label, own, (totals, line) in zip(self._members.labels, best, scored, strict=True):
             self.log.record("test", step, as_record(totals), member=label)
             self.log.print(line)
-            results.append({"best_valid": best, "test": {"step": best["step"] if best else step, **as_result(totals)}})
+            results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **as_result(totals)}})
         content = {
             **self.facts,
             "steps": step,
