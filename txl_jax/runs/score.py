@@ -36,7 +36,6 @@ from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, load_to_score
 from txl_jax.runtime import distributed, environment
-from txl_jax.runtime.environment import duration
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -427,7 +426,7 @@ def format_scores(totals: Totals, measure: Measure) -> str:
 
 def with_duration(line: str, seconds: float) -> str:
     """Appends the time that something took."""
-    return f"{line}  in {duration(seconds)}"
+    return f"{line}  in {environment.duration(seconds)}"
 
 
 @contextlib.contextmanager
@@ -456,7 +455,7 @@ def progress_bar(
                 last_line = now
                 remaining = (now - began) / done * (total - done) if done else math.nan
                 shown_score = f"  {score_so_far} so far" if score_so_far else ""
-                log(f"{name}: {done / total:.0%}{shown_score}  ETA {duration(remaining)}")
+                log(f"{name}: {done / total:.0%}{shown_score}  ETA {environment.duration(remaining)}")
 
         yield show
 

@@ -22,7 +22,6 @@ from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
 from txl_jax.runs.validation import Validation
 from txl_jax.runtime import distributed, environment, stop
-from txl_jax.runtime.environment import megabytes
 from txl_jax.runtime.log import RunLog
 from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
@@ -275,8 +274,8 @@ def _memory_line(built: Built, compilation: Compilation) -> str:
     sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
-    by_kind = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.items())
+    by_kind = ", ".join(f"{name} {environment.megabytes(size)}" for name, size in sizes.items())
     return (
-        f"memory    {megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
+        f"memory    {environment.megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
         f"(compiled in {compilation.seconds:.1f} s)"
     )
