@@ -129,7 +129,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     @property
     def best(self) -> str:
         """Parameters of the lowest validation loss, of the member if there is one."""
-        return best_folder(self.path, self.member)
+        return os.path.join(self.path, "checkpoints", "best", *filter(None, [self.member]))
 
     @property
     def outputs(self) -> str:
@@ -347,11 +347,6 @@ def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
         return results | own
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def best_folder(workdir: str, member: str | None = None) -> str:
-    """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
-    return os.path.join(workdir, "checkpoints", "best", *filter(None, [member]))
 
 
 def _failed(what: str, path: str, error: OSError) -> UserError:
