@@ -78,7 +78,7 @@ def first_weights(config):
     workdir = Run(Path("new-run"))
     read = warm_start.read_corpus(config, workdir, ".", None)
     parts = build(config, vocab_size=read.vocabulary.size)
-    weights = warm_start.load(parts, read.vocabulary, workdir)
+    weights = warm_start.load(parts, read.vocabulary, workdir) if config.init_from else None
     return dumps(read.vocabulary), weights and weights.record
 
 
