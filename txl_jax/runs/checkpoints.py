@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Self
 
-from txl_jax.runs.run import Run, best_folder
+from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.ensemble import Members
@@ -27,7 +27,7 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
-        self._best = [Checkpointer(best_folder(run.path, name), keep=1, log=log) for name in members.labels]
+        self._best = [Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

@@ -34,6 +34,8 @@ MemberSettings = Sequence[Mapping[str, float]]  # What the members of an ensembl
 _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
+# Settings that the choice of attention for evaluation depends on.
+_EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
 # Hosts may keep their files in different places; the contents are compared.
 _PLACES = {f"data.{leaf.name}" for leaf in config_tree.leaves(DataConfig) if leaf.setting.path}
 
@@ -127,7 +129,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     @property
     def best(self) -> str:
         """Parameters of the lowest validation loss, of the member if there is one."""
-        return best_folder(self.path, self.member)
+        return os.path.join(self.path, "checkpoints", "best", *filter(None, [self.member]))
 
     @property
     def outputs(self) -> str:
@@ -145,13 +147,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Returns the implementations of attention for a start with `config`: the recorded ones, or its own choice.
 
         Another device or version may choose others, whose numbers agree up to rounding only, and a resumed run must
-        stay equal bit for bit. If `model.attention` was changed, the config chooses again, and for evaluation also if
-        `eval` was.
+        stay equal bit for bit. If `model.attention`, or for evaluation a length, was changed, the config chooses again.
         """
         asked, uses = str(config.model.attention), dict[str, Implementation | None]()
         if not self.is_new and self.config.model.attention is config.model.attention:
             uses = {use: Implementation.parse(text) for use, text in self.attention.items()}
-            if self.config.eval != config.eval:
+            if any(getattr(self.config.eval, name) != getattr(config.eval, name) for name in _EVALUATION):
                 uses["evaluation"] = None
         return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
@@ -346,11 +347,6 @@ def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
         return results | own
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def best_folder(workdir: str, member: str | None = None) -> str:
-    """Returns the folder of the best parameters of a run, or of one member of an ensemble."""
-    return os.path.join(workdir, "checkpoints", "best", *filter(None, [member]))
 
 
 def _failed(what: str, path: str, error: OSError) -> UserError:
