@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.encoded_text import text_of
 from support.own_text import own_text
-from support.published_corpora import place_official
+from support.published_corpora import arrange
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
 from txl_jax.data import corpus
 from txl_jax.data.byte_tokens import ByteVocabulary
@@ -106,7 +106,7 @@ def test_the_folder_of_own_text_is_that_of_earlier_runs(kind, poem, tmp_path, re
 
 
 def test_the_folders_of_a_published_corpus_are_those_of_earlier_runs(tmp_path, miniatures):
-    place_official(tmp_path, CorpusName.PTB)
+    arrange(tmp_path, CorpusName.PTB)
     cache = tmp_path / "cache"
     corpus = read_corpus(default_data(CorpusName.PTB), str(tmp_path / "data"), str(cache))
     (records,) = cache.glob("tfds/txl_*/*/")

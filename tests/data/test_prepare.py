@@ -22,21 +22,17 @@ from hypothesis import strategies as st
 from support import miniature
 from support.cases import full_but
 from support.published_corpora import (
+    ARRANGEMENTS,
     ONE_FILE,
     TABLE,
     WORDS,
-    by_split,
+    arrange,
     contents,
     expected_digest,
-    flat,
-    official_in_the_manual_folder,
-    own_archive,
     place,
-    place_official,
     read,
     refusal,
     refuse,
-    unpacked,
 )
 from txl_jax.config import CorpusName, Heldout
 from txl_jax.data import prepare
@@ -222,23 +218,16 @@ def test_blocks_count_as_the_whole(text, cuts):
     assert counted.sha256.hexdigest() == hashlib.sha256(content).hexdigest()
 
 
-IN_FOLDERS = [unpacked, flat, by_split, place_official, official_in_the_manual_folder]
-ARRANGEMENTS = [*IN_FOLDERS, *map(own_archive, ("zip", "tar.gz", "tgz", "tar"))]
 CASES = [
-    (name, arrange)
-    for name in miniature.NAMES
-    for arrange in ARRANGEMENTS
-    if TABLE[name].own_layouts or arrange is not by_split
+    (name, how) for name in miniature.NAMES for how in ARRANGEMENTS if TABLE[name].own_layouts or how != "by split"
 ]
 # Each corpus once, and each arrangement once.
-QUICK = [(name, place_official) for name in miniature.NAMES] + [(CorpusName.PTB, arrange) for arrange in ARRANGEMENTS]
+QUICK = [(name, "official") for name in miniature.NAMES] + [(CorpusName.PTB, how) for how in ARRANGEMENTS]
 
 
-@pytest.mark.parametrize(
-    ("name", "arrange"), full_but(QUICK, CASES), ids=lambda value: getattr(value, "__name__", value)
-)
-def test_a_corpus_in_each_arrangement_of_files(name, arrange, tmp_path):
-    arrange(tmp_path, name)
+@pytest.mark.parametrize(("name", "how"), full_but(QUICK, CASES))
+def test_a_corpus_in_each_arrangement_of_files(name, how, tmp_path):
+    arrange(tmp_path, name, how)
     records = tmp_path / "cache" / "tfds" / f"txl_{name}"
     (records / "1.0.0.incompleteX").mkdir(parents=True)  # Left by a killed process.
     before = stamps(tmp_path / "data")
@@ -260,7 +249,7 @@ def stamps(folder):
 
 @pytest.mark.parametrize("name", [CorpusName.TEXT8, CorpusName.PTB, CorpusName.LM1B])
 def test_a_prepared_corpus_needs_nothing_else(name, tmp_path):
-    place_official(tmp_path, name)
+    arrange(tmp_path, name)
     first = read(name, tmp_path)
     shutil.rmtree(tmp_path / "data")
     before = stamps(tmp_path / "cache")
@@ -274,7 +263,7 @@ def test_a_prepared_corpus_needs_nothing_else(name, tmp_path):
 def test_many_files_of_records(name, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "RECORD_BYTES", 1000)
     monkeypatch.setattr(prepare, "SHARD_RECORDS", 7)
-    place_official(tmp_path, name)
+    arrange(tmp_path, name)
     assert contents(read(name, tmp_path)) == miniature.texts(name)
     files = sorted((tmp_path / "cache" / "tfds" / f"txl_{name}").rglob("*train*"))
     assert len(files) == -(-len(miniature.texts(name)["train"]) // 7000) > 5
@@ -283,7 +272,7 @@ def test_many_files_of_records(name, tmp_path, monkeypatch):
 def test_the_same_builders_serve_tensorflow_datasets(tmp_path):
     import tensorflow_datasets as tfds
 
-    place_official(tmp_path, CorpusName.PTB)
+    arrange(tmp_path, CorpusName.PTB)
     read(CorpusName.PTB, tmp_path)
     builder = tfds.builder("txl_ptb", data_dir=tmp_path / "cache" / "tfds")
     source = builder.as_data_source("valid")
@@ -293,7 +282,7 @@ def test_the_same_builders_serve_tensorflow_datasets(tmp_path):
 
 
 def test_one_billion_words_files_and_heldout_shards(tmp_path):
-    place_official(tmp_path, CorpusName.LM1B)
+    arrange(tmp_path, CorpusName.LM1B)
     texts, separate = miniature.texts(CorpusName.LM1B), read(CorpusName.LM1B, tmp_path)
     same = read(CorpusName.LM1B, tmp_path, heldout=Heldout.PUBLISHED)
     assert contents(separate) == texts and separate.digest != same.digest
@@ -343,7 +332,7 @@ def test_another_number_of_tokens(name, split, tmp_path):
         text + b"\n\n\n": known + 3,
     }
     for changed, count in changes.items():
-        by_split(tmp_path, name)
+        arrange(tmp_path, name, "by split")
         path = tmp_path / "data" / TABLE[name].folders[-1] / f"{split}.txt"
         path.write_bytes(changed)
         assert re.search(rf"^{path}\b.*\b{count:,}\b.*\b{known:,}\b", refusal(name, tmp_path))
@@ -361,7 +350,7 @@ def test_the_same_words_in_other_bytes_are_noted(tmp_path, capsys):
 
 @pytest.mark.parametrize(("split", "where"), [("train", "news.en-00001-of-00100"), ("test", "news.en.heldout-00000")])
 def test_another_number_of_sentences(split, where, tmp_path):
-    unpacked(tmp_path, CorpusName.LM1B)
+    arrange(tmp_path, CorpusName.LM1B, "unpacked")
     path = next(path for path in (tmp_path / "data").rglob("*") if path.name.startswith(where))
     path.write_bytes(path.read_bytes() + b"One more .\n")
     known = CORPORA[CorpusName.LM1B].facts[split].lines
@@ -370,7 +359,7 @@ def test_another_number_of_sentences(split, where, tmp_path):
 
 def test_a_folder_without_a_file(tmp_path):
     for name, gone in ((CorpusName.PTB, "ptb.valid.txt"), (CorpusName.LM1B, "news.en-00002-of-00100")):
-        unpacked(tmp_path, name)
+        arrange(tmp_path, name, "unpacked")
         (path,) = (tmp_path / "data").rglob(gone)
         path.unlink()
         lacking = path.relative_to(tmp_path / "data")
@@ -383,9 +372,9 @@ def test_common_names_count_only_in_the_corpuss_own_folder_and_a_whole_corpus_wi
     os.rename(tmp_path / "data", tmp_path / "ptb")
     text = prepare.read(CorpusName.PTB, data_dir=str(tmp_path / "ptb"), cache_dir=str(tmp_path / "cache"))
     assert contents(text) == miniature.texts(CorpusName.PTB)
-    by_split(tmp_path, CorpusName.WIKITEXT2)
+    arrange(tmp_path, CorpusName.WIKITEXT2, "by split")
     next((tmp_path / "data").rglob("valid.txt")).unlink()
-    official_in_the_manual_folder(tmp_path, CorpusName.WIKITEXT2)
+    arrange(tmp_path, CorpusName.WIKITEXT2, "downloads/manual")
     assert contents(read(CorpusName.WIKITEXT2, tmp_path)) == miniature.texts(CorpusName.WIKITEXT2)
 
 
@@ -404,7 +393,7 @@ def test_without_files_and_network_every_source_is_asked_once_and_named(name, tm
 
 @pytest.mark.parametrize("cache", ["file", "file/below", "/proc/nowhere"])
 def test_a_cache_that_cannot_be_made(cache, tmp_path):
-    place_official(tmp_path, CorpusName.PTB)
+    arrange(tmp_path, CorpusName.PTB)
     (tmp_path / "file").touch()
     cache = tmp_path / cache
     with pytest.raises(UserError, match=rf"\bPenn Treebank\b.*{cache}/tfds\b.*--cache_dir\b"):
@@ -413,7 +402,7 @@ def test_a_cache_that_cannot_be_made(cache, tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])
 def test_a_damaged_cache(damage, tmp_path):
-    place_official(tmp_path, CorpusName.ENWIK8)
+    arrange(tmp_path, CorpusName.ENWIK8)
     read(CorpusName.ENWIK8, tmp_path)
     folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
     (path,) = folder.rglob("*train*")
@@ -435,7 +424,7 @@ def test_a_damaged_cache(damage, tmp_path):
 @pytest.mark.parametrize("name", ["dataset_info.json", "metadata.json"])
 def test_damage_beside_the_records(name, tmp_path):
     """Cut, without content, gone, or with flipped bits: never another text, and never more than one sentence."""
-    place_official(tmp_path, CorpusName.PTB)
+    arrange(tmp_path, CorpusName.PTB)
     read(CorpusName.PTB, tmp_path)
     folder = tmp_path / "cache" / "tfds" / "txl_ptb" / "1.0.0"
     whole = (folder / name).read_bytes()

@@ -36,37 +36,29 @@ def place(folder, members):
         path.write_bytes(content)
 
 
-def place_official(tmp_path, name):
-    place(tmp_path / "data", miniature.officials(name))
+# Ways in which a corpus's files may lie in the data directory.
+ARRANGEMENTS = ("official", "downloads/manual", "unpacked", "flat", "by split", "zip", "tar.gz", "tgz", "tar")
 
 
-def unpacked(tmp_path, name):
-    place(tmp_path / "data", miniature.files(name))
-
-
-def flat(tmp_path, name):
-    """Files without the archive's folders."""
-    keep = 2 if name is CorpusName.LM1B else 1
-    members = {"/".join(file.split("/")[-keep:]): content for file, content in miniature.files(name).items()}
-    place(tmp_path / "data" / str(name), members)
-
-
-def by_split(tmp_path, name):
-    texts = miniature.texts(name)
-    place(tmp_path / "data" / TABLE[name].folders[-1], {f"{split}.txt": text for split, text in texts.items()})
-
-
-def official_in_the_manual_folder(tmp_path, name):
-    place(tmp_path / "data" / "downloads" / "manual", miniature.officials(name))
-
-
-def own_archive(suffix):
-    def write(tmp_path, name):
-        file = f"{name}.{suffix}"
-        place(tmp_path / "data" / str(name), {file: miniature.archive(file, miniature.files(name))})
-
-    write.__name__ = f"own_{suffix}"
-    return write
+def arrange(tmp_path, name, how="official"):
+    """Places the corpus's files in the folder `data`: packed by its user if `how` is a suffix."""
+    files = miniature.files(name)
+    match how:
+        case "official":
+            members = miniature.officials(name)
+        case "downloads/manual":
+            members = {f"{how}/{file}": content for file, content in miniature.officials(name).items()}
+        case "unpacked":
+            members = files
+        case "flat":  # Without the archive's folders.
+            keep = 2 if name is CorpusName.LM1B else 1
+            members = {"/".join([name, *file.split("/")[-keep:]]): content for file, content in files.items()}
+        case "by split":
+            texts = miniature.texts(name).items()
+            members = {f"{TABLE[name].folders[-1]}/{split}.txt": text for split, text in texts}
+        case suffix:
+            members = {f"{name}/{name}.{suffix}": miniature.archive(f".{suffix}", files)}
+    place(tmp_path / "data", members)
 
 
 def expected_digest(name):

@@ -132,8 +132,10 @@ def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, 
     settings |= {"lower_case": False, "sentencepiece_vocab": 8000}
     for name in ("vocab_file", "hf_file"):
         path = getattr(tokenizer, name)
-        if path and (os.path.isfile(path) or not ignore_missing):
-            settings[name] = storage.sha256(checked(path, flag=f"--data.tokenizer.{name}"))
+        if path and not ignore_missing:
+            checked(path, flag=f"--data.tokenizer.{name}")
+        if path and os.path.isfile(path):
+            settings[name] = storage.sha256(path)
     return settings
 
 

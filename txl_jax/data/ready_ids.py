@@ -189,8 +189,8 @@ def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
     if len(ids) != 1 or ids[0] == vocabulary.unknown_id:
         found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
         raise UserError(
-            f"{name} must be the text of one token of the vocabulary, got {text!r}, which this model reads as {found} "
-            f"({len(ids)} tokens)"
+            f"{name} must be the text of one token of the vocabulary, got {text!r}, which this model reads as "
+            f"{len(ids)} tokens, {found}"
         )
     return int(ids[0])
 

@@ -64,10 +64,6 @@ class SubwordVocabulary(Vocabulary):
         name, found = self._settings["model"].get("unk_token"), self._settings["model"].get("unk_id")
         return self._tokenizer.token_to_id(name) if name else found
 
-    def names(self) -> list[bytes]:
-        """Returns the name of each token; b"" of ids without one."""
-        return list(self._texts)
-
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """Yields the ids of a split, in blocks; raises `UserError` for a character that cannot be encoded."""
         for file in files:
