@@ -62,7 +62,7 @@ def test_one_of_two_processes_is_killed(start, undisturbed, storage, fault_seed)
         number = rng.randrange(20, 100)
         codes = [code for code, _, _ in killed_at(storage, start(workdir), victim, number)]
         assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, -signal.SIGKILL)
-        steps = [each.step for each in checkpoint.find_steps(workdir / "checkpoints" / "latest")]
+        steps = [step for step, _ in checkpoint.find_steps(workdir / "checkpoints" / "latest")]
         print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}; steps {steps}")
     assert [code for code, _, _ in processes.finish(start(workdir))] == [0, 0]
     assert_equal_runs(workdir, undisturbed)

@@ -115,7 +115,7 @@ def test_a_finished_ensemble_is_neither_compiled_nor_scored_again(base, whole, t
 def assert_same_ensembles(folder, expected):
     for name in NAMES:
         assert records(folder, name) == records(expected, name)
-    newest, expected_newest = (find_steps(Run(each).latest)[0].step for each in (folder, expected))
+    newest, expected_newest = (find_steps(Run(each).latest)[0][0] for each in (folder, expected))
     assert newest == expected_newest
 
 

@@ -48,6 +48,7 @@ def test_a_sink_gets_everything_in_order(tmp_path):
         *(mock.call.record(*record) for record in RECORDS),
         mock.call.text(20, "sample", "a b\n*c*"),
         mock.call.flush(),
+        mock.call.flush(),
         mock.call.close(),
     ]
 

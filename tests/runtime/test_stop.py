@@ -85,10 +85,13 @@ def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
         ({"NO_GCE_CHECK": "True", "GCE_METADATA_HOST": "127.0.0.1:80"}, "Google Compute Engine\n", None),
     ],
 )
-def test_only_a_machine_of_google_cloud_has_a_server(tmp_path, environment, product, expected):
+def test_only_a_machine_of_google_cloud_has_a_server(tmp_path, monkeypatch, environment, product, expected):
+    monkeypatch.setattr(stop, "_PRODUCT", tmp_path / "product_name")
+    for name in ("NO_GCE_CHECK", "GCE_METADATA_HOST"):
+        monkeypatch.setenv(name, environment.get(name, ""))
     if product is not None:
-        (tmp_path / "product_name").write_text(product)
-    assert stop.metadata_server(environment, tmp_path / "product_name") == expected
+        stop._PRODUCT.write_text(product)
+    assert stop.metadata_server() == expected
 
 
 @pytest.fixture
@@ -120,12 +123,15 @@ def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenan
 
 
 @pytest.fixture
-def notices(fresh):
+def notices(fresh, monkeypatch):
     """Watches a server; returns a queue of the notices."""
     found: queue.Queue[str] = queue.Queue()
 
     def watch(server):
-        stop.watch_notices(server.host, dict.fromkeys(stop._FINAL, found.put))
+        monkeypatch.setenv("GCE_METADATA_HOST", server.host)
+        for name in ("request_save", "request_stop"):
+            monkeypatch.setattr(stop, name, found.put)
+        stop.act_on_notices()
         return found
 
     return watch

@@ -159,14 +159,14 @@ def result(workdir, name="results.json"):
 
 def arrays(folder):
     """Step and arrays of the newest checkpoint in a folder, which must be whole."""
-    newest = checkpoint.find_steps(folder)[0]
-    assert checkpoint.find_damage(newest.path) is None
-    reader, path = ocp.PyTreeCheckpointer(), epath.Path(newest.path) / "state"
+    step, newest = checkpoint.find_steps(folder)[0]
+    assert checkpoint.find_damage(newest) is None
+    reader, path = ocp.PyTreeCheckpointer(), epath.Path(newest) / "state"
     on_host = jax.tree.map(
         lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree
     )
     leaves = jax.tree.leaves_with_path(reader.restore(path, restore_args=on_host))
-    return newest.step, {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
+    return step, {jax.tree_util.keystr(place): np.asarray(leaf) for place, leaf in leaves}
 
 
 def assert_equal_runs(workdir, undisturbed):

@@ -66,8 +66,7 @@ class RunCheckpoints:
 
         Raises `CheckpointError` if they cannot be read.
         """
-        step = self._best[index].latest_step()
-        return None if step is None else self._best[index].notes(step)
+        return self._best[index].notes()
 
     def restore_best(self, index: int, abstract_params: Any) -> tuple[Any, dict[str, Any]] | None:
         """Restores the best parameters of a member and their notes, or None; otherwise as `best_notes`."""

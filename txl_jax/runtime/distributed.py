@@ -44,44 +44,35 @@ def is_primary() -> bool:
 
 
 def broadcast_from_primary(find: Callable[[], T]) -> T:
-    """Runs `find` on process 0 and broadcasts its result.
+    """Runs `find` on process 0 and broadcasts its result, which JSON must hold; other processes get lists for tuples.
 
-    Args:
-      find: returns what JSON can hold; other processes get lists for tuples.
-
-    Raises:
-      RemoteProcessError: it failed there. In process 0 its own error is raised.
+    If it fails, process 0 raises its error, and the others `RemoteProcessError`.
     """
     if not is_multiprocess():
         return find()
-    found, error = _attempt(find) if is_primary() else (None, None)
-    received = json.loads(_broadcast_text(json.dumps({"found": found, "error": _described(error) if error else None})))
-    if received["error"] is not None:
-        raise _known_to_all(error or RemoteProcessError(f"process 0: {received['error']}"))
-    result: T = received["found"]
-    return result
+    found, error, failure = _attempt(find) if is_primary() else (None, None, None)
+    found, failure = json.loads(_broadcast_text(json.dumps([found, failure])))
+    if failure is not None:
+        raise _known_to_all(error or RemoteProcessError(f"process 0: {failure}"))
+    return found
 
 
 def run_on_all(act: Callable[[], T]) -> T:
-    """Runs `act` in every process and returns its result once it has succeeded in all of them.
+    """Runs `act`, which must not be a collective, in every process; returns its result once it succeeded in all.
 
-    Args:
-      act: must not itself be a collective.
-
-    Raises:
-      RemoteProcessError: it failed in another process. Where it failed, its own error is raised.
+    If it fails, the processes in which it did raise its error, and the others `RemoteProcessError`.
     """
     if not is_multiprocess():
         return act()
-    result, error = _attempt(act)
-    failure = first_error(_described(error) if error else None)
+    result, error, failure = _attempt(act)
+    failure = first_error(failure)
     if failure is not None:
         raise _known_to_all(error or RemoteProcessError(failure))
     return result  # type: ignore[return-value]
 
 
 def first_error(own: str | None) -> str | None:
-    """Gathers each process's error message; returns the first with its process's number, None if there is none."""
+    """Gathers each process's error message; returns the first with its process's number, or None if there is none."""
     if not is_multiprocess():
         return own
     errors = _gather_texts(own or "")
@@ -89,18 +80,11 @@ def first_error(own: str | None) -> str | None:
 
 
 def assert_same_on_all(value: str, complaint: Callable[[str, str], str]) -> None:
-    """Checks that all processes hold the same value.
+    """Raises `UserError` in all processes if one holds another value than process 0, and names that process.
 
-    Args:
-      complaint: takes the value of process 0 and another one, and returns a sentence.
-
-    Raises:
-      UserError: a process holds another value than process 0; raised in all of them, naming it.
+    `complaint` makes a sentence of process 0's value and the other.
     """
-    if not is_multiprocess():
-        return
-    values = _gather_texts(value)
-    for number, other in enumerate(values):
+    for number, other in enumerate(values := _gather_texts(value)) if is_multiprocess() else ():
         if other != values[0]:
             raise _known_to_all(UserError(f"process {number}: {complaint(values[0], other)}"))
 
@@ -111,17 +95,9 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
-    """Checks that the folder of each process is the folder of process 0.
+    """Raises `UserError`, with the complaint, in a process whose folder is not that of process 0.
 
-    Args:
-      folder: This process's path or URL.
-      complaint: Error message of this process if it is another folder.
-      seconds: How long to wait for the caches of a network file system.
-
-    Raises:
-      UserError: If it is another folder, or process 0 cannot write to it.
-      OSError: If it cannot be read.
-      RemoteProcessError: If another process raises one of these.
+    It waits `seconds` for the caches of a network file system.
     """
     if not is_multiprocess():
         return
@@ -151,15 +127,12 @@ def to_host(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None, str | None]:
+    """Returns a result, or an error and its message."""
     try:
-        return act(), None
+        return act(), None, None
     except Exception as error:  # noqa: BLE001 (whatever it is, the others must not wait for this process)
-        return None, error
-
-
-def _described(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        return None, error, str(error) or type(error).__name__
 
 
 def _known_to_all(error: Exception) -> Exception:
@@ -168,7 +141,7 @@ def _known_to_all(error: Exception) -> Exception:
 
 
 def _broadcast_text(text: str) -> str:
-    """The text of process 0."""
+    """Returns the text of process 0."""
     own = np.frombuffer(text.encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(own))))
     sent = own if is_primary() else np.zeros(length, np.uint8)
@@ -176,7 +149,7 @@ def _broadcast_text(text: str) -> str:
 
 
 def _gather_texts(text: str) -> list[str]:
-    """Every process's text, in the order of their numbers."""
+    """Returns every process's text, in the order of their numbers."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own))).tolist()
     padded = np.pad(own, (0, max(lengths) - len(own)))

@@ -4,6 +4,7 @@ import datetime
 import math
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,22 @@ def device_kind() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
-    return f"CPU ({_processor()}, {os.cpu_count()} cores)"
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search("^model name.*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    processor = named[1].strip() if named else platform.processor() or platform.machine()
+    return f"CPU ({processor}, {os.cpu_count()} cores)"
 
 
-def _processor() -> str:
-    """The processor's model where the system reports it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+def bytes_on_device(tree: Any) -> int:
+    """Returns the bytes that a tree of arrays takes on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def device_memory_bytes() -> int | None:
+    """Returns the most memory that was in use so far on any device of this process, or None if unknown (CPUs)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
 
 def megabytes(size: float) -> str:
@@ -52,32 +58,16 @@ def megabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def bytes_on_device(tree: Any) -> int:
-    """Returns the bytes that a tree of arrays takes on one device."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def device_memory_bytes() -> int | None:
-    """Returns the most memory that was in use so far on any device of this process; None: not reported (CPUs)."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
-
-
 def brief_number(number: float) -> str:
     """Formats a positive number with three digits.
 
     >>> brief_number(0.0517), brief_number(123_456), brief_number(1234.5), brief_number(2.0)
     ('0.0517', '123k', '1.23k', '2')
     """
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit * 0.9995:
-            return f"{_three_digits(number / limit)}{unit}"
-    return _three_digits(number)
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
+    limit, unit = next((each for each in units if number >= each[0] * 0.9995), units[-1])
+    number /= limit
+    return (f"{number:.0f}" if number >= 100 else f"{number:.3g}") + unit
 
 
 def brief_duration(seconds: float) -> str:
@@ -105,7 +95,4 @@ def duration(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return "unknown"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+    return re.sub(" days?,", "d", str(datetime.timedelta(seconds=round(seconds))))

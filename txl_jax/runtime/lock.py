@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import AnyPath, file_system, is_remote, lock_now, patiently, read, remote_call, remove
@@ -28,6 +28,7 @@ NAME = ".lock"
 BEAT_SECONDS = 15.0
 STALE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+_SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment.
 
 
 class RunLock:
@@ -40,10 +41,9 @@ class RunLock:
     def __init__(self, folder: AnyPath, *, log: Callable[[str], None] = print):
         self.notes: list[str] = []
         self._folder = os.fspath(folder)
-        self._log = log
+        self._scheme = self._folder.partition("://")[0] if is_remote(self._folder) else None
         self._path = os.path.join(self._folder, NAME)
-        self._handle: IO[str] | None = None  # On this machine.
-        self._held = False  # On gs://.
+        self._log = log
         self._record = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "machine": _machine(),
@@ -52,7 +52,7 @@ class RunLock:
         }
         self._lost: str | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="run_lock", daemon=True)
+        self._stack = contextlib.ExitStack()  # It releases the lock.
 
     def __enter__(self) -> Self:
         return self
@@ -60,20 +60,21 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Releases the lock; nothing happens the second time."""
+        self._stack.close()
+
     def acquire(self) -> None:
         """Takes the lock; on gs:// after up to a minute if its holder seems to be gone.
 
-        Raises:
-          UserError: If another run has it.
-          OSError: If the bucket cannot be reached.
+        Raises `UserError` if another run has it, OSError if the bucket cannot be reached.
         """
-        scheme = self._folder.partition("://")[0] if is_remote(self._folder) else None
-        if scheme is None:
+        if self._scheme is None:
             self._acquire_file()
-        elif scheme == "gs":
+        elif self._scheme == "gs":
             self._acquire_object()
         else:
-            self.notes.append(f"no lock protects this run, as {scheme}:// has none: start it once at a time")
+            self.notes.append(f"no lock protects this run, as {self._scheme}:// has none: start it once at a time")
 
     def check(self) -> None:
         """Raises `UserError` if this process knows that another run has taken the lock over."""
@@ -82,7 +83,7 @@ class RunLock:
 
     def confirm(self) -> None:
         """Makes sure of the lock before something is written; raises `UserError` if another run has it."""
-        if self._held:
+        if self._scheme == "gs":
             self._look()
         self.check()
 
@@ -95,44 +96,29 @@ class RunLock:
 
         return check_first
 
-    def close(self) -> None:
-        """Releases the lock; nothing happens the second time."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._held:
-            self._held = False
-            with contextlib.suppress(OSError):  # It ends by itself after a minute.
-                lock = _stat(self._path)
-                if lock is not None and self._is_own():
-                    self._delete(lock[0])
-                remove(self._beat_of(self._record))
-
     def _refused(self, holder: str) -> UserError:
         return UserError(f"another run ({holder}) is training in {self._folder}; stop it, or give another --workdir")
 
     def _acquire_file(self) -> None:
-        handle = open(self._path, "a+")  # noqa: SIM115 (closed by `close`)
-        try:
-            lock_now(handle)
-        except BlockingIOError as error:
-            handle.seek(0)
-            holder = handle.read().strip() or "unknown"
-            handle.close()
-            raise self._refused(f"process {holder}") from error
-        except OSError as error:  # As on a Google Drive that is mounted in Colab.
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                raise
-            self.notes.append(
-                f"no lock protects this run, as the file system has none ({error.strerror}): start it once"
-            )
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
-        self._handle = handle
+        with contextlib.ExitStack() as stack:
+            handle = stack.enter_context(open(self._path, "a+"))
+            try:
+                lock_now(handle, seconds=_SECONDS_TO_LOCK)
+            except BlockingIOError as error:
+                handle.seek(0)
+                raise self._refused(f"process {handle.read().strip() or 'unknown'}") from error
+            except OSError as error:  # As on a Google Drive that is mounted in Colab.
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+                self.notes.append(
+                    f"no lock protects this run, as the file system has none ({error.strerror}): start it once"
+                )
+            handle.truncate(0)
+            handle.write(str(os.getpid()))
+            handle.flush()
+            self._stack = stack.pop_all()
+
+    # Objects
 
     def _acquire_object(self) -> None:
         first: tuple[str, str] | None = None
@@ -158,8 +144,17 @@ class RunLock:
                     f"{age:.0f} s ago, and may be training"
                 )
             time.sleep(_LOOK_SECONDS)
-        self._held = True
-        self._thread.start()
+        thread = threading.Thread(target=self._beat, name="run_lock", daemon=True)
+        thread.start()
+        for act in (self._release, thread.join, self._ended.set):  # `close` calls the last one first.
+            self._stack.callback(act)
+
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):  # It ends by itself after a minute.
+            lock = _stat(self._path)
+            if lock is not None and self._is_own():
+                self._delete(lock[0])
+            remove(self._beat_of(self._record))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS) and self._lost is None:
@@ -172,9 +167,7 @@ class RunLock:
         if self._lost is not None or self._is_own():
             return
         record = self._read()
-        other = (
-            "somebody has removed it or" if record is None else f"another run ({record.get('holder', 'unknown')}) has"
-        )
+        other = "somebody has removed it or" if record is None else f"another run ({record.get('holder')}) has"
         self._lost = (
             f"the lock of {self._folder} was lost, as it was not renewed for a minute: {other} taken it over; this run "
             "stops and has written nothing since"
@@ -232,12 +225,8 @@ def _stat(url: str) -> tuple[str, float] | None:
     except FileNotFoundError:
         return None
     found = json.loads(answer)
-    try:
-        now = email.utils.parsedate_to_datetime(headers["Date"])
-        age = (now - datetime.datetime.fromisoformat(found["updated"])).total_seconds()
-    except (KeyError, TypeError, ValueError):
-        age = 0.0
-    return str(found["generation"]), age
+    now = email.utils.parsedate_to_datetime(headers["Date"])
+    return str(found["generation"]), (now - datetime.datetime.fromisoformat(found["updated"])).total_seconds()
 
 
 def _machine() -> str | None:
@@ -251,13 +240,6 @@ def _machine() -> str | None:
 
 def _is_alive(record: dict[str, Any]) -> bool | None:
     """Returns whether the holder's process runs on this machine; None if it is on another one."""
-    machine, process = record.get("machine"), record.get("process")
-    if machine is None or machine != _machine() or not isinstance(process, int):
+    if record.get("machine") is None or record["machine"] != _machine():
         return None
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+    return os.path.exists(f"/proc/{record.get('process')}")

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 from txl_jax.errors import LogError, UserError
@@ -35,20 +35,16 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     """Reads the records of a run in the order written; empty if there are none. A torn last line is left out.
 
     Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
-
-    Raises:
-      LogError: If a line before the last is not a record, or the file cannot be read.
+    Raises `LogError` if a line before the last is not a record, or the file cannot be read.
     """
-    return list(_records(os.path.join(storage.as_path(folder), METRICS)))
-
-
-def _records(path: str) -> Iterator[dict[str, Any]]:
+    path = os.path.join(storage.as_path(folder), METRICS)
     try:
         lines = read_appended(path).splitlines(keepends=True)
     except FileNotFoundError:
-        return
+        return []
     except OSError as error:
         raise LogError(f"cannot read {path} ({error.strerror}); allow reading, or move it away") from error
+    records = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -56,56 +52,48 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
             record = None
         # Without its newline a line is torn even if what is left parses.
         if line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys():
-            yield record
+            records.append(record)
         elif number < len(lines):
             raise LogError(
                 f"line {number} of {path} is damaged (expected a JSON object with kind and step); "
                 "repair or delete that line, or move the file away to start a new one"
             )
+    return records
 
 
 def read_appended(path: AnyPath) -> bytes:
     """Returns the bytes of a text that a run appends to; raises OSError if it is missing or cannot be read."""
     path = storage.as_path(path)
     while parts := _parts(path):
-        first = max((place for place, part in enumerate(parts) if part.endswith(".all")), default=0)
+        first = max((place for place, (_, part) in enumerate(parts) if part.endswith(".all")), default=0)
         with contextlib.suppress(FileNotFoundError):  # A run that starts meanwhile has replaced the parts.
-            return b"".join(storage.read(part) for part in parts[first:])
+            return b"".join(storage.read(part) for _, part in parts[first:])
     return storage.read(path)
 
 
 def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
-    """Replaces a whole text that nobody appends to meanwhile, at once or not at all.
-
-    Raises:
-      LogError: If it cannot be written.
-    """
+    """Replaces a whole text that nobody appends to meanwhile, at once or not at all; raises `LogError` if it cannot."""
     path = os.fspath(path)
-    if not is_remote(path):
-        return storage.write_lines(path, texts)
     before = _parts(path)
-    storage.write(f"{_part(path, _next(before))}.all", "".join(texts).encode())
-    for part in before:
+    storage.write_lines(f"{_part(path, _next(before))}.all" if is_remote(path) else path, texts)
+    for _, part in before:
         storage.remove(part)
 
 
-def _parts(path: str) -> list[str]:
-    """Returns the parts of a remote text in their order."""
+def _parts(path: str) -> list[tuple[int, str]]:
+    """Returns (number, URL) of the parts of a remote text, in their order."""
     if not is_remote(path):
         return []
-    try:
-        found = [name for name in storage.names(f"{path}.parts") if _PART.fullmatch(name)]
-    except FileNotFoundError:
-        return []
-    return [f"{path}.parts/{name}" for name in sorted(found, key=lambda name: (int(name.partition(".")[0]), name))]
+    found = map(_PART.fullmatch, storage.names(f"{path}.parts", missing_ok=True))
+    return sorted((int(match[1]), f"{path}.parts/{match[0]}") for match in found if match)
 
 
 def _part(path: str, number: int) -> str:
     return f"{path}.parts/{number:06}"
 
 
-def _next(parts: Sequence[str]) -> int:
-    return int(os.path.basename(parts[-1]).partition(".")[0]) + 1 if parts else 1
+def _next(parts: Sequence[tuple[int, str]]) -> int:
+    return parts[-1][0] + 1 if parts else 1
 
 
 class _Text:
@@ -143,6 +131,7 @@ class RunLog:
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "log_upload")  # Starts with the first upload.
         self._upload: concurrent.futures.Future[None] | None = None
         self._upload_began = time.monotonic()
+        self._closing = contextlib.ExitStack()
 
     def open(self, step: int = 0, *, redone: Collection[str] = (), opening: Sequence[str] = ()) -> Self:
         """Opens the files, and writes the lines that have waited.
@@ -157,10 +146,15 @@ class RunLog:
             return self
         with storage.writing(self._folder):
             storage.make_folder(self._folder)
-            _drop_repeated(os.path.join(self._folder, METRICS), step, redone)
-            self._texts = {name: _Text(os.path.join(self._folder, name)) for name in (METRICS, LINES)}
-        self._tensorboard = TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step)
-        self._sinks.insert(0, self._tensorboard)
+            _drop_repeated(self._folder, step, redone)
+            for name in (METRICS, LINES):
+                text = self._texts[name] = _Text(os.path.join(self._folder, name))
+                if text.file is not None:
+                    self._closing.enter_context(text.file)
+        self._sinks.insert(0, TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step))
+        # The last one is called first, and each even if one before it fails. A sink that fails adds a line.
+        for act in (self._texts.clear, self._threads.shutdown, self._upload_all, self._close_sinks, self._flush):
+            self._closing.callback(act)
         for line in waiting:
             self.print(line)
         return self
@@ -173,36 +167,15 @@ class RunLog:
 
     def close(self) -> None:
         """Closes files and sinks; nothing happens the second time."""
-        if not self._texts:
-            return
-        try:
-            try:
-                self._make_sure()
-                self._call(self._tensorboard, "flush")
-            finally:
-                self._each("close")
-                for sink in self._failed:
-                    with contextlib.suppress(Exception):
-                        sink.close()
-            self._upload_all()
-        finally:
-            texts, self._texts = self._texts, {}
-            self._threads.shutdown()
-            with storage.writing(self._folder or ""):
-                for text in texts.values():
-                    if text.file is not None:
-                        text.file.close()
+        with storage.writing(self._folder or ""):
+            self._closing.close()
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Passes settings by dotted names, and facts, on to the sinks."""
         self._each("settings", values)
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds one record: a line `{"kind": kind, "step": step, **values}`, with `member` if it is given.
-
-        Raises:
-          UserError: If a value is named "kind", "step" or "member".
-        """
+        """Adds one record: a line `{"kind": kind, "step": step, **values}`, with `member` if it is given."""
         if taken := {"kind", "step", "member"} & values.keys():
             raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
@@ -230,14 +203,11 @@ class RunLog:
 
     def seal(self) -> None:
         """Returns once all is kept that was written; called before a checkpoint or a result, which relies on it."""
-        if not self._texts:
-            return
-        self._make_sure()
         self._upload_all()
         for text in self._texts.values():
             if text.lines:
                 text.number, text.lines, text.uploaded = text.number + 1, [], 0
-        self._each("flush")
+        self._flush()
 
     def _append(self, name: str, line: str) -> None:
         if not self._texts:
@@ -282,30 +252,38 @@ class RunLog:
         with storage.writing(self._folder or ""):
             self._confirm()
 
+    def _flush(self) -> None:
+        self._make_sure()
+        self._each("flush")
+
+    def _close_sinks(self) -> None:
+        self._each("close")
+        for sink in self._failed:
+            with contextlib.suppress(Exception):
+                sink.close()
+
     def _each(self, method: str, *arguments: Any) -> None:
+        """Calls a method of each sink that has not failed yet."""
         for sink in tuple(self._sinks) if self._texts else ():
-            self._call(sink, method, *arguments)
-
-    def _call(self, sink: Sink, method: str, *arguments: Any) -> None:
-        """Calls a method of a sink that has not failed yet."""
-        if sink not in self._sinks:
-            return
-        try:
-            getattr(sink, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
-            self._sinks.remove(sink)
-            self._failed.append(sink)
-            reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
-            self.note(f"{type(sink).__name__} failed and gets nothing more in this start; the run goes on ({reason})")
+            try:
+                getattr(sink, method)(*arguments)
+            except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
+                self._sinks.remove(sink)
+                self._failed.append(sink)
+                reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
+                self.note(
+                    f"{type(sink).__name__} failed and gets nothing more in this start; the run goes on ({reason})"
+                )
 
 
-def _drop_repeated(path: str, last_step: int, redone: Collection[str]) -> None:
-    """Removes torn and repeated records from a metrics file; a file without any is not touched."""
+def _drop_repeated(folder: str, last_step: int, redone: Collection[str]) -> None:
+    """Removes torn and repeated records of a run; a file without any is not touched."""
     kept = "".join(
         json.dumps(record) + "\n"
-        for record in _records(path)
+        for record in read_metrics(folder)
         if record["step"] < last_step or (record["step"] == last_step and record["kind"] not in redone)
     )
+    path = os.path.join(folder, METRICS)
     with contextlib.suppress(FileNotFoundError):
         if read_appended(path) != kept.encode():
             replace_appended(path, [kept])

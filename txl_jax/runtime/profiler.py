@@ -1,9 +1,10 @@
 """A profile of some training steps: a trace that TensorBoard and xprof open."""
 
+import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -31,13 +32,13 @@ class StepProfiler:
     writes one. A trace that cannot be written is reported, and the run goes on.
 
     Args:
-      train_step: takes a state and segments; returns a state and metrics.
-      folder: gets the trace.
-      first_step: updates done before the first call.
-      segments_per_call: updates of a call.
-      profile_steps: first and last update, counted from 1; calls that hold one of them are profiled. None: none are.
-      log: takes one line.
-      exclude: takes the seconds that starting and writing a trace took.
+      train_step: Takes a state and segments; returns a state and metrics.
+      folder: Gets the trace.
+      first_step: Updates done before the first call.
+      segments_per_call: Updates of a call.
+      profile_steps: First and last update, counted from 1, or None. Calls that hold one of them are profiled.
+      log: Takes one line.
+      exclude: Takes the seconds that starting and writing a trace took.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class StepProfiler:
         self._log = log
         self._exclude = exclude
         self._window = profile_steps if distributed.is_primary() else None
-        self._traced_from: int | None = None  # None: no trace is open.
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # For object storage.
+        self._traced_from: int | None = None  # Set while a trace is open.
+        self._trace = contextlib.ExitStack()
         if self._window is not None and self._window[1] <= first_step:
             log(f"no profile in this start: update {self._window[1]} is done already")
             self._window = None
@@ -75,7 +76,7 @@ class StepProfiler:
         first, self._done = self._done + 1, self._done + self._count
         if self._window is not None and self._traced_from is None and self._window[0] <= self._done:
             jax.block_until_ready(state)  # What was dispatched before is no part of the profile.
-            if self._attempt(self._start):
+            if self._attempt(lambda: self._trace.enter_context(_traced(self._folder))):
                 self._traced_from = first
         with jax.profiler.StepTraceAnnotation("train", step_num=first):
             state, metrics = self._train_step(state, segments)
@@ -84,27 +85,12 @@ class StepProfiler:
             self._end()
         return state, metrics
 
-    def _start(self) -> None:
-        if is_remote(self._folder):
-            self._temporary = tempfile.TemporaryDirectory(prefix="profile-")
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
-        folder = self._folder if self._temporary is None else self._temporary.name
-        jax.profiler.start_trace(folder, profiler_options=options)
-
-    def _stop(self) -> None:
-        jax.profiler.stop_trace()
-        if self._temporary is not None:
-            with self._temporary as local:
-                for path in files_below(local):
-                    upload(path, os.path.join(self._folder, os.path.relpath(path, local)))
-
     def _end(self) -> None:
         first, self._window, self._traced_from = self._traced_from, None, None
-        if first is not None and self._attempt(self._stop):
+        if first is not None and self._attempt(self._trace.close):
             self._log(f"profile of the updates {first} to {self._done} in {self._folder}")
 
-    def _attempt(self, act: Callable[[], None]) -> bool:
+    def _attempt(self, act: Callable[[], Any]) -> bool:
         began = time.monotonic()
         try:
             act()
@@ -116,3 +102,18 @@ class StepProfiler:
         finally:
             self._exclude(time.monotonic() - began)
         return True
+
+
+@contextlib.contextmanager
+def _traced(folder: str) -> Iterator[None]:
+    """Profiles the block into a folder or a URL."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
+    with (
+        tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder) as local
+    ):
+        jax.profiler.start_trace(local, profiler_options=options)
+        yield
+        jax.profiler.stop_trace()
+        for path in files_below(local) if is_remote(folder) else ():
+            upload(path, os.path.join(folder, os.path.relpath(path, local)))

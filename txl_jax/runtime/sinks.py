@@ -5,13 +5,14 @@ import hashlib
 import importlib.util
 import os
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import AnyPath, is_remote, make_folder, names, upload
+from txl_jax.runtime.storage import AnyPath, files_below, is_remote, make_folder, names, upload
 
 # Values of a "train" record that the clock and the device decide: a resumed run repeats all others bit for bit.
 MEASURED = (
@@ -35,20 +36,16 @@ class Sink:
         """Takes the settings by dotted names, and facts such as device and versions; called first, in every start."""
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
-        """Takes one record.
+        """Takes one record, after `step` updates; of an ensemble, about one member.
 
-        Args:
-          kind: "train", "valid", "test", or a hook's own.
-          step: Updates done.
-          values: Numbers by name, nan and infinities among them.
-          member: The ensemble member that it is about, or None for a run by itself.
+        `kind` is "train", "valid", "test" or a hook's own. `values` may be nan or infinite.
         """
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Takes a text, such as a sample, after `step` updates."""
 
     def flush(self) -> None:
-        """Makes what was taken durable; called at each checkpoint."""
+        """Makes what was taken durable; called at each checkpoint, and before `close`."""
 
     def close(self) -> None:
         """Ends; called last, also when the run fails."""
@@ -75,16 +72,15 @@ class TensorBoard(Sink):
     """A new TensorBoard file in a folder, made when it is first used; it hides the later steps of the files before it.
 
     tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
-    queue is full and the training loop waits forever. Its files are named by the second, and TensorBoard reads files in
-    the order of their names: a run that is resumed within that second would overwrite the file before, and one that is
-    resumed after the clock went back would be read before it. Hence the numbers in the names here.
+    queue is full and the training loop waits forever. Names contain numbers because TensorBoard reads files in the
+    order of their names, also if a run is resumed within the same second or after the clock went back.
 
     tensorboardX is imported when it is first used: the import is slow, and takes PyTorch with it where that is
     installed. Every method raises OSError if the file cannot be written, and ImportError without tensorboardX.
 
     Args:
       folder: Made if missing. For object storage, files are written on this machine and uploaded by `flush`.
-      first_step: What earlier files hold of later steps is hidden.
+      first_step: Later steps in earlier files are hidden.
     """
 
     def __init__(self, folder: str, *, first_step: int):
@@ -93,7 +89,7 @@ class TensorBoard(Sink):
         self._number = 0  # Of the latest file; 0 if nothing was written yet.
         self._file: Any = None
         self._settings: Mapping[str, Any] | None = None  # Not written yet.
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._stack = contextlib.ExitStack()  # Removes the folder on this machine.
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Keeps the settings until there is something else to write, so that a run's first step waits for no import."""
@@ -103,41 +99,29 @@ class TensorBoard(Sink):
         """Adds a scalar for each value; "=" in the name of a member becomes "_", as TensorBoard wants it."""
         from tensorboardX import summary
 
-        named = grouped_names(kind, values, member)
-        self._write(step, *(summary.scalar(name, number) for name, number in named.items()))
+        self._write(step, *(summary.scalar(*named) for named in grouped_names(kind, values, member).items()))
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Adds a text, which TensorBoard shows as Markdown: as a block of code, so that each character is kept."""
         from tensorboardX import summary
 
-        indented = "".join(f"    {line}\n" for line in text.splitlines())
-        self._write(step, summary.text(tag, indented))
+        self._write(step, summary.text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
 
     def flush(self) -> None:
         """Writes the settings, and uploads files for object storage; a local file is written already."""
         self._write_settings()
-        if self._temporary is None or self._file is None:
-            return
-        self._file.close()
-        self._file = None
-        for name in _event_files(self._local):
-            upload(os.path.join(self._local, name), os.path.join(self._folder, name))
-            os.unlink(os.path.join(self._local, name))
+        if is_remote(self._folder) and self._file is not None:
+            self._file.close()
+            self._file = None
+            for path in files_below(self._local):
+                upload(path, os.path.join(self._folder, os.path.basename(path)))
+                os.unlink(path)
 
     def close(self) -> None:
         """Closes the file, without a flush."""
-        try:
+        with self._stack:
             if self._file is not None:
                 self._file.close()
-        except OSError:
-            # It leaves its file open then, which Python 3.13 reports on standard error.
-            with contextlib.suppress(OSError):
-                self._file._py_recordio_writer.close()  # noqa: SLF001
-            raise
-        finally:
-            self._file = None
-            if self._temporary is not None:
-                self._temporary.cleanup()
 
     def _write_settings(self) -> None:
         """Adds the settings twice: as a text, and for the table of settings (HPARAMS)."""
@@ -150,56 +134,50 @@ class TensorBoard(Sink):
         # The plugin takes numbers, booleans and strings.
         plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
         experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
-        found = (summary.text("settings", f"| setting | value |\n|---|---|\n{rows}"), experiment, start)
-        self._write(self._first_step, *found)
+        table = summary.text("settings", f"| setting | value |\n|---|---|\n{rows}")
+        self._write(self._first_step, table, experiment, start)
 
     def _write(self, step: int, *summaries: Any) -> None:
         self._write_settings()
-        from tensorboardX.proto import event_pb2
-
-        event = event_pb2.Event(wall_time=time.time(), step=step)
-        for summary in summaries:
-            event.summary.value.extend(summary.value)
-        if not self._number:  # The first event hides the later steps of earlier files.
-            if is_remote(self._folder):
-                self._temporary = tempfile.TemporaryDirectory(prefix="tensorboard-")
-                self._local = self._temporary.name
-            make_folder(self._folder)
-            self._number = max((int(name.split(".")[1]) for name in _event_files(self._folder)), default=0)
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step + 1, session_log=start))
-        self._write_event(event)
-
-    def _write_event(self, event: Any) -> None:
-        from tensorboardX import event_file_writer
+        from tensorboardX.proto.summary_pb2 import Summary
 
         if self._file is None:
-            self._number += 1
-            self._file = event_file_writer.EventsWriter(os.path.join(self._local, f"events.{self._number:06}"))
-        self._file.write_event(event)
+            self._open()
+        self._add(step=step, summary=Summary(value=[value for each in summaries for value in each.value]))
+
+    def _open(self) -> None:
+        """Begins the next file; the first one of a start hides the later steps of earlier files."""
+        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter
+
+        is_first = self._number == 0
+        if is_first:
+            if is_remote(self._folder):
+                self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorboard-"))
+            make_folder(self._local)
+            found = map(_NUMBERED.match, names(self._folder, missing_ok=True))
+            self._number = max((int(match[1]) for match in found if match), default=0)
+        self._number += 1
+        name = f"events.{self._number:06}.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._file = RecordWriter(os.path.join(self._local, name))
+        self._add(file_version="brain.Event:2")
+        if is_first:
+            self._add(step=self._first_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
         self._file.flush()
-
-
-def _event_files(folder: str) -> list[str]:
-    try:
-        return [name for name in names(folder) if _NUMBERED.match(name)]
-    except FileNotFoundError:
-        return []
 
 
 class WeightsAndBiases(Sink):
     """One run of a W&B project (extra `wandb`); the same workdir continues the same run.
 
-    Where wandb writes to, and whether over a network at all, is decided by its own variables: WANDB_MODE=offline,
-    WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
+    wandb's own variables decide where it writes: WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
 
-    Args:
-      project: Made if missing.
-      workdir: Names the run. wandb's own files go into its folder `wandb`, or into that of the current folder if the
-        workdir is on object storage.
-
-    Raises:
-      UserError: If wandb is not installed.
+    The project is made if missing. The workdir names the run; wandb's own files go to `wandb/` in it, or in the current
+    folder if it is a URL. Raises `UserError` if wandb is not installed.
     """
 
     def __init__(self, project: str, workdir: AnyPath):

@@ -4,15 +4,16 @@ The metadata server of a machine of Google Cloud gives notice of maintenance a m
 preemption half a minute. https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
 """
 
+import contextlib
 import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import requests
 from jax.experimental import multihost_utils
@@ -22,15 +23,11 @@ from txl_jax.runtime import distributed
 # Counts the calls of `reached_preemption_sync_point` in this process. They are jax's step numbers: all processes make
 # the same calls, so that the same number is the same point of the program in each.
 _sync_points = itertools.count(1)
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_ALONE, _TOGETHER = "as soon as this step is done", "with all processes"
 _stop_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
 _save_requested = threading.Event()
 _watching = threading.Event()  # Set once this process waits for notices.
 
-# Keys of the metadata server, and the value with which the machine ends. (A machine that migrates goes on.)
-_FINAL = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
-_WAIT_SECONDS = 60  # The server answers after this even if nothing has changed.
+_WAIT_SECONDS = 60  # The metadata server answers after this even if nothing has changed.
 _RETRY_SECONDS = 10
 _PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
 _PRODUCT = Path("/sys/class/dmi/id/product_name")  # The machine's name in its firmware: "Google Compute Engine".
@@ -40,14 +37,11 @@ def request_stop(reason: str) -> None:
     """Makes the `StopRequest` that is active, or the next one, true, as SIGTERM would; from any thread.
 
     It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first one and does not end
-    the process while it saves.
-
-    Args:
-      reason: Printed on the error stream, such as "preempted=TRUE".
+    the process while it saves. The reason, such as "preempted=TRUE", is printed on the error stream.
     """
     _stop_requested.set()
     everywhere = distributed.is_multiprocess()
-    _print_now(f"{reason}: saving and stopping {_TOGETHER if everywhere else _ALONE}")
+    _print_now(reason, "stopping", everywhere)
     if everywhere:
         os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
 
@@ -55,7 +49,7 @@ def request_stop(reason: str) -> None:
 def request_save(reason: str) -> None:
     """Makes the next `save_requested` true; from any thread."""
     _save_requested.set()
-    _print_now(f"{reason}: saving and going on {_TOGETHER if distributed.is_multiprocess() else _ALONE}")
+    _print_now(reason, "going on", distributed.is_multiprocess())
 
 
 def save_requested() -> bool:
@@ -85,18 +79,17 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number = 0
         self._is_multiprocess = False
-        self._previous: dict[int, Any] = {}
+        self._previous_handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._is_multiprocess = distributed.is_multiprocess()
         # With several processes SIGTERM is left alone: jax has a handler of its own, below Python's.
-        handlers = {signal.SIGINT: self._forward} if self._is_multiprocess else dict.fromkeys(_SIGNALS, self._note)
-        for number, handler in handlers.items():
-            self._previous[number] = signal.signal(number, handler)
+        for number in (signal.SIGINT,) if self._is_multiprocess else (signal.SIGTERM, signal.SIGINT):
+            self._previous_handlers.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self._restore()
+        self._previous_handlers.close()
 
     def __bool__(self) -> bool:
         if not self.signal_number and (
@@ -109,72 +102,51 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.signal_number = number
-        self._acknowledge(number, _ALONE)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._acknowledge(number, _TOGETHER)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _acknowledge(self, number: int, when: str) -> None:
-        self._restore()
-        _print_now(f"{signal.Signals(number).name}: saving and stopping {when}; once more stops at once")
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        if not self._is_multiprocess:
+            self.signal_number = number
+        self._previous_handlers.close()
+        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, "; once more stops at once")
+        if self._is_multiprocess:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _print_now(line: str) -> None:
+def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None:
     """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
-    os.write(2, f"{line}\n".encode())
+    when = "with all processes" if everywhere else "as soon as this step is done"
+    os.write(2, f"{reason}: saving and {what} {when}{more}\n".encode())
 
 
 def act_on_notices() -> None:
     """On a machine of Google Cloud, starts to wait in the background for notices; elsewhere does nothing.
 
-    Before maintenance that ends the machine the run saves and goes on; a preemption stops it, as SIGTERM does.
+    Before maintenance that ends the machine the run saves and goes on; a preemption stops it, as SIGTERM does. (A
+    machine that migrates goes on.)
     """
-    server = metadata_server(os.environ, _PRODUCT)
-    if server is not None:
-        watch_notices(server, {"maintenance-event": request_save, "preempted": request_stop})
+    if server := metadata_server():
+        maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
+        for key, final, act in (maintenance, ("preempted", "TRUE", request_stop)):
+            notice = server, key, final, act
+            threading.Thread(target=_watch, args=notice, name=f"notice of {key}", daemon=True).start()
         _watching.set()
 
 
-def metadata_server(environment: Mapping[str, str], product: Path) -> str | None:
-    """Returns host, or host:port, of this machine's metadata server, or None if it has none.
+def metadata_server() -> str | None:
+    """Returns host, or host:port, of this machine's metadata server, or None if it has none, without using a network.
 
-    Google's own libraries read the same two variables. No network is used to answer.
-
-    Args:
-      environment: Environment variables.
-      product: The file with the machine's name in its firmware.
+    Google's own libraries read the same two environment variables.
     """
-    if environment.get("NO_GCE_CHECK", "").lower() == "true":
+    if os.environ.get("NO_GCE_CHECK", "").lower() == "true":
         return None
-    if server := environment.get("GCE_METADATA_HOST"):
+    if server := os.environ.get("GCE_METADATA_HOST"):
         return server
-    try:
-        is_google = product.read_text().startswith("Google")
-    except OSError:
-        return None
-    return "metadata.google.internal" if is_google else None
+    with contextlib.suppress(OSError):
+        if _PRODUCT.read_text().startswith("Google"):
+            return "metadata.google.internal"
+    return None
 
 
-def watch_notices(server: str, actions: Mapping[str, Callable[[str], None]]) -> None:
-    """Starts a daemon thread per key, which waits for notices; it ends where the server has no such key.
-
-    Args:
-      server: Host, or host:port, of the metadata server. One that does not answer is tried again.
-      actions: By key, called in the thread each time the value becomes final, with text such as "preempted=TRUE".
-    """
-    for key, act in actions.items():
-        threading.Thread(target=_watch, args=(server, key, act), name=f"notice of {key}", daemon=True).start()
-
-
-def _watch(server: str, key: str, act: Callable[[str], None]) -> None:
+def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> None:
+    """Calls `act` each time a value of the metadata server becomes `final`; ends if the server has no such key."""
     with requests.Session() as session:
         session.trust_env = False  # A proxy has another machine's metadata, or none.
         session.headers["Metadata-Flavor"] = "Google"
@@ -183,15 +155,14 @@ def _watch(server: str, key: str, act: Callable[[str], None]) -> None:
             query: dict[str, str | int] = {"wait_for_change": "true", "timeout_sec": _WAIT_SECONDS, "last_etag": etag}
             try:
                 answer = session.get(url, params=query, timeout=(5, 2 * _WAIT_SECONDS))
+                if answer.status_code == requests.codes.not_found:
+                    return
+                answer.raise_for_status()
             except requests.RequestException:
-                answer = None
-            if answer is not None and answer.status_code == requests.codes.not_found:
-                return
-            if answer is None or not answer.ok:
                 time.sleep(_RETRY_SECONDS)
                 continue
             value = answer.text.strip().upper()
-            if value == _FINAL[key] != before:
+            if value == final != before:
                 act(f"{key}={value}")
             etag, before = answer.headers.get("ETag", "0"), value
             time.sleep(_PAUSE_SECONDS)

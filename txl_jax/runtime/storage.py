@@ -2,11 +2,7 @@
 
 A path is a string: absolute for this machine, or a URL such as gs://bucket/run. `os.path` joins and splits both.
 Object storage has neither directories nor renames: an object appears whole when its upload ends, and replaces the one
-of its name. What depends on that asks `is_remote`.
-
-Remote calls go through fsspec, imported with the first one. Listings are not cached, since other processes and
-TensorStore write too. A call that fails for a passing reason is tried again for two minutes. Every error is an OSError
-with one line of text, as the system's are: absence is FileNotFoundError, and nothing else is.
+of its name. Every error of reading is an OSError with one line of text. FileNotFoundError means absence, and only that.
 """
 
 import contextlib
@@ -30,55 +26,51 @@ from typing import IO, Any, TypeVar
 
 from txl_jax.errors import LogError, UserError
 
-PATIENCE_SECONDS = 120.0  # For the tries of one call; gcsfs tries six times within each, for about 20 s in all.
+PATIENCE_SECONDS = 120.0  # For the tries of one call. gcsfs tries six times within each, for about 20 s in all.
 # The schemes that Orbax writes to as well: the module that opens each, and the extra that installs it.
 _SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-_COLLAPSED = re.compile(rf"({'|'.join(_SCHEMES)}):/+[^/]")
 _BLOCK_BYTES = 16 << 20
 _ANSWER_SECONDS = 120  # A request without an answer is given up, and tried again.
 _LONGEST_PAUSE_SECONDS = 15.0
-_SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment.
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
 _PASSING_ERRORS = re.compile("Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload")
 _DENIED = re.compile(r"Forbidden|\b40[13]\b|Access ?Denied|Unauthorized|Invalid Credentials|Anonymous caller", re.I)
-_KEPT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FINAL_ERRORS = {  # Every other error has the number EIO.
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+    PermissionError: errno.EACCES,
+}
+
+_SHOWN: set[str] = set()  # Lines that the packages have logged.
 
 T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
 
 
 def is_remote(path: AnyPath) -> bool:
-    """Returns whether a path is a URL, such as gs://bucket/run.
-
-    >>> is_remote("gs://bucket/run"), is_remote("runs/one")
-    (True, False)
-    """
+    """Returns whether a path is a URL, such as gs://bucket/run."""
     return "://" in os.fspath(path)
 
 
 def as_path(text: AnyPath) -> str:
     """Returns an absolute path, "~" expanded and links resolved, or a URL without needless slashes.
 
-    Raises:
-      UserError: If no installed package opens such a URL, or it names no bucket.
+    Raises `UserError` if no installed package opens such a URL, or it names no bucket.
     """
-    name = os.fspath(text)
-    if not is_remote(name):
-        if _COLLAPSED.match(name):
-            raise UserError(f"the path {name} is a URL without its second slash; write it as gs://bucket/folder")
+    name = re.sub("^file://+", "/", os.fspath(text))
+    scheme, _, rest = name.partition(":/")
+    if not is_remote(name) and scheme not in _SCHEMES:
         return str(Path(name).expanduser().resolve())
-    scheme, _, rest = name.partition("://")
-    if scheme == "file":
-        return as_path(f"/{rest.lstrip('/')}")
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{each}://" for each in _SCHEMES)
-        raise UserError(f"the path {name} has the scheme {scheme}://; give a folder of this machine, or one of {known}")
-    if not rest.strip("/"):
-        raise UserError(f"the path {name} names no bucket; write it as {scheme}://bucket/folder")
+    rest = re.sub("/+", "/", rest.strip("/"))
+    if not is_remote(name) or scheme not in _SCHEMES or not rest:
+        known = " or ".join(f"{each}://bucket/folder" for each in _SCHEMES)
+        raise UserError(f"the path must be a folder of this machine or {known}, got {name}. Correct it")
     module, extra = _SCHEMES[scheme]
     if importlib.util.find_spec(module) is None:
         raise UserError(f"the path {name} needs the package {module}; install it with: pip install 'txl_jax[{extra}]'")
-    return f"{scheme}://{re.sub('/+', '/', rest.strip('/'))}"
+    return f"{scheme}://{rest}"
 
 
 # Reading
@@ -112,8 +104,7 @@ def modified(path: AnyPath) -> float:
     if not is_remote(path):
         return os.path.getmtime(path)
     info = remote_call(path, "info")
-    written = info.get("mtime") or info.get("LastModified")
-    return int(written.timestamp() if hasattr(written, "timestamp") else written or 0)
+    return int((info.get("mtime") or info["LastModified"]).timestamp())
 
 
 def read(path: AnyPath) -> bytes:
@@ -122,7 +113,7 @@ def read(path: AnyPath) -> bytes:
 
 
 def sha256(path: AnyPath) -> str:
-    """Returns the sha256 of a file's bytes in hexadecimal; an object is read in blocks."""
+    """Returns the sha256 of a file's bytes in hexadecimal. An object is read in blocks."""
     if not is_remote(path):
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -132,30 +123,31 @@ def sha256(path: AnyPath) -> str:
     return found.hexdigest()
 
 
-def names(folder: AnyPath) -> list[str]:
-    """Returns the sorted names of all that is in a directory; raises FileNotFoundError if it is missing."""
-    if not is_remote(folder):
-        return sorted(os.listdir(folder))
-    own = remote_call(folder, "_strip_protocol")
-    found = (name.rstrip("/") for name in remote_call(folder, "ls", detail=False))
-    return sorted(name.rpartition("/")[2] for name in found if name != own)
+def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
+    """Returns the sorted names in a directory. A missing one is FileNotFoundError, or has no names if `missing_ok`."""
+    try:
+        if not is_remote(folder):
+            return sorted(os.listdir(folder))
+        own = remote_call(folder, "_strip_protocol")
+        found = (name.rstrip("/") for name in remote_call(folder, "ls", detail=False))
+        return sorted(os.path.basename(name) for name in found if name != own)
+    except FileNotFoundError:
+        if missing_ok:
+            return []
+        raise
 
 
 def files_below(folder: AnyPath) -> list[str]:
     """Returns the sorted paths of the files in a directory and those below it; none if it is missing."""
     if is_remote(folder):
-        return _urls(folder, "find")
+        return matching(folder, "find")
     return sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
 
 
-def matching(pattern: str) -> list[str]:
+def matching(pattern: AnyPath, method: str = "glob") -> list[str]:
     """Returns the sorted URLs that match a URL with wildcards."""
-    return _urls(pattern, "glob")
-
-
-def _urls(path: AnyPath, method: str) -> list[str]:
-    scheme = os.fspath(path).partition("://")[0]
-    return sorted(f"{scheme}://{name}" for name in remote_call(path, method))
+    scheme = os.fspath(pattern).partition("://")[0]
+    return sorted(f"{scheme}://{name}" for name in remote_call(pattern, method))
 
 
 def download(path: AnyPath, local: AnyPath) -> None:
@@ -178,63 +170,74 @@ def local_copy(path: AnyPath, owner: object) -> str:
 
 
 def write(path: AnyPath, data: bytes) -> None:
-    """Replaces a file, or leaves it as it was; raises `LogError` if it cannot be written."""
-    if is_remote(path):
-        with writing(path):
-            remote_call(path, "pipe_file", data)
-    else:
-        with _replacement(path) as file:
-            file.write(data)
+    """Replaces a file, or leaves it as it was and raises `LogError`."""
+    with _replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
-    """Replaces a file by lines of UTF-8, each with its newline; there may be more than fit in memory.
-
-    Raises:
-      LogError: If it cannot be written.
-    """
-    with _replacement(path) as file:
-        file.writelines(line.encode() for line in lines)
+    """Replaces a file by lines, each with its newline, as `write`; there may be more than fit in memory."""
+    with _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def write_json(path: AnyPath, value: Any) -> None:
-    """Replaces a file by a value as JSON, or leaves it as it was.
-
-    Raises:
-      TypeError, ValueError: If JSON cannot hold a value (nan and infinities among them).
-      LogError: If the file cannot be written.
-    """
+    """Replaces a file by a value as JSON, as `write`; raises TypeError or ValueError if JSON cannot hold it."""
     write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 @contextlib.contextmanager
-def _replacement(path: AnyPath) -> Iterator[IO[bytes]]:
-    """Yields a temporary file, which takes the name of `path` once it is whole and on disk."""
+def new_folder(folder: AnyPath) -> Iterator[Path]:
+    """Yields an empty local directory that takes the name of `folder` when the block ends, whole or not at all.
+
+    To object storage the files are uploaded in the order in which they were made: the last one is there once all are.
+    Raises `UserError` if `folder` exists and is not empty, `LogError` if it cannot be written.
+    """
+    check_new_folder(folder)
+    with _replacing(folder) as temporary:
+        remove_tree(temporary)  # A killed process with this number may have left it.
+        temporary.mkdir(parents=True)
+        yield temporary
+
+
+def check_new_folder(folder: AnyPath) -> None:
+    """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
+    if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
+        raise UserError(
+            f"{folder} is a file or a folder that is not empty, and nothing is written over; give the path of a new one"
+        )
+
+
+@contextlib.contextmanager
+def _replacing(path: AnyPath) -> Iterator[Path]:
+    """Yields the name of a file or directory to make, which replaces `path` when the block ends, whole or not at all.
+
+    After an error nothing of it is left. A process that is killed leaves `.NAME.PID.tmp`.
+    """
     if is_remote(path):
-        with writing(path), tempfile.NamedTemporaryFile() as local:
-            yield local
-            local.flush()
-            upload(local.name, path)
+        with writing(path), tempfile.TemporaryDirectory() as folder:
+            made = os.path.join(folder, "made")
+            yield Path(made)
+            for file in sorted(files_below(made) or [made], key=lambda file: os.stat(file).st_mtime_ns):
+                upload(file, f"{path}{file.removeprefix(made)}")
         return
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    parent, name = os.path.split(path)
+    temporary = Path(parent, f".{name}.{os.getpid()}.tmp")
     with writing(path):
         try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            _sync_folder(folder)
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)  # Also over an empty directory.
+            _sync(parent or ".")
         except BaseException:  # Making the content may fail, or be interrupted.
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
             raise
 
 
-def _sync_folder(folder: str) -> None:
-    """Makes a rename last through a power cut."""
-    handle = os.open(folder or ".", os.O_RDONLY)
+def _sync(path: AnyPath) -> None:
+    """Makes the content of a file, or the names in a directory, last through a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -253,14 +256,28 @@ def writing(path: AnyPath) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
+    """Makes a local directory; an OSError of writing `what` to it becomes a `UserError`."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        yield
+    except OSError as error:
+        path = Path(str(error.filename or folder))  # A full disk has no name.
+        is_here = path.is_relative_to(folder) or Path(folder).is_relative_to(path)
+        if error.errno is None or not is_here:  # A library's own sentence, or another file.
+            raise
+        raise UserError(
+            f"cannot write {what} to {folder} ({error.strerror or error}); give --cache_dir=... a folder that you may "
+            "write to, on a disk with space"
+        ) from error
+
+
 def probe(folder: AnyPath) -> None:
     """Makes a directory, and writes and removes a file in it, `.probe-PID`."""
     make_folder(folder)
-    path = os.path.join(folder, f".probe-{os.getpid()}")
-    if is_remote(path):
-        remote_call(path, "pipe_file", bytes(4096))
-    else:
-        Path(path).write_bytes(bytes(4096))
+    path, data = os.path.join(folder, f".probe-{os.getpid()}"), bytes(4096)
+    remote_call(path, "pipe_file", data) if is_remote(path) else Path(path).write_bytes(data)
     remove(path)  # Another run that holds the lock may have swept it.
 
 
@@ -290,101 +307,26 @@ def remove_tree(folder: AnyPath) -> None:
         remote_call(folder, "rm", recursive=True)
 
 
-def check_new_folder(folder: AnyPath) -> None:
-    """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
-    if is_dir(folder):
-        if not names(folder):
-            return
-        what = "is there already and is not empty"
-    elif exists(folder) or (not is_remote(folder) and os.path.islink(folder)):
-        what = "is no folder"
-    else:
-        return
-    raise UserError(f"{folder} {what}; nothing is written over, so give the path of a new folder")
-
-
-@contextlib.contextmanager
-def new_folder(folder: AnyPath) -> Iterator[Path]:
-    """Yields an empty local directory that takes the name of `folder` when the block ends, whole or not at all.
-
-    After an error nothing of it is left. A process that is killed leaves a hidden directory, `.NAME.PID.tmp`. To object
-    storage the files are uploaded when the block ends, in the order in which they were made: the last one is there once
-    all are.
-
-    Raises:
-      UserError: If `folder` exists and is not empty.
-      LogError: If it cannot be written.
-    """
-    check_new_folder(folder)
-    if is_remote(folder):
-        with tempfile.TemporaryDirectory() as local, writing(folder):
-            yield Path(local)
-            for file in sorted(files_below(local), key=lambda file: os.stat(file).st_mtime_ns):
-                upload(file, os.path.join(folder, os.path.relpath(file, local)))
-        return
-    parent, name = os.path.split(folder)
-    temporary = Path(parent, f".{name}.{os.getpid()}.tmp")
-    with writing(folder):
-        remove_tree(temporary)  # Left by a killed process with this number.
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-            _sync_folder(str(temporary))
-            os.replace(temporary, folder)  # Also over an empty directory.
-            _sync_folder(parent)
-        except BaseException:
-            remove_tree(temporary)
-            raise
-
-
-@contextlib.contextmanager
-def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
-    """Makes a local directory, and turns an OSError of writing to it into a `UserError`.
-
-    Raises:
-      UserError: If `what` cannot be written there.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise  # Raised by a library, with a sentence of its own.
-        if error.filename is not None:  # Without a name it is a full disk.
-            path = Path(str(error.filename))
-            if not (path.is_relative_to(folder) or Path(folder).is_relative_to(path)):
-                raise
-        raise UserError(
-            f"cannot write {what} to {folder} ({error.strerror or error}); give --cache_dir=... a folder that you may "
-            "write to, on a disk with space"
-        ) from error
-
-
 @contextlib.contextmanager
 def locked(path: AnyPath) -> Iterator[None]:
     """Holds an exclusive lock; waits for a process that has it. The lock ends with its process, however that ends."""
     with open(path, "a") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(handle, seconds=0)
         except BlockingIOError:
             print(f"waiting for another process, which holds the lock {path}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
-def lock_now(handle: IO[str]) -> None:
-    """Locks an open file until it is closed.
-
-    Raises:
-      BlockingIOError: If another process holds the lock for longer than a test of it takes.
-      OSError: If the file system has no locks.
-    """
-    until = time.monotonic() + _SECONDS_TO_LOCK
+def lock_now(handle: IO[str], *, seconds: float) -> None:
+    """Locks an open file until it is closed; raises BlockingIOError if another process has the lock all the time."""
+    until = time.monotonic() + seconds
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 raise
         time.sleep(0.05)
 
@@ -394,7 +336,7 @@ def lock_now(handle: IO[str]) -> None:
 
 @functools.cache
 def file_system(scheme: str) -> Any:
-    """Returns fsspec's file system for "gs" or "s3"."""
+    """Returns fsspec's file system of a scheme. It caches no listings: other processes and TensorStore write too."""
     import fsspec
 
     limits = {"requests_timeout": _ANSWER_SECONDS} if scheme == "gs" else {}
@@ -425,22 +367,16 @@ def _is_passing(error: BaseException) -> bool:
     code = getattr(error, "code", getattr(error, "status", None))
     if code is not None and str(code).isdigit():
         return int(code) in _PASSING_CODES
-    return bool(_PASSING_ERRORS.search(type(error).__name__)) and not isinstance(error, _KEPT)
+    return bool(_PASSING_ERRORS.search(type(error).__name__)) and not isinstance(error, tuple(_FINAL_ERRORS))
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
     """Returns the error in one line, with the type that the system's would have."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text if len(text) <= 200 else f"{text[:200]} ..."
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    if isinstance(error, FileExistsError):
-        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), url)
-    if isinstance(error, _KEPT):
-        return type(error)(error.errno or errno.EIO, error.strerror or text, url)
-    if _DENIED.search(text):
-        return PermissionError(errno.EACCES, f"permission denied: {text}", url)
-    return OSError(errno.EIO, text, url)
+    line = " ".join(str(error).split())[:200] or type(error).__name__
+    number = next((number for kind, number in _FINAL_ERRORS.items() if isinstance(error, kind)), errno.EIO)
+    if number == errno.EIO and _DENIED.search(line):
+        number, line = errno.EACCES, f"permission denied: {line}"
+    return OSError(number, os.strerror(number) if number in (errno.ENOENT, errno.EEXIST) else line, url)
 
 
 def remote_error(what: str, path: AnyPath, error: OSError) -> UserError:
@@ -456,28 +392,16 @@ def remote_error(what: str, path: AnyPath, error: OSError) -> UserError:
     return UserError(f"cannot {what} {path} ({reason}); {advice}")
 
 
-class _FirstTime(logging.Filter):
-    """Passes the first line of each message once, without its traceback."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        line = record.getMessage().partition("\n")[0]
-        is_new = line not in self._seen
-        self._seen.add(line)
-        record.msg, record.args, record.exc_info = line, None, None
-        return is_new
-
-
-_FIRST_TIME = _FirstTime()
-
-
 def shorten_storage_logs() -> None:
-    """Shows what gcsfs, s3fs and Google's login log once, in a line: they log every try, gcsfs with its traceback.
-
-    The error itself is an OSError. A program calls this once at its start; called again it changes nothing.
-    """
+    """Shows what gcsfs, s3fs and Google's login log once, in a line: they log every try, gcsfs with its traceback."""
     for name in (*(module for module, _ in _SCHEMES.values()), "google.auth._default"):
-        logging.getLogger(name).addFilter(_FIRST_TIME)
+        logging.getLogger(name).addFilter(_is_first)
+
+
+def _is_first(record: logging.LogRecord) -> bool:
+    """A filter that passes the first line of each message once, without its traceback."""
+    line = record.getMessage().partition("\n")[0]
+    is_first = line not in _SHOWN
+    _SHOWN.add(line)
+    record.msg, record.args, record.exc_info = line, None, None
+    return is_first

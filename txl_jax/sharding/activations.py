@@ -17,15 +17,10 @@ from txl_jax.sharding.mesh import ambient_mesh
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains the sharding of an activation and of its gradient; no number changes.
+    """Constrains the sharding of an activation and of its gradient over an ambient mesh of several devices, if any.
 
-    Without an ambient mesh of several devices it returns `x` as it is.
-
-    Args:
-      x: of any shape.
-      names: one logical name (`txl_jax.sharding.axes`) per axis, or None to replicate it. Rows of a batch
-        (`axes.BATCH`) are replicated if they do not divide among the devices, such as the one row of a published
-        evaluation.
+    `names` are logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows of a batch are
+    replicated if they do not divide among the devices, such as the one row of a published evaluation.
 
     Raises:
       ValueError: If a name is unknown or their number is not the number of axes of `x`, also without a mesh.
@@ -45,8 +40,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Maps `function` over the shards of its arguments on the ambient mesh.
 
-    Gradients of replicated arguments are summed over devices. check_vma is off: with it every array that differs
-    between devices would have to be marked.
+    Gradients of replicated arguments are summed over devices. With check_vma every array that differs between devices
+    would have to be marked.
     """
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

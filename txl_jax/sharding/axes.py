@@ -53,16 +53,14 @@ def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """Returns the shardings of a tree of parameters boxed with logical axis names; bare arrays are replicated.
+    """Returns the shardings of a tree of parameters boxed with logical axis names, shaped like `nn.unbox(tree)`.
 
     The sizes of vocabularies and clusters come from the text (205 bytes in enwik8). A table whose tokens do not divide
     over `tensor` is replicated there, and over `fsdp` its tokens are sharded if its width does not divide. (Sharding
     the width over `tensor` would need an all-gather for every use, which reads parts of the tokens.)
 
-    An optimizer's state has the boxes of its parameters, as optax maps over them. An array that its box does not fit,
-    such as Adafactor's means of rows, is replicated.
-
-    The result is shaped like `nn.unbox(tree)`.
+    An optimizer's state has the boxes of its parameters, as optax maps over them. Bare arrays are replicated, and so is
+    an array that its box does not fit, such as Adafactor's means of rows.
     """
 
     def place(names: PartitionSpec, array: Any) -> Any:
@@ -101,10 +99,7 @@ def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
-    """Returns `BATCH` if the rows of a batch divide among the devices, else None (replicated).
-
-    Published evaluations read one row, whatever the number of devices.
-    """
+    """Returns `BATCH` if the rows of a batch divide among the devices, else None (replicated)."""
     return BATCH if batch_size % num_batch_shards(mesh) == 0 else None
 
 

@@ -10,14 +10,13 @@ Slices of TPUs that only a data-centre network (DCN) connects (multislice) are r
 over the slices, so that only the all-reduce of gradients and of a few numbers crosses them.
 
 Code finds the ambient mesh while it is traced (`jax.set_mesh`). A new thread has none. `bind_mesh` makes a compiled
-function enter its mesh itself, whoever calls it. Everywhere else `with use_mesh(mesh):` does. With one device there is
-nothing to enter, and nothing changes.
+function enter its mesh itself, whoever calls it; everywhere else `with use_mesh(mesh):` does.
 """
 
 import contextlib
-import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -32,36 +31,22 @@ DATA, FSDP, TENSOR = _NAMES = "data", "fsdp", "tensor"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh over this run's devices; with `data` given, devices beyond the product stay idle.
+    """Makes the mesh over this run's devices, or over others, such as those of a topology that is not attached.
 
-    Neighbours along an axis of the mesh are neighbours in the interconnect, where devices have coordinates. Devices of
-    one slice of TPUs are contiguous: of `data`, the slice is the outermost part.
-
-    Args:
-      config: the sizes of the axes.
-      devices: this run's if None; others are, for example, the devices of a topology that is not attached.
+    With `data` given, devices beyond the product stay idle. Neighbours along an axis of the mesh are neighbours in the
+    interconnect, where devices have coordinates. Of `data`, the slice of TPUs is the outermost part.
 
     Raises:
       UserError: If the sizes need more devices than there are, or leave a remainder where `data` is None, or slices
         have different numbers of devices.
     """
-    devices = jax.devices() if devices is None else devices
-    slices = _slices(devices)
-    shape = _shape(config, len(devices), num_slices=len(slices))
+    slices = _slices(jax.devices() if devices is None else devices)
+    shape = _shape(config, sum(map(len, slices)), num_slices=len(slices))
     return Mesh(_device_grid(slices, shape), _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
 def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> AbstractMesh:
-    """Makes a mesh without devices, for shapes and shardings only.
-
-    Args:
-      config: the sizes of the axes.
-      n_device: devices in all slices.
-      num_slices: slices of TPUs that the devices are in.
-
-    Raises:
-      UserError: If `make_mesh` does.
-    """
+    """Makes a mesh of `n_device` devices in all slices, without the devices; raises `UserError` as `make_mesh`."""
     shape = _shape(config, n_device, num_slices=num_slices)
     return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
 
@@ -72,14 +57,9 @@ def num_slices(mesh: Mesh) -> int:
 
 
 def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
-    """Lays devices over a mesh of this shape, each slice in the order of its interconnect.
+    """Lays devices over a mesh, each slice in the order of its interconnect.
 
-    Args:
-      slices: devices by slice, as many in each.
-      shape: data x fsdp x tensor over all slices, of which the number of slices divides `data`.
-
-    Returns:
-      Devices [data, fsdp, tensor].
+    `shape` is data x fsdp x tensor over all slices, whose number divides `data`. Returns devices [data, fsdp, tensor].
     """
     data, fsdp, tensor = shape
     in_slice = data // len(slices), fsdp, tensor
@@ -87,9 +67,8 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
     try:  # As `jax.make_mesh`, which does not split physical axes.
         if len(slices) == 1:
             return mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
-        return mesh_utils.create_hybrid_device_mesh(
-            in_slice, (len(slices), 1, 1), chosen, allow_split_physical_axes=True
-        )
+        over_slices = len(slices), 1, 1
+        return mesh_utils.create_hybrid_device_mesh(in_slice, over_slices, chosen, allow_split_physical_axes=True)
     except AssertionError:  # Such a number of chips does not fill a box of the torus; any order within a slice works.
         return np.asarray(chosen).reshape(shape)
 
@@ -142,22 +121,17 @@ def ambient_mesh() -> AbstractMesh | None:
 
 def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
     """Returns a jitted function that enters `mesh` whenever it is called or lowered; itself with one device or None."""
-    return jitted if mesh is None or mesh.size == 1 else _BoundToMesh(mesh, jitted)
+    if mesh is None or mesh.size == 1:
+        return jitted
 
+    def entering(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def inside(*arguments: Any, **named: Any) -> Any:
+            with use_mesh(mesh):
+                return function(*arguments, **named)
 
-@dataclasses.dataclass(frozen=True)
-class _BoundToMesh:
-    mesh: Mesh | AbstractMesh
-    jitted: Any
+        return inside
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with use_mesh(self.mesh):
-            return self.jitted(*arguments, **named)
-
-    def lower(self, *arguments: Any, **named: Any) -> Any:
-        with use_mesh(self.mesh):
-            return self.jitted.lower(*arguments, **named)
-
-    def eval_shape(self, *arguments: Any, **named: Any) -> Any:
-        with use_mesh(self.mesh):
-            return self.jitted.eval_shape(*arguments, **named)
+    bound = entering(jitted)
+    bound.lower, bound.eval_shape = entering(jitted.lower), entering(jitted.eval_shape)
+    return bound
