@@ -83,22 +83,3 @@ def test_damage_to_all(copy, place):
     ended = place.train("all").end()
     assert ended.code == 1
     assert_one_sentence(ended.err, workdir / "checkpoints/latest", "18", "12")
-
-
-def test_a_torn_line_of_metrics(copy, place, undisturbed):
-    """Records of steps that come again, as after a power cut."""
-    workdir = copy("torn")
-    path = workdir / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    finished(place.train("torn"))
-    assert_equal_runs(workdir, undisturbed)
-
-
-def test_flipped_ids_are_made_again(copy, place, undisturbed):
-    workdir = copy("ids")
-    (ids,) = place.cache("ids").glob("tokens/*/train.npy")
-    whole = ids.read_bytes()
-    flip(ids)
-    assert str(ids.parent) in finished(place.train("ids")).out
-    assert ids.read_bytes() == whole
-    assert_equal_runs(workdir, undisturbed)

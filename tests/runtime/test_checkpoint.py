@@ -210,14 +210,11 @@ def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_c
     with open_checkpoints() as checkpoints:
         assert checkpoints.restore(abstract(make_state()))[0] == 100
         assert str(two_steps / "200") in lines[-1]
-        (two_steps / "100" / DIGESTS).unlink()
+        (two_steps / "100" / DIGESTS).rename(two_steps / "kept")
         assert checkpoints.restore(abstract(make_state()))[0] == 200
         assert str(two_steps / "200") in lines[-1]
-
-
-def test_verified_steps_are_kept_before_unverified_ones(two_steps, open_checkpoints):
-    (two_steps / "200" / DIGESTS).unlink()
-    with open_checkpoints(keep=2) as checkpoints:
+        (two_steps / "kept").rename(two_steps / "100" / DIGESTS)
+    with open_checkpoints(keep=2) as checkpoints:  # They are kept longer, too.
         checkpoints.save(300, make_state(300), {})
     assert step_names(two_steps) == ["100", "300"]
 
@@ -255,10 +252,7 @@ def test_a_fallen_back_run_replaces_the_damaged_step(two_steps, open_checkpoints
     assert step_names(two_steps) == ["200", "250"]
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_saving_an_existing_step_replaces_it(damaged, two_steps, open_checkpoints):
-    if damaged:
-        flip_byte(two_steps / "200" / "notes" / "metadata")
+def test_saving_an_existing_step_replaces_it(two_steps, open_checkpoints):
     with open_checkpoints() as checkpoints:
         checkpoints.save(200, make_state(201), {"loss": 9.0})
         step, restored, notes = checkpoints.restore(abstract(make_state()))
@@ -344,25 +338,21 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
     assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
 
 
-def test_directory_that_cannot_be_made(tmp_path, open_checkpoints):
+def test_directory_that_cannot_be_made_or_read(tmp_path, open_checkpoints, monkeypatch):
+    def denied(folder, **unused):
+        raise PermissionError(13, "Permission denied", folder)
+
     (tmp_path / "latest").write_text("a file")
     with open_checkpoints() as checkpoints:
         with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
             checkpoints.save(1, make_state(), {})
         with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
             checkpoints.restore(make_state())
-    assert (tmp_path / "latest").read_text() == "a file"
-
-
-def test_directory_that_may_not_be_read(two_steps, open_checkpoints, monkeypatch):
-    def denied(folder, **unused):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("txl_jax.runtime.storage.names", denied)
-    with open_checkpoints() as checkpoints:
+        monkeypatch.setattr("txl_jax.runtime.storage.names", denied)
         for act in (checkpoints.sweep, checkpoints.latest_step):
-            with pytest.raises(CheckpointError, match=rf"{two_steps}\b.*\bPermission denied\b"):
+            with pytest.raises(CheckpointError, match=r"/latest\b.*\bPermission denied\b"):
                 act()
+    assert (tmp_path / "latest").read_text() == "a file"
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoints, lines, monkeypatch):

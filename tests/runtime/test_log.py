@@ -1,6 +1,5 @@
 """Tests what a run writes about itself: no step twice after a resume, valid JSON and events."""
 
-import json
 import math
 import os
 import re
@@ -30,31 +29,16 @@ def test_records_come_back_in_order(tmp_path):
     assert read_metrics(tmp_path) == []
     with RunLog(tmp_path / "new" / "run").open() as log:
         log.record("train", 1, {"loss": np.float32(0.5), "rate": 1e-9})
-        log.record("valid", np.int64(1), {"bpc": 2})
+        log.record("valid", np.int64(1), {"bpc": 2, "a": math.nan, "b": -math.inf})  # JSON cannot hold these.
         first = read_metrics(tmp_path / "new" / "run")  # Each line is with the system before the next.
     assert first == read_metrics(tmp_path / "new" / "run")
-    assert first == [{"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9}, {"kind": "valid", "step": 1, "bpc": 2}]
-
-
-def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
-    with RunLog(tmp_path).open() as log:
-        log.record("train", 1, {"a": math.nan, "b": math.inf, "c": -math.inf})
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    record = json.loads(line, parse_constant=refuse)
-    assert math.isnan(float(record["a"]))
-    assert (float(record["b"]), float(record["c"])) == (math.inf, -math.inf)
+    valid = {"kind": "valid", "step": 1, "bpc": 2, "a": "nan", "b": "-inf"}
+    assert first == [{"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9}, valid]
 
 
 def test_names_that_the_record_uses(tmp_path):
-    with RunLog(tmp_path).open() as log:
-        for name in ("kind", "step", "member"):
-            with pytest.raises(ValueError, match=name):
-                log.record("train", 1, {name: 1.0})
-    assert read_metrics(tmp_path) == []
+    with RunLog(tmp_path).open() as log, pytest.raises(ValueError, match=r"kind.*member.*step"):
+        log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
 
 
 def test_resuming_drops_later_steps(tmp_path):
@@ -71,13 +55,11 @@ def test_resuming_drops_later_steps(tmp_path):
 
 def test_what_is_done_again_is_dropped_at_the_first_step_too(tmp_path):
     with RunLog(tmp_path).open() as log:
-        for step in (10, 20):
-            for kind in ("train", "valid", "test"):
-                log.record(kind, step, {"loss": 1.0})
+        for kind, step in (("valid", 10), ("train", 20), ("valid", 20), ("test", 20)):
+            log.record(kind, step, {"loss": 1.0})
     with RunLog(tmp_path).open(20, redone={"valid", "test"}):
         pass
-    found = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
-    assert found == [("train", 10), ("valid", 10), ("test", 10), ("train", 20)]
+    assert [(record["kind"], record["step"]) for record in read_metrics(tmp_path)] == [("valid", 10), ("train", 20)]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10])

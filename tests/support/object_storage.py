@@ -57,20 +57,14 @@ class _Handler(emulator.RequestHandler):
     def _drop_body(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def do_GET(self):  # noqa: N802
-        self._handle("GET", super().do_GET)
 
-    def do_POST(self):  # noqa: N802
-        self._handle("POST", super().do_POST)
+def _served(method):
+    """A method of the handler for requests of one kind."""
+    return lambda handler: handler._handle(method, getattr(super(_Handler, handler), f"do_{method}"))
 
-    def do_PUT(self):  # noqa: N802
-        self._handle("PUT", super().do_PUT)
 
-    def do_DELETE(self):  # noqa: N802
-        self._handle("DELETE", super().do_DELETE)
-
-    def do_PATCH(self):  # noqa: N802
-        self._handle("PATCH", super().do_PATCH)
+for _method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
+    setattr(_Handler, f"do_{_method}", _served(_method))
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -125,16 +125,13 @@ def sha256(path: AnyPath) -> str:
 
 def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
     """Returns the sorted names in a directory. A missing one is FileNotFoundError, or has no names if `missing_ok`."""
-    try:
+    with contextlib.suppress(FileNotFoundError) if missing_ok else contextlib.nullcontext():
         if not is_remote(folder):
             return sorted(os.listdir(folder))
         own = remote_call(folder, "_strip_protocol")
         found = (name.rstrip("/") for name in remote_call(folder, "ls", detail=False))
         return sorted(os.path.basename(name) for name in found if name != own)
-    except FileNotFoundError:
-        if missing_ok:
-            return []
-        raise
+    return []
 
 
 def files_below(folder: AnyPath) -> list[str]:
