@@ -205,13 +205,12 @@ class Checkpointer:
         found = distributed.broadcast_from_primary(
             lambda: [(step, os.path.basename(path)) for step, path in find_steps(self._directory)]
         )
-        candidates = [(step, os.path.join(self._directory, name)) for step, name in found]
-        candidates = [(step, path) for step, path in candidates if before is None or step < before]
-        if not candidates:
+        found = [(step, os.path.join(self._directory, name)) for step, name in found if before is None or step < before]
+        if not found:
             return None
         unverified: list[tuple[int, str]] = []
         tried: list[str] = []
-        for step, path in candidates:
+        for step, path in found:
             # It is enough that one process reads every byte, and all must restore the same step.
             damage = distributed.broadcast_from_primary(functools.partial(find_damage, path))
             if damage == NO_DIGESTS:

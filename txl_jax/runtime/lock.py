@@ -129,8 +129,7 @@ class RunLock:
                 continue
             holder, alive = str(record.get("holder", "unknown")), _is_alive(record)
             beat, age = _stat(self._beat_of(record)) or lock
-            is_first, first = first is None, first or (lock[0], beat)
-            if alive or (lock[0], beat) != first:
+            if alive or (first is not None and first != (lock[0], beat)):
                 raise self._refused(holder)
             unrenewed = max(age, time.monotonic() - began)
             if alive is False or unrenewed > STALE_SECONDS:
@@ -138,11 +137,12 @@ class RunLock:
                     remove(self._beat_of(record))
                     self.notes.append(f"the lock of {holder} was taken over: it has ended, or did not renew its lock")
                 continue
-            if is_first:
+            if first is None:
                 self._log(
                     f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: {holder} renewed the lock of {self._folder} "
                     f"{age:.0f} s ago, and may be training"
                 )
+            first = lock[0], beat
             time.sleep(_LOOK_SECONDS)
         thread = threading.Thread(target=self._beat, name="run_lock", daemon=True)
         thread.start()

@@ -104,7 +104,6 @@ class _Text:
         self.file = None if is_remote(path) else open(path, "a", encoding="utf-8")  # noqa: SIM115 (`RunLog` closes it)
         self.number = _next(_parts(path))
         self.lines: list[str] = []
-        self.uploaded = 0  # How many of the lines.
 
 
 class RunLog:
@@ -147,10 +146,10 @@ class RunLog:
         with storage.writing(self._folder):
             storage.make_folder(self._folder)
             _drop_repeated(self._folder, step, redone)
-            for name in (METRICS, LINES):
-                text = self._texts[name] = _Text(os.path.join(self._folder, name))
-                if text.file is not None:
-                    self._closing.enter_context(text.file)
+            self._texts = {name: _Text(os.path.join(self._folder, name)) for name in (METRICS, LINES)}
+        for text in self._texts.values():
+            if text.file is not None:
+                self._closing.enter_context(text.file)
         self._sinks.insert(0, TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step))
         # The last one is called first, and each even if one before it fails. A sink that fails adds a line.
         for act in (self._texts.clear, self._threads.shutdown, self._upload_all, self._close_sinks, self._flush):
@@ -206,7 +205,7 @@ class RunLog:
         self._upload_all()
         for text in self._texts.values():
             if text.lines:
-                text.number, text.lines, text.uploaded = text.number + 1, [], 0
+                text.number, text.lines = text.number + 1, []
         self._flush()
 
     def _append(self, name: str, line: str) -> None:
@@ -230,16 +229,15 @@ class RunLog:
         self._wait()
 
     def _begin_upload(self) -> None:
-        changed = {text: len(text.lines) for text in self._texts.values() if text.uploaded < len(text.lines)}
+        parts = {_part(text.path, text.number): "".join(text.lines) for text in self._texts.values() if text.lines}
 
         def upload() -> None:
             self._make_sure()
-            for text, count in changed.items():
-                storage.write(_part(text.path, text.number), "".join(text.lines[:count]).encode())
-                text.uploaded = count
+            for part, content in parts.items():
+                storage.write(part, content.encode())
 
         self._upload_began = time.monotonic()
-        if changed:
+        if parts:
             self._upload = self._threads.submit(upload)
 
     def _wait(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import os
 import re
@@ -75,8 +76,7 @@ class TensorBoard(Sink):
     queue is full and the training loop waits forever. Names contain numbers because TensorBoard reads files in the
     order of their names, also if a run is resumed within the same second or after the clock went back.
 
-    tensorboardX is imported when it is first used: the import is slow, and takes PyTorch with it where that is
-    installed. Every method raises OSError if the file cannot be written, and ImportError without tensorboardX.
+    Every method raises OSError if the file cannot be written.
 
     Args:
       folder: Made if missing. For object storage, files are written on this machine and uploaded by `flush`.
@@ -97,15 +97,12 @@ class TensorBoard(Sink):
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
         """Adds a scalar for each value; "=" in the name of a member becomes "_", as TensorBoard wants it."""
-        from tensorboardX import summary
-
-        self._write(step, *(summary.scalar(*named) for named in grouped_names(kind, values, member).items()))
+        scalar = _tensorboard("summary").scalar
+        self._write(step, *(scalar(*named) for named in grouped_names(kind, values, member).items()))
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Adds a text, which TensorBoard shows as Markdown: as a block of code, so that each character is kept."""
-        from tensorboardX import summary
-
-        self._write(step, summary.text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
+        self._write(step, _tensorboard("summary").text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
 
     def flush(self) -> None:
         """Writes the settings, and uploads files for object storage; a local file is written already."""
@@ -128,8 +125,7 @@ class TensorBoard(Sink):
         values, self._settings = self._settings, None
         if values is None:
             return
-        from tensorboardX import summary
-
+        summary = _tensorboard("summary")
         rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
         # The plugin takes numbers, booleans and strings.
         plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
@@ -139,17 +135,13 @@ class TensorBoard(Sink):
 
     def _write(self, step: int, *summaries: Any) -> None:
         self._write_settings()
-        from tensorboardX.proto.summary_pb2 import Summary
-
         if self._file is None:
             self._open()
-        self._add(step=step, summary=Summary(value=[value for each in summaries for value in each.value]))
+        values = [value for each in summaries for value in each.value]
+        self._add(step=step, summary=_tensorboard("proto.summary_pb2").Summary(value=values))
 
     def _open(self) -> None:
         """Begins the next file; the first one of a start hides the later steps of earlier files."""
-        from tensorboardX.proto.event_pb2 import SessionLog
-        from tensorboardX.record_writer import RecordWriter
-
         is_first = self._number == 0
         if is_first:
             if is_remote(self._folder):
@@ -159,16 +151,21 @@ class TensorBoard(Sink):
             self._number = max((int(match[1]) for match in found if match), default=0)
         self._number += 1
         name = f"events.{self._number:06}.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._file = RecordWriter(os.path.join(self._local, name))
+        self._file = _tensorboard("record_writer").RecordWriter(os.path.join(self._local, name))
         self._add(file_version="brain.Event:2")
         if is_first:
-            self._add(step=self._first_step + 1, session_log=SessionLog(status=SessionLog.START))
+            log = _tensorboard("proto.event_pb2").SessionLog
+            self._add(step=self._first_step + 1, session_log=log(status=log.START))
 
     def _add(self, **fields: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        event = _tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields)
+        self._file.write(event.SerializeToString())
         self._file.flush()
+
+
+def _tensorboard(module: str) -> Any:
+    """Imports a module of tensorboardX: the import is slow, and takes PyTorch with it where that is installed."""
+    return importlib.import_module(f"tensorboardX.{module}")
 
 
 class WeightsAndBiases(Sink):

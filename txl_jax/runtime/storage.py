@@ -125,13 +125,14 @@ def sha256(path: AnyPath) -> str:
 
 def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
     """Returns the sorted names in a directory. A missing one is FileNotFoundError, or has no names if `missing_ok`."""
-    with contextlib.suppress(FileNotFoundError) if missing_ok else contextlib.nullcontext():
-        if not is_remote(folder):
-            return sorted(os.listdir(folder))
-        own = remote_call(folder, "_strip_protocol")
-        found = (name.rstrip("/") for name in remote_call(folder, "ls", detail=False))
-        return sorted(os.path.basename(name) for name in found if name != own)
-    return []
+    try:
+        found = remote_call(folder, "ls", detail=False) if is_remote(folder) else os.listdir(folder)
+    except FileNotFoundError:
+        if not missing_ok:
+            raise
+        return []
+    own = os.fspath(folder).partition("://")[2]  # Object storage may list the folder itself.
+    return sorted(os.path.basename(name.rstrip("/")) for name in found if name.rstrip("/") != own)
 
 
 def files_below(folder: AnyPath) -> list[str]:
@@ -199,7 +200,8 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
-    if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
+    is_taken = names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder)
+    if is_taken:
         raise UserError(
             f"{folder} is a file or a folder that is not empty, and nothing is written over; give the path of a new one"
         )
