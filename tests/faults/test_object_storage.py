@@ -40,24 +40,14 @@ def killed_at(storage, victim, number):
     return was_killed
 
 
-def test_a_kill_and_errors_in_one_run(runs, storage, undisturbed):
-    assert killed_at(storage, runs.train("few"), 150)
-    storage.errors = 0
-    storage.fail_every(40)
-    finished(runs.train("few"))
-    assert storage.errors > 3
-    storage.calm()
-    assert_equal_runs(runs.workdir("few"), undisturbed)
-    assert not (runs.workdir("few") / ".lock").exists()
-
-
-def test_thirty_kills_and_errors(runs, storage, undisturbed, fault_seed):
+@pytest.mark.parametrize("wanted", [1, 30])
+def test_kills_and_errors(wanted, runs, storage, undisturbed, fault_seed):
     """Each run is killed until it ends; every thirtieth request of the last start fails."""
     rng = random.Random(fault_seed)
     kills, errors, count = 0, 0, 0
-    while kills < 30 or errors < 30:
-        name = f"many-{count}"
-        for _ in range(STARTS):
+    while kills < wanted or errors < wanted:
+        name = f"{wanted}-{count}"
+        for _ in range(min(STARTS, wanted)):
             if not killed_at(storage, runs.train(name), rng.randrange(WRITES)):
                 break  # It has ended; later starts of it would write next to nothing.
             kills += 1
@@ -67,6 +57,7 @@ def test_thirty_kills_and_errors(runs, storage, undisturbed, fault_seed):
         errors += storage.errors
         storage.calm()
         assert_equal_runs(runs.workdir(name), undisturbed)
+        assert not (runs.workdir(name) / ".lock").exists()
         count += 1
         print(f"{name}: {kills} kills, {errors} errors so far", flush=True)
     print(f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal")

@@ -180,13 +180,15 @@ class Checkpointer:
     def notes(self) -> dict[str, Any] | None:
         """Returns the notes of the latest step, or None without one; raises `CheckpointError` if they are damaged."""
         self.wait()
-        for _, path in find_steps(self._directory):
-            try:
-                notes: dict[str, Any] = json.loads(storage.read(os.path.join(path, "notes", _NOTES)))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"the notes of checkpoint {path} cannot be read ({_short(error)})") from error
-            return notes
-        return None
+        found = find_steps(self._directory)
+        if not found:
+            return None
+        path = os.path.join(found[0][1], "notes", _NOTES)
+        try:
+            notes: dict[str, Any] = json.loads(storage.read(path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the notes of a checkpoint, {path}, cannot be read ({_short(error)})") from error
+        return notes
 
     def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores the latest undamaged checkpoint (`before` a step): verified ones first, then those without digests.

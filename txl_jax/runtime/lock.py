@@ -175,13 +175,11 @@ class RunLock:
 
     def _create(self) -> bool:
         """Creates the object if it does not exist; returns whether it is this run's."""
-        fs = file_system("gs")
-        bucket, key, _ = fs.split_path(self._path)
-        url = fs.base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
-        query = {"uploadType": "media", "name": key, "ifGenerationMatch": "0"}
+        uploads = file_system("gs").base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
+        query = {"uploadType": "media", "name": self._path.split("/", 3)[3], "ifGenerationMatch": "0"}
         data, headers = json.dumps(self._record).encode(), {"Content-Type": "application/octet-stream"}
         try:
-            patiently(lambda: fs.call("POST", url, bucket, data=data, headers=headers, **query), self._path)
+            _call("POST", self._path, uploads, data=data, headers=headers, **query)
         except FileExistsError:
             return self._is_own()  # An earlier try may have arrived, and its answer been lost.
         return True
@@ -211,11 +209,10 @@ class RunLock:
         return f"{self._path}-beat-{record.get('token')}"
 
 
-def _call(method: str, url: str, **query: str) -> Any:
+def _call(method: str, url: str, place: str = "b/{}/o/{}", **arguments: Any) -> Any:
     """Calls the server about an object; returns the headers and the content of its answer."""
-    fs = file_system("gs")
-    bucket, key, _ = fs.split_path(url)
-    return patiently(lambda: fs.call(method, "b/{}/o/{}", bucket, key, **query), url)
+    bucket, key = url.split("/", 3)[2:]
+    return patiently(lambda: file_system("gs").call(method, place, bucket, key, **arguments), url)
 
 
 def _stat(url: str) -> tuple[str, float] | None:

@@ -217,7 +217,8 @@ def _replacing(path: AnyPath) -> Iterator[Path]:
         with writing(path), tempfile.TemporaryDirectory() as folder:
             made = os.path.join(folder, "made")
             yield Path(made)
-            for file in sorted(files_below(made) or [made], key=lambda file: os.stat(file).st_mtime_ns):
+            files = files_below(made) if os.path.isdir(made) else [made]
+            for file in sorted(files, key=lambda file: os.stat(file).st_mtime_ns):
                 upload(file, f"{path}{file.removeprefix(made)}")
         return
     parent, name = os.path.split(path)
