@@ -29,7 +29,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import absl.logging
 import jax
@@ -50,7 +50,7 @@ _LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.deleted")
 _SAVE_TIMEOUT_SECONDS = 30 * 86400
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """The checkpoints in one directory. Use it as a context manager, in every process of a run alike.
 
     `latest_step` and `notes` may be called by one process alone; all else must be called by all processes.
@@ -71,9 +71,6 @@ class Checkpointer:
         self._writer: ocp.AsyncCheckpointer | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "checkpoint_digests")
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:

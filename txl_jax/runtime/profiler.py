@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -25,7 +25,7 @@ def check_steps(first: int, last: int, *, steps: int) -> None:
         )
 
 
-class StepProfiler:
+class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """A train step that profiles some of its calls; a context manager, which ends a trace that is still open.
 
     Each call is marked with the number of its first update, so that tools show the steps of a trace. Process 0 alone
@@ -64,9 +64,6 @@ class StepProfiler:
         if self._window is not None and self._window[1] <= first_step:
             log(f"no profile in this start: update {self._window[1]} is done already")
             self._window = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
