@@ -251,7 +251,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 raise UserError(f"cannot read {path} ({failure}); start again once it can be reached")
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
-        if restored is None:  # An older step would be no better.
+        if restored is None:  # An older step would not be better.
             raise CheckpointError(
                 f"checkpoint {path} is of another model ({difference}); "
                 "use the configuration that it was saved with, or another directory"
@@ -263,7 +263,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
 
 def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
-    """Returns (step, path) of the complete steps, latest first; of one step the folder written last is first."""
+    """Returns (step, path) of the complete steps, the latest first and, of the same step, the folder written last first."""
     with _reading(directory):
         found = [each for each in _steps(directory) if not _is_left_over(directory, each[2])]
     return [(step, os.path.join(directory, name)) for step, _, name in found]
@@ -294,7 +294,7 @@ def delete_step(path: str) -> None:
 
 
 def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
-    """Returns (step, order among those of this step, name) of all steps, complete or not, the last one first."""
+    """Returns (step, order among folders of this step, name) of all steps, complete or not, the latest first."""
     found = []
     for name in storage.names(directory, missing_ok=True):
         if match := _STEP.fullmatch(name):

@@ -72,7 +72,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
         """Makes the updates of one call."""
         first, self._done = self._done + 1, self._done + self._count
         if self._window is not None and self._traced_from is None and self._window[0] <= self._done:
-            jax.block_until_ready(state)  # What was dispatched before is no part of the profile.
+            jax.block_until_ready(state)  # The profile leaves out what was dispatched before.
             if self._attempt(lambda: self._trace.enter_context(_traced(self._folder))):
                 self._traced_from = first
         with jax.profiler.StepTraceAnnotation("train", step_num=first):
@@ -106,9 +106,8 @@ def _traced(folder: str) -> Iterator[None]:
     """Profiles the block into a folder or a URL."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
-    with (
-        tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder) as local
-    ):
+    place = tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder)
+    with place as local:
         jax.profiler.start_trace(local, profiler_options=options)
         yield
         jax.profiler.stop_trace()
