@@ -263,7 +263,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
 
 def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
-    """Returns (step, path) of the complete steps, the latest first and, of the same step, the folder written last first."""
+    """Returns (step, path) of the complete steps: the latest step, and of it the latest folder, is first."""
     with _reading(directory):
         found = [each for each in _steps(directory) if not _is_left_over(directory, each[2])]
     return [(step, os.path.join(directory, name)) for step, _, name in found]
