@@ -367,39 +367,29 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoin
 
 # Object storage
 
-STATE = {"a": jnp.arange(12.0), "b": {"c": jnp.ones((3, 4))}}
-ABSTRACT = abstract(STATE)
-
-
-def scaled(step):
-    return jax.tree.map(lambda leaf: leaf * step, STATE)
-
 
 @pytest.fixture
-def checkpoints(bucket, lines):
-    with Checkpointer(bucket, keep=2, log=lines.append) as opened:
-        yield opened
+def saved(bucket, lines):
+    """Steps 200 and 300 in a bucket."""
+    with Checkpointer(bucket, keep=2, log=lines.append) as checkpoints:
+        for step in (100, 200, 300):
+            checkpoints.save(step, make_state(step), {"at": step})
+        checkpoints.wait()
+        yield checkpoints
 
 
-@pytest.fixture
-def saved(checkpoints):
-    for step in (100, 200, 300):
-        checkpoints.save(step, scaled(step), {"at": step})
-    checkpoints.wait()
-    return checkpoints
-
-
-def restored_step(checkpoints):
-    step, state, notes = checkpoints.restore(ABSTRACT)
-    np.testing.assert_array_equal(state["a"], STATE["a"] * notes["at"])
-    return step
+def restored(checkpoints):
+    """The step that is restored, and the number that its state was drawn from."""
+    step, state, notes = checkpoints.restore(abstract(make_state()))
+    assert_equal(state, make_state(notes["at"]))
+    return step, notes["at"]
 
 
 @pytest.mark.full
 def test_damage_ends_in_the_step_before(saved, bucket, lines):
     name, _ = max(json.loads((bucket / "300" / "digests.json").read_bytes()).items())
     (bucket / "300" / name).write_bytes(b"damaged")
-    assert restored_step(saved) == 200
+    assert restored(saved) == (200, 200)
     assert name in lines[-1]
 
 
@@ -411,21 +401,18 @@ def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket, st
     storage.calm()
     assert saved.latest_step() == 300
     (bucket / "300" / checkpoint.COMMIT).unlink()
-    assert saved.latest_step() == 200 and restored_step(saved) == 200
+    assert saved.latest_step() == 200 and restored(saved) == (200, 200)
     saved.sweep()
     assert names(bucket) == ["200"]
 
 
 @pytest.mark.full
 def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
-    saved.save(200, scaled(7), {"at": 7})
-    saved.wait()
-    assert names(bucket) == ["200.again-1"]
-    assert restored_step(saved) == 200
-    saved.save(200, scaled(8), {"at": 8})
-    saved.wait()
-    assert names(bucket) == ["200.again-2"]
-    assert saved.notes() == {"at": 8}
+    for number in (1, 2):
+        saved.save(200, make_state(number), {"at": number})
+        saved.wait()
+        assert names(bucket) == [f"200.again-{number}"] and saved.notes() == {"at": number}
+    assert restored(saved) == (200, 2)
 
 
 @pytest.mark.full
@@ -448,6 +435,6 @@ def test_an_outage_is_no_damage(saved, storage):
     for pattern in ("digests.json", "state/manifest"):
         storage.refuse(f"GET .*{pattern}", status=503)
         with pytest.raises(UserError, match="start again"):
-            saved.restore(ABSTRACT)
+            restored(saved)
     storage.calm()
-    assert restored_step(saved) == 300
+    assert restored(saved) == (300, 300)

@@ -118,15 +118,6 @@ def test_objects_are_copied_to_this_machine_and_back(bucket, tmp_path):
 
 
 @pytest.mark.full
-def test_an_object_that_cannot_be_written_is_named(bucket, storage):
-    storage.refuse("POST /upload")
-    with pytest.raises(LogError, match=f"cannot write to {bucket / 'denied'}") as refused:
-        files.write(bucket / "denied", b"1")
-    cause = refused.value.__cause__
-    assert isinstance(cause, PermissionError) and "\n" not in cause.strerror
-
-
-@pytest.mark.full
 def test_what_another_process_writes_is_seen_at_once(bucket, storage):
     """As TensorStore's objects are, which fsspec does not see."""
     files.write(bucket / "one", b"1")
@@ -139,22 +130,15 @@ def test_what_another_process_writes_is_seen_at_once(bucket, storage):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("impatient")
 def test_calls_are_tried_again_after_errors_that_pass(bucket, storage):
     storage.fail_every(2, status=503)
-    for number in range(5):
-        files.write(bucket / str(number), b"1")
-    assert storage.errors >= 4
+    files.write(bucket / "one", b"1")
+    assert files.read(bucket / "one") == b"1" and storage.errors >= 1
     storage.calm()
-    assert len(files.names(bucket)) == 5
-
-
-@pytest.mark.full
-def test_a_server_that_is_gone_for_a_while_is_waited_for(bucket, storage):
     storage.is_up = False
     threading.Timer(1.0, lambda: setattr(storage, "is_up", True)).start()
     files.write(bucket / "late", b"1")
-    assert files.read(bucket / "late") == b"1"
+    assert files.names(bucket) == ["late", "one"]
 
 
 @pytest.mark.full

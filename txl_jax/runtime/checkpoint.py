@@ -29,7 +29,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import absl.logging
 import jax
@@ -50,7 +50,7 @@ _LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.deleted")
 _SAVE_TIMEOUT_SECONDS = 30 * 86400
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """The checkpoints in one directory. Use it as a context manager, in every process of a run alike.
 
     `latest_step` and `notes` may be called by one process alone; all else must be called by all processes.
@@ -71,9 +71,6 @@ class Checkpointer:
         self._writer: ocp.AsyncCheckpointer | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "checkpoint_digests")
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
@@ -254,7 +251,7 @@ class Checkpointer:
                 raise UserError(f"cannot read {path} ({failure}); start again once it can be reached")
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
-        if restored is None:  # An older step would be no better.
+        if restored is None:  # An older step would not be better.
             raise CheckpointError(
                 f"checkpoint {path} is of another model ({difference}); "
                 "use the configuration that it was saved with, or another directory"
@@ -266,7 +263,7 @@ class Checkpointer:
 
 
 def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
-    """Returns (step, path) of the complete steps, latest first; of one step the folder written last is first."""
+    """Returns (step, path) of the complete steps: the latest step, and of it the latest folder, is first."""
     with _reading(directory):
         found = [each for each in _steps(directory) if not _is_left_over(directory, each[2])]
     return [(step, os.path.join(directory, name)) for step, _, name in found]
@@ -297,7 +294,7 @@ def delete_step(path: str) -> None:
 
 
 def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
-    """Returns (step, order among those of this step, name) of all steps, complete or not, the last one first."""
+    """Returns (step, order among folders of this step, name) of all steps, complete or not, the latest first."""
     found = []
     for name in storage.names(directory, missing_ok=True):
         if match := _STEP.fullmatch(name):

@@ -95,7 +95,7 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
-    """Raises `UserError`, with the complaint, in a process whose folder is not that of process 0.
+    """Raises `UserError`, with the complaint, in a process whose folder is not process 0's.
 
     It waits `seconds` for the caches of a network file system.
     """

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import AnyPath, file_system, is_remote, lock_now, patiently, read, remote_call, remove
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 1.0
 _SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment.
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """The lock of a workdir, not taken yet. Use it as a context manager, or call `close`.
 
     Attributes:
@@ -53,9 +53,6 @@ class RunLock:
         self._lost: str | None = None
         self._ended = threading.Event()
         self._stack = contextlib.ExitStack()  # It releases the lock.
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -106,7 +106,7 @@ class _Text:
         self.lines: list[str] = []
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """Records and lines of one run. `open` returns it as a context manager; before that, lines wait.
 
     Args:
@@ -156,9 +156,6 @@ class RunLog:
             self._closing.callback(act)
         for line in waiting:
             self.print(line)
-        return self
-
-    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

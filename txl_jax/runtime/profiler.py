@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -25,7 +25,7 @@ def check_steps(first: int, last: int, *, steps: int) -> None:
         )
 
 
-class StepProfiler:
+class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """A train step that profiles some of its calls; a context manager, which ends a trace that is still open.
 
     Each call is marked with the number of its first update, so that tools show the steps of a trace. Process 0 alone
@@ -65,9 +65,6 @@ class StepProfiler:
             log(f"no profile in this start: update {self._window[1]} is done already")
             self._window = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._end()
 
@@ -75,7 +72,7 @@ class StepProfiler:
         """Makes the updates of one call."""
         first, self._done = self._done + 1, self._done + self._count
         if self._window is not None and self._traced_from is None and self._window[0] <= self._done:
-            jax.block_until_ready(state)  # What was dispatched before is no part of the profile.
+            jax.block_until_ready(state)  # The profile leaves out what was dispatched before.
             if self._attempt(lambda: self._trace.enter_context(_traced(self._folder))):
                 self._traced_from = first
         with jax.profiler.StepTraceAnnotation("train", step_num=first):
@@ -109,9 +106,8 @@ def _traced(folder: str) -> Iterator[None]:
     """Profiles the block into a folder or a URL."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
-    with (
-        tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder) as local
-    ):
+    place = tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder)
+    with place as local:
         jax.profiler.start_trace(local, profiler_options=options)
         yield
         jax.profiler.stop_trace()

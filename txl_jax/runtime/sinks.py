@@ -154,8 +154,8 @@ class TensorBoard(Sink):
         self._file = _tensorboard("record_writer").RecordWriter(os.path.join(self._local, name))
         self._add(file_version="brain.Event:2")
         if is_first:
-            log = _tensorboard("proto.event_pb2").SessionLog
-            self._add(step=self._first_step + 1, session_log=log(status=log.START))
+            session = _tensorboard("proto.event_pb2").SessionLog
+            self._add(step=self._first_step + 1, session_log=session(status=session.START))
 
     def _add(self, **fields: Any) -> None:
         event = _tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields)

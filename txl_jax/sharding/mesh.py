@@ -31,7 +31,7 @@ DATA, FSDP, TENSOR = _NAMES = "data", "fsdp", "tensor"
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh over this run's devices, or over others, such as those of a topology that is not attached.
+    """Makes the mesh over this run's devices, or over others, such as a topology that is not attached.
 
     With `data` given, devices beyond the product stay idle. Neighbours along an axis of the mesh are neighbours in the
     interconnect, where devices have coordinates. Of `data`, the slice of TPUs is the outermost part.
