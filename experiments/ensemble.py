@@ -55,7 +55,8 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains the members, or splits one off."""
     if plan.mode is Mode.SPLIT:
         if len(plan.ensemble_member) != 1 or plan.to is None:
-            raise UserError(f"--mode=split needs --to and one --ensemble_member, got {len(plan.ensemble_member)}")
+            found = f"{len(plan.ensemble_member)} of them and --to={plan.to or ''}"
+            raise UserError(f"--mode=split needs one --ensemble_member and --to=PATH, got {found}")
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
     with Run.open(plan.workdir) as run:

@@ -120,9 +120,11 @@ def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address; raises `UserError` for one that cannot be had."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        with contextlib.ExitStack() as on_error:
+            found = on_error.enter_context(socket.socket(family, kind))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            on_error.pop_all()
         return found
     except OSError as error:
         raise UserError(

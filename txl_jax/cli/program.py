@@ -223,7 +223,7 @@ def main(
             code = None
         if code is None:
             code = 128 + job.stop.signal_number if job.stop else 0  # As shells count.
-        other_hosts.leave(code, together=True)
+        other_hosts.leave(code, together=True)  # With one process only the output is flushed.
     sys.exit(code)
 
 
