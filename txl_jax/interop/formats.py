@@ -13,16 +13,8 @@ from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, Mode
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError
-from txl_jax.interop import (
-    foreign_vocabulary,
-    infer_config,
-    nvidia,
-    original,
-    safetensors,
-    state_dict,
-    tensorflow,
-    torch_files,
-)
+from txl_jax.interop import foreign_vocabulary as vocabularies
+from txl_jax.interop import infer_config, nvidia, original, safetensors, state_dict, tensorflow, torch_files
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
@@ -103,13 +95,13 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
     return Model(format, ModelInfo(whole, vocabulary, 0, f"converted from the {format} format"), params, notes)
 
 
-def _vocabulary(weights: _Weights, vocab_size: int) -> foreign_vocabulary.Found:
+def _vocabulary(weights: _Weights, vocab_size: int) -> vocabularies.Found:
     """Returns the vocabulary in the file itself, or in the first of the directories that has one."""
     if weights.vocabulary is not None:
-        found = foreign_vocabulary.of_object(weights.vocabulary, name=str(weights.path))
-        return foreign_vocabulary.check_size(found, vocab_size, name=str(weights.path))
+        found = vocabularies.of_object(weights.vocabulary, name=str(weights.path))
+        return vocabularies.check_size(found, vocab_size, name=str(weights.path))
     for folder in weights.folders:
-        if (found := foreign_vocabulary.find(folder, vocab_size)).vocabulary:
+        if (found := vocabularies.find(folder, vocab_size)).vocabulary:
             break
     return found
 
@@ -132,7 +124,7 @@ def _weights_file(path: Path) -> Path | None:
     if named := next((path / name for name in _NAMES if (path / name).is_file()), None):
         return named
     found = [file for file in sorted(path.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
-    found = [file for file in found if file.name not in foreign_vocabulary.NAMES]
+    found = [file for file in found if file.name not in vocabularies.NAMES]
     return found[0] if len(found) == 1 else None
 
 

@@ -106,7 +106,8 @@ class RelativePositions(PositionEncoding):
         c = self.config
         if c.tie_positions:
             raise UserError(
-                "model.tie_positions is on, but other implementations have a matrix of positions, u and v. Turn it off."
+                "model.tie_positions is on, but other implementations have u, v and a matrix of positions. Train "
+                "with it turned off."
             )
         shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
         parent = "stack/layers/biases" if c.untie_r else "stack/biases"
