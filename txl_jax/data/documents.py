@@ -91,17 +91,20 @@ class DocumentRows:
         """Returns the segments to read next, or None if no document may begin before others are delivered."""
         call = Call(self._padding(), self._shape[0], [])
         for segment in range(call.n_segments):
-            pieces = list(map(next, self._rows))
-            if not any(pieces):
-                return call._replace(n_segments=segment) if call.parts else None
-            for row, piece in enumerate(pieces):
-                if piece is not None:
+            busy = False
+            for row, pieces in enumerate(self._rows):
+                while (piece := next(pieces)) is not None:
                     length = len(piece.pairs.inputs)
-                    call.segments.inputs[segment, row, :length] = piece.pairs.inputs
-                    call.segments.targets[segment, row, :length] = piece.pairs.targets
-                    call.segments.weights[segment, row, :length] = 1
-                    call.segments.reset[segment, row] = piece.begins
                     call.parts.append(Part(piece.number, segment, row, length, piece.ends))
+                    if length:  # Documents without positions take no place.
+                        busy = True
+                        call.segments.inputs[segment, row, :length] = piece.pairs.inputs
+                        call.segments.targets[segment, row, :length] = piece.pairs.targets
+                        call.segments.weights[segment, row, :length] = 1
+                        call.segments.reset[segment, row] = piece.begins
+                        break
+            if not busy:
+                return call._replace(n_segments=segment) if call.parts else None
         return call
 
     def _pieces(self, size: int) -> Iterator[_Piece | None]:
