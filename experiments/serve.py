@@ -11,7 +11,6 @@ for --drain_seconds, then the rest are cut off; a second signal cuts them off at
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import ipaddress
 import os
 import socket
@@ -21,8 +20,7 @@ from txl_jax import cli
 from txl_jax.cli import setting
 from txl_jax.errors import UserError
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.serving.engine import Engine
-from txl_jax.serving.requests import Limits
+from txl_jax.serving.engine import Engine, Limits
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import SessionStore
 from txl_jax.trained_model import load
@@ -56,9 +54,8 @@ class Plan(cli.StoredTypes):
     drain_seconds: float = setting(30.0, "Time after SIGTERM in which running requests may end.", at_least=0)
 
 
-def run(plan: Plan, job: cli.Job) -> int:
+def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
-    del job
     try:
         import uvicorn
 
@@ -68,32 +65,25 @@ def run(plan: Plan, job: cli.Job) -> int:
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
     _check_host(plan.host, keys)
     bound = _bind(plan.host, plan.port)  # Before the model is read, which takes longer.
-    limits = Limits(
-        prompt_tokens=plan.max_prompt_tokens,
-        new_tokens=plan.max_new_tokens,
-        waiting=plan.max_waiting,
-        seconds=plan.request_seconds,
-    )
-    engine = _engine(plan, limits)
+    engine = _engine(plan)
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
-    settings = Settings(os.path.basename(plan.model), hosts, keys, limits)
+    settings = Settings(os.path.basename(plan.model), hosts, keys)
 
     class Server(uvicorn.Server):
         """A server that cuts off what has not ended some time after a signal."""
 
-        def handle_exit(self, sig: int, frame: Any) -> None:
+        should_exit = False
+
+        def handle_exit(self, _sig: int, _frame: Any) -> None:
             """Takes no new requests; a second signal ends the running ones at once."""
-            del sig, frame
             engine.refuse("the server is shutting down")
             seconds = 0.0 if self.should_exit else plan.drain_seconds
             loop.call_soon_threadsafe(loop.call_later, seconds, engine.cut_off)
             if not self.should_exit:  # Not printed here: the signal may have come in the midst of another print.
                 line = f"stopping  running requests have {seconds:g} s to end; a second signal ends them now"
-                loop.call_soon_threadsafe(functools.partial(print, line, flush=True))
+                loop.call_soon_threadsafe(lambda: print(line, flush=True))
             self.should_exit = True
-
-        should_exit = False
 
         async def startup(self, sockets: Any = None) -> None:
             """Prints the address once it is open."""
@@ -133,13 +123,19 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _engine(plan: Plan, limits: Limits) -> Engine:
+def _engine(plan: Plan) -> Engine:
     """Returns the engine of the model."""
     model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
     check_can_generate(model.config)
     types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
     named = "".join(f", {kind} {name}" for name, kind in types.items() if kind)
     print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows")
+    limits = Limits(
+        prompt_tokens=plan.max_prompt_tokens,
+        new_tokens=plan.max_new_tokens,
+        waiting=plan.max_waiting,
+        seconds=plan.request_seconds,
+    )
     store = SessionStore(limit=plan.max_sessions, seconds=plan.session_seconds)
     return Engine(Step(model.components, batch_size=plan.rows), model.params, model.vocabulary, store, limits)
 

@@ -27,3 +27,11 @@ class NonFiniteError(UserError):
 
 class RemoteProcessError(UserError):
     """Another process failed; the message begins with its number."""
+
+
+class RequestError(Exception):
+    """A request to the server that fails: a sentence, an HTTP status, and OpenAI's `code` and `param` for programs."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param

@@ -10,8 +10,9 @@ import pytest
 
 from support import tiny_model
 from support.serving import engine, ids, make_store, refused, run, submit
+from txl_jax.errors import RequestError
 from txl_jax.serving.app import Settings, _Server
-from txl_jax.serving.requests import Choice, Limits, RequestError, Sampling
+from txl_jax.serving.engine import Choice, Limits
 from txl_jax.serving.sessions import EMPTY
 
 NOTHING = np.zeros(0, np.int32)
@@ -25,12 +26,14 @@ def made():
 
 def choices(count):
     rng = np.random.default_rng(4)
-    limits = [(1.0, 1.0), (0.0, 1.0), (0.8, 0.9), (1.3, 1.0)]
+    limits = [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.3}]
     return [
         Choice(
             prompt=ids(int(rng.integers(1, 90)), seed=number),
             max_tokens=int(rng.integers(1, 24)),
-            sampling=Sampling(*limits[number % 4], seed=int(rng.integers(1 << 62)), sample=number % 3),
+            **limits[number % 4],
+            seed=int(rng.integers(1 << 62)),
+            sample=number % 3,
             logprobs=number % 3 == 0,
             echo=number % 2 == 0,
         )
@@ -65,39 +68,39 @@ def test_a_row_that_reads_is_not_overwritten_by_those_that_write():
 
 
 def test_a_session_goes_on_as_if_it_were_one_text(made):
-    store, greedy = made.store, Sampling(temperature=0.0)
+    store, greedy = made.store, {"temperature": 0.0}
     session = store.create("me")
     first, second = ids(50), ids(20, seed=9)
-    written = run(made, Choice(first, 17, greedy), store.begin(session.name, "me")).tokens()
+    written = run(made, Choice(first, 17, **greedy), store.begin(session.name, "me")).tokens()
     assert session.state.tokens == 67 and not session.busy
     scored = run(made, Choice(second, 0, logprobs=True, echo=True), store.begin(session.name, "me"))
     assert scored.tokens(prompt=True) == second.tolist()
-    more = run(made, Choice(NOTHING, 9, greedy), store.begin(session.name, "me")).tokens()
+    more = run(made, Choice(NOTHING, 9, **greedy), store.begin(session.name, "me")).tokens()
     whole = np.concatenate([first, written, second]).astype(np.int32)
-    alone = run(made, Choice(whole, 9, greedy, logprobs=True, echo=True))
+    alone = run(made, Choice(whole, 9, **greedy, logprobs=True, echo=True))
     assert more == alone.tokens() and session.state.tokens == 96
     np.testing.assert_allclose(scored.scores(prompt=True).nats, alone.scores(prompt=True).nats[-20:], rtol=1e-4)
 
 
 def test_a_stop_string_ends_text_and_memory(made):
     """At the token that completes it, in the middle of a call."""
-    free = run(made, Choice(ids(9), 40, Sampling(seed=2)))
+    free = run(made, Choice(ids(9), 40, seed=2))
     stop = free.text[17:19]
     at = free.text.index(stop)
     session = made.store.begin(made.store.create("me").name, "me")
-    result = run(made, Choice(ids(9), 40, Sampling(seed=2), stop=("never there", stop), logprobs=True), session)
+    result = run(made, Choice(ids(9), 40, seed=2, stop=("never there", stop), logprobs=True), session)
     assert result.end == "stop" and result.text == free.text[:at]
     assert result.tokens() == free.tokens()[: at + 2] and len(result.scores().nats) == at + 2
     assert session.state.tokens == 9 + at + 2 and session.state.pending == free.tokens()[at + 1]
-    more = run(made, Choice(NOTHING, 6, Sampling(temperature=0.0)), made.store.begin(session.name, "me")).tokens()
+    more = run(made, Choice(NOTHING, 6, temperature=0.0), made.store.begin(session.name, "me")).tokens()
     whole = np.concatenate([ids(9), result.tokens()]).astype(np.int32)
-    assert more == run(made, Choice(whole, 6, Sampling(temperature=0.0))).tokens()
+    assert more == run(made, Choice(whole, 6, temperature=0.0)).tokens()
 
 
 def test_a_job_that_is_cancelled_or_late_leaves_its_session_and_its_neighbours(made):
     session = made.store.begin(made.store.create("me").name, "me")
-    alone = content(run(made, Choice(ids(5), 60, Sampling(seed=1))))
-    neighbour = submit(made, Choice(ids(5), 60, Sampling(seed=1)))[1]
+    alone = content(run(made, Choice(ids(5), 60, seed=1)))
+    neighbour = submit(made, Choice(ids(5), 60, seed=1))[1]
     job, result = submit(made, Choice(ids(30), 4000), session)
     result.next()
     made.cancel([job])
@@ -157,7 +160,7 @@ def test_a_session_of_100_000_tokens():
     with engine() as made:
 
         def ask(session, number):
-            choice = Choice(ids(400, seed=number), 100, Sampling(seed=number), logprobs=True, echo=True)
+            choice = Choice(ids(400, seed=number), 100, seed=number, logprobs=True, echo=True)
             start = time.process_time()
             result = run(made, choice, made.store.begin(session.name, "me"))
             taken = time.process_time() - start

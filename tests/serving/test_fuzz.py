@@ -11,7 +11,7 @@ import pytest
 
 from support.http_server import ask, events, in_its_own_process, resident_mib, server, wait_idle
 from support.serving import SECONDS
-from txl_jax.serving.requests import Limits
+from txl_jax.serving.engine import Limits
 
 FEW, SESSIONS = Limits(body_bytes=5000, prompt_tokens=100, new_tokens=20, choices=6), 3
 JSON = st.recursive(

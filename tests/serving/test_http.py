@@ -11,7 +11,7 @@ from support.http_server import ask, complete, events, left, metrics, server, wa
 from support.serving import ids
 from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
-from txl_jax.serving.requests import Limits
+from txl_jax.serving.engine import Limits
 
 LIMITS = Limits(body_bytes=20_000, prompt_tokens=500, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
 
@@ -124,6 +124,7 @@ MISTAKES = {
     "best of many": ({"best_of": 3}, 400, "best_of"),
     "many stops": ({"stop": ["a"] * 4}, 400, "stop"),
     "a long stop": ({"stop": "a" * 21}, 400, "stop"),
+    "half a character as a name": (b'{"\\ud800": 1}', 400, "unknown_parameter"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', 400, "prompt"),
     "letters that it lacks": ({"prompt": "XYZ"}, 400, "prompt"),
     "ids out of range": ({"prompt": [1, 13]}, 400, "prompt"),

@@ -15,7 +15,7 @@ from support.serving import SECONDS
 from support.waiting import wait_until
 from txl_jax.serving import protocol
 from txl_jax.serving.app import Settings, make_app
-from txl_jax.serving.requests import Limits
+from txl_jax.serving.engine import Limits
 
 pytestmark = pytest.mark.full
 LIMITS = Limits(prompt_tokens=5000, new_tokens=4000)
@@ -86,7 +86,7 @@ def test_while_the_prompt_is_read(running, session, stream):
     with gate(made.step, "read", call=3) as (reached, through):
         with left(port, body(session, prompt="abcdefgh" * 100, stream=stream)):
             assert reached.wait(SECONDS)
-        [job] = [row.job for row in made._rows if row is not None]
+        [job] = [row.job for row in made._rows.values()]
         wait_until(lambda: job.cancelled)
         through.set()
         wait_until(lambda: made.counters.ended["cancelled"])
@@ -118,4 +118,4 @@ def test_before_the_response_begins(running, session):
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
     scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     with contextlib.suppress(ClientDisconnect):
-        asyncio.run(make_app(running[1], Settings("tiny", limits=LIMITS))(scope, receive, send))
+        asyncio.run(make_app(running[1], Settings("tiny"))(scope, receive, send))

@@ -9,7 +9,7 @@ import pytest
 from support import tiny_model
 from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, server, wait_idle
 from support.waiting import wait_until
-from txl_jax.serving.requests import Limits
+from txl_jax.serving.engine import Limits
 
 LETTERS = "\n abcdefghijk"
 STOPS = (None, None, "ab", ["cd", "\n\n"])

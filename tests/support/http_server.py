@@ -22,14 +22,13 @@ from support import ON_PATH, ROOT
 from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import Settings, make_app
-from txl_jax.serving.engine import Engine
-from txl_jax.serving.requests import Limits
+from txl_jax.serving.engine import Engine, Limits
 
 
 @contextlib.contextmanager
 def server(*, limits: Limits | None = None, sessions: int = 8, keys=()) -> Iterator[tuple[int, Engine]]:
     """The port of a server over the tiny model, and its engine."""
-    settings = Settings("tiny", keys=keys, limits=limits or Limits())
+    settings = Settings("tiny", keys=keys)
     # A client of a busy machine may take long to its next request.
     seconds = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5}
     with engine(store=make_store(limit=sessions), limits=limits, start=False) as made:

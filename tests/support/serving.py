@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from support import tiny_model
+from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
-from txl_jax.serving.engine import Engine, Job
-from txl_jax.serving.requests import Choice, Event, RequestError
+from txl_jax.serving.engine import Choice, Engine, Event, Job
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import Session, SessionStore
 from txl_jax.trained_model import LanguageModel
@@ -80,7 +80,7 @@ class Result:
 def submit(made: Engine, choice: Choice, session: Session | None = None, *, seconds=SECONDS) -> tuple[Job, Result]:
     """The job of a choice, and its result to wait for."""
     result = Result()
-    job = Job(choice, result.sink, session=session, until=time.monotonic() + seconds)
+    job = Job(choice, result.sink, session, time.monotonic() + seconds)
     made.submit([job])
     return job, result
 

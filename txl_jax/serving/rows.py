@@ -1,22 +1,22 @@
-"""The rows of the server: the programs of `inference.decode` for R rows, each at a position of its own.
+"""The rows of the server: the functions of `inference.decode` for R rows, each at a position of its own.
 
-Each row has a ring of slots of its own, which its own position indexes: the number of tokens that it has read. So what
-a row computes depends on its own tokens alone, to the last bit, whenever it joined and whatever the others do:
+Each row has its own ring of slots, which its own position indexes: the number of tokens that it has read. So what a row
+computes depends on its own tokens alone, to the last bit, whenever it joined and whatever the others do:
 
-- The program that writes runs all R rows in every call, with products of one shape. A row's numbers never meet
-  another's. With one index for all rows, a row's slots would lie elsewhere for each moment at which it joined, and sums
-  over them would round differently.
-- The program that reads takes one row out of the rings. Nothing of the others is in it. It reads segments of two
-  widths. The tokens that are left of the row's own decide which.
+- A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet another's. With one index
+  for all rows, the moment at which a row joined would decide where its slots lie, and how sums over them round.
+- A call that reads takes one row out of the rings, for a segment of one of two widths. The tokens that are left of the
+  row's own decide which.
 - Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
 
-A ring has M + `block` slots or more, of which the newest M can be seen. `block` is K, the tokens of a row that a call
-writes. The others may hold anything. So a row that has nothing to do needs no branch: it overwrites its oldest slot,
-which cannot be seen. For the same reason a row can go back by K - 1 tokens, exactly, as after a stop string at the
-beginning of a call: its position is set back, and that is all. The host keeps the positions.
+A ring has M + K slots or more, of which the latest M can be seen; K is `block`, a row's tokens per call. The others may
+hold anything. So a row that has nothing to do needs no branch: it overwrites its oldest slot, which cannot be seen.
+A row can also go back by up to K - 1 tokens, exactly, by setting its position back, as after a stop string in the
+middle of a call. The host keeps the positions.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,13 +44,13 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arguments of a call that writes, of B rows; arrays [B]."""
+    """Arguments of a call that writes; arrays [R]."""
 
-    last: Any  # int32, the newest token, which is read first.
+    last: Any  # int32, the latest token, which is read first.
     position: Any  # int32, tokens read before.
     steps: Any  # int32, tokens to draw; 0 if the row does nothing.
     number: Any  # int32, of the first token to draw.
-    key: Any  # uint32 [B, ..], `decode.row_key`.
+    key: Any  # uint32 [R, ..], `decode.row_key`.
     temperature: Any  # float32
     top_p: Any  # float32
     scored: Any  # bool, whether logprobs are wanted.
@@ -70,14 +70,14 @@ def _key_shape() -> tuple[int, ...]:
 
 
 class Step:
-    """The compiled programs of one model at its evaluation lengths, for B rows."""
+    """The compiled programs of one model at its evaluation lengths, for R rows."""
 
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
         """Compiles nothing yet.
 
         Args:
-          components: The model, one that can generate (`runs.generate.check_can_generate`), and its settings.
-          batch_size: B, rows.
+          components: A model that can generate (`runs.generate.check_can_generate`), and its settings.
+          batch_size: R, rows.
           block: K, the maximum tokens of a row per call.
 
         Raises:
@@ -98,11 +98,11 @@ class Step:
         self.batch_size, self.block = batch_size, block
         self.mem_len = components.config.eval.mem_len
         self.capacity = cache_capacity(mem_len=self.mem_len + block, segment_len=min(WIDTHS))
-        self._prepare = components.jit(self._prepare_params)
-        self._init = components.jit(self._init_rows, static_argnums=1)
+        self._prepare: Callable[..., DecodeParams] = components.jit(self._prepare_params)
+        self._init: Callable[..., KVCache] = components.jit(self._init_rows, static_argnums=1)
         self._write = components.jit(decode.decode_block, static_argnames=("count", "top"), donate_argnums=1)
         self._read = components.jit(_read_row, donate_argnums=1)
-        self._put = components.jit(decode.put_row, donate_argnums=0)
+        self._put: Callable[..., KVCache] = components.jit(decode.put_row, donate_argnums=0)
         self._take = components.jit(decode.take_row)
 
     def prepare_params(self, params: Any) -> Weights:
@@ -111,26 +111,18 @@ class Step:
         return Weights(segment, segment.for_single_tokens(mem_len=self.capacity))
 
     def init_cache(self, weights: Weights) -> KVCache:
-        """Returns the cache of B rows that have read nothing."""
-        cache: KVCache = self._init(weights.segment, self.batch_size)
-        return cache
+        """Returns the cache of R rows that have read nothing."""
+        return self._init(weights.segment, self.batch_size)
 
     def empty_row(self, weights: Weights) -> KVCache | None:
         """Returns the cache [1, ..] to `put` before a row begins, or None if a position of 0 is enough."""
-        if self._model.config.compat.memory_start is MemoryStart.MASKED:
-            return None
-        row: KVCache = self._init(weights.segment, 1)
-        return row
-
-    def width(self, length: int) -> int:
-        """Returns the width of the segment that is read next where `length` tokens are left to read."""
-        return max((width for width in WIDTHS if width <= length), default=min(WIDTHS))
+        masked = self._model.config.compat.memory_start is MemoryStart.MASKED
+        return None if masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
         """Draws up to K tokens of each row; the cache is donated.
 
-        Returns:
-          The cache, the tokens int32 [B, K] and their scores [B, K]; of a row's first `steps` tokens.
+        Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first `steps` count.
         """
         of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
         limits = Limits(rows.temperature, rows.top_p)
@@ -141,21 +133,14 @@ class Step:
     def read(
         self, weights: Weights, cache: KVCache, row: int, position: int, tokens: np.ndarray, *, scored: bool
     ) -> tuple[KVCache, Scores]:
-        """Reads the next tokens of one row; the cache is donated.
+        """Reads the next tokens of one row at its position; the cache is donated.
 
-        Args:
-          weights: Prepared parameters.
-          cache: The cache of all rows.
-          row: Its number.
-          position: Tokens that it has read before.
-          tokens: [T], the tokens that are left, the last of which is not read.
-          scored: Whether logprobs are wanted.
-
-        Returns:
-          The cache, and the scores of the tokens that follow those that were read: of up to `width(T - 1)`.
+        `tokens` [T] are those that are left, the last of which is not read. Returns the cache, and the scores of the
+        tokens that follow the n that were read: n is the largest of `WIDTHS` that is at most T - 1, or T - 1.
         """
-        width = self.width(len(tokens) - 1)
-        count = min(width, len(tokens) - 1)
+        left = len(tokens) - 1
+        width = max((width for width in WIDTHS if width <= left), default=min(WIDTHS))
+        count = min(width, left)
         given, targets = (np.zeros(width, np.int32) for _ in range(2))
         given[:count], targets[:count] = tokens[:count], tokens[1 : count + 1]
         cache = self._at(cache, np.full(self.batch_size, position))
@@ -163,10 +148,9 @@ class Step:
         cache, scores = self._read(weights.segment, cache, given, targets, *numbers)
         return cache, Scores(*(np.asarray(each)[:count] for each in scores))
 
-    def put(self, cache: KVCache, row: int, state: Any) -> KVCache:
+    def put(self, cache: KVCache, row: int, state: KVCache) -> KVCache:
         """Returns the cache with `state` [1, ..] in a row; the cache is donated."""
-        cache = self._put(cache, np.int32(row), state)
-        return cache
+        return self._put(cache, np.int32(row), state)
 
     def take(self, cache: KVCache, row: int) -> KVCache:
         """Returns a copy of a row's cache on the host, [1, ..]."""
@@ -177,7 +161,7 @@ class Step:
         return position if position < 2 * self.capacity else self.capacity + position % self.capacity
 
     def _at(self, cache: KVCache, position: np.ndarray) -> KVCache:
-        """Returns the cache with its rows at these positions, [B]."""
+        """Returns the cache with its rows at these positions, [R]."""
         start = start_valid(self.mem_len, self._model.config.compat.memory_start)
         valid, index = np.minimum(start + position, self.mem_len), position % self.capacity
         return cache.replace(valid=valid.astype(np.int32), write_index=index.astype(np.int32))
@@ -196,9 +180,8 @@ class Step:
         ).for_generation(mem_len=self.mem_len)
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
-        lengths = {"mem_len": self.capacity, "segment_len": min(WIDTHS)}
-        dtype = self._components.memory_dtype
-        cache = forward.init_cache(weights, batch_size=batch_size, dtype=dtype, **lengths)
+        sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
+        cache = forward.init_cache(weights, dtype=self._components.memory_dtype, **sizes)
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 
 

@@ -1,33 +1,34 @@
-"""Sessions: memories that clients keep on the server, to go on writing or scoring where they stopped.
+"""Sessions: memories that clients keep on the server, to continue writing or scoring where they stopped.
 
-A session is the rings of one row, the number of tokens that were read, and the newest token, which is not read yet.
-That is all its history comes to, however long it was, so that going on costs the same after any number of tokens.
+A session is the rings of one row, the number of tokens that were read, and the latest token, which is not read yet.
+Its history comes to no more, however long it is, so that continuing costs the same after any number of tokens.
 
-A session changes when a request that uses it ends, and only then: one that fails, or whose client leaves, leaves it as
-it was. Sessions end with the server.
+A session changes only when a request that uses it ends. A request that fails, or whose client leaves, leaves it as it
+was. Sessions end with the server.
 """
 
 import dataclasses
 import secrets
-import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
+from txl_jax.errors import RequestError
 from txl_jax.inference.cache import KVCache
-from txl_jax.serving.requests import RequestError
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
     """The memory of a session; never changed, only replaced."""
 
-    rings: KVCache | None  # Of one row, on the host; None: nothing was read yet.
+    rings: KVCache | None  # Of one row, on the host, or None if nothing was read yet.
     position: int  # Of the row (`serving.rows.Rows`).
-    pending: int | None  # The newest token, which is not read yet; None: none at all.
+    pending: np.ndarray  # int32 [1], the latest token, which is not read yet; [0] if there was none at all.
     tokens: int  # Of the whole history, the pending one included.
 
 
-EMPTY = State(None, 0, None, 0)
+EMPTY = State(None, 0, np.zeros(0, np.int32), 0)
 
 
 @dataclasses.dataclass
@@ -43,19 +44,17 @@ class Session:
 
 
 class SessionStore:
-    """The sessions of a server; may be called from any thread."""
+    """The sessions of a server. One thread may use it; the engine's thread calls `release`.
+
+    Args:
+      limit: Maximum number of sessions, over all owners.
+      seconds: Time after its last use at which a session expires.
+      clock: Returns seconds since 1970.
+    """
 
     def __init__(self, *, limit: int, seconds: float, clock: Callable[[], float] = time.time):
-        """Begins without sessions.
-
-        Args:
-          limit: Maximum number of sessions, over all owners.
-          seconds: Time after its last use at which a session expires.
-          clock: Returns seconds since 1970.
-        """
         self.limit, self.seconds, self._clock = limit, seconds, clock
         self._sessions: dict[str, Session] = {}
-        self._lock = threading.RLock()
 
     @property
     def num_sessions(self) -> int:
@@ -64,69 +63,51 @@ class SessionStore:
 
     def create(self, owner: str) -> Session:
         """Makes an empty session; raises `RequestError` (429) if there are too many."""
-        with self._lock:
-            self.expire()
-            if len(self._sessions) >= self.limit:
-                raise RequestError(
-                    f"the server keeps {self.limit} sessions and has as many; delete one, or wait until one expires",
-                    status=429,
-                    code="too_many_sessions",
-                )
-            now = self._clock()
-            session = Session(secrets.token_hex(16), owner, now, now)
-            self._sessions[session.name] = session
-            return session
+        self._expire()
+        if len(self._sessions) >= self.limit:
+            message = f"the server has {self.limit} sessions, and keeps no more; delete one, or wait until one expires"
+            raise RequestError(message, status=429, code="too_many_sessions")
+        now = self._clock()
+        session = Session(secrets.token_hex(16), owner, now, now)
+        self._sessions[session.name] = session
+        return session
 
     def get(self, name: str, owner: str) -> Session:
         """Returns a session; raises `RequestError` (404) if the owner has none of this name, or no more."""
-        with self._lock:
-            self.expire()
-            session = self._sessions.get(name)
-            if session is None or session.owner != owner:
-                raise RequestError(
-                    f"there is no session {name[:40]!r} of yours; it may have expired ({self.seconds:g} s after its "
-                    "last use), so make a new one",
-                    status=404,
-                    code="session_not_found",
-                )
-            return session
+        self._expire()
+        session = self._sessions.get(name)
+        if session is None or session.owner != owner:
+            lived = f"it may have expired, {self.seconds:g} s after its last use"
+            message = f"you have no session {name[:40]!r}; {lived}, so make a new one"
+            raise RequestError(message, status=404, code="session_not_found")
+        return session
 
     def of_owner(self, owner: str) -> list[Session]:
         """Returns the sessions of an owner."""
-        with self._lock:
-            self.expire()
-            return [session for session in self._sessions.values() if session.owner == owner]
+        self._expire()
+        return [session for session in self._sessions.values() if session.owner == owner]
 
     def begin(self, name: str, owner: str) -> Session:
-        """Returns a session for one request, until `commit` or `release`; raises `RequestError` (404, 409)."""
-        with self._lock:
-            session = self.get(name, owner)
-            if session.busy:
-                raise RequestError(
-                    f"the session {name} is used by another request; wait for its end", status=409, code="session_busy"
-                )
-            session.busy, session.used = True, self._clock()
-            return session
+        """Returns a session for one request, until `release`; raises `RequestError` (404, 409)."""
+        session = self.get(name, owner)
+        if session.busy:
+            message = f"the session {name} is used by another request; wait for its end"
+            raise RequestError(message, status=409, code="session_busy")
+        session.busy, session.used = True, self._clock()
+        return session
 
-    def commit(self, session: Session, state: State) -> None:
-        """Sets the memory after a request."""
-        with self._lock:
-            session.state = state
-            self.release(session)
-
-    def release(self, session: Session) -> None:
-        """Ends the use of a session, whose memory stays as it is."""
-        with self._lock:
-            session.busy, session.used = False, self._clock()
+    def release(self, session: Session, state: State | None = None) -> None:
+        """Ends the use of a session, with a new memory, or as it was."""
+        session.state = state or session.state
+        session.used = self._clock()  # Before `busy`: another thread may look for expired sessions in between.
+        session.busy = False
 
     def delete(self, name: str, owner: str) -> None:
         """Removes a session; raises `RequestError` (404, 409)."""
-        with self._lock:
-            del self._sessions[self.begin(name, owner).name]
+        del self._sessions[self.begin(name, owner).name]
 
-    def expire(self) -> None:
+    def _expire(self) -> None:
         """Removes the sessions that were not used for too long."""
-        with self._lock:
-            before = self._clock() - self.seconds
-            for session in [each for each in self._sessions.values() if not each.busy and each.used < before]:
-                del self._sessions[session.name]
+        before = self._clock() - self.seconds
+        for session in [each for each in self._sessions.values() if not each.busy and each.used < before]:
+            del self._sessions[session.name]
