@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support import tiny_model
-from support.http_server import server
+from support.http_server import ask, joined, server
 from txl_jax.config import GenerateConfig
 
 DOCUMENTS = ["abc def gab", "a", "bad cafe fade " * 6]
@@ -62,19 +62,9 @@ def test_it_reads_texts_scores_models_and_streams():
         openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0) as client,
     ):
         assert [each.id for each in client.models.list()] == ["tiny"]
-        drawn = {"seed": 5, "temperature": 0.8}
-        found = client.completions.create(model="tiny", prompt="abc def", max_tokens=30, logprobs=2, **drawn)
-        settings = GenerateConfig(length=30, top_k=None, **drawn)
-        assert found.choices[0].text == tiny_model.make().generate(["abc def"], settings)[0]
-        assert found.choices[0].finish_reason == "length" and found.object == "text_completion"
-        assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (7, 30, 37)
-        assert "".join(found.choices[0].logprobs.tokens) == found.choices[0].text
-
-        given = {"model": "tiny", "prompt": ["abc", "h"], "n": 2, "max_tokens": 23, "seed": 1, "echo": True}
+        given = {"model": "tiny", "prompt": ["abc", "h"], "n": 2, "max_tokens": 23, "seed": 1, "logprobs": 2}
         whole = client.completions.create(**given)
-        texts, usage = [""] * 4, None
-        for event in client.completions.create(**given, stream=True, stream_options={"include_usage": True}):
-            usage = event.usage or usage
-            for choice in event.choices:
-                texts[choice.index] += choice.text
-        assert texts == [choice.text for choice in whole.choices] and usage == whole.usage
+        found = ask(port, "/v1/completions", given, key="secret")[1]
+        assert [choice.model_dump() for choice in whole.choices] == found["choices"]
+        stream = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+        assert joined([event.model_dump() for event in stream]) == joined([found]) and stream[-1].usage == whole.usage

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, complete, events, left, metrics, server, wait_idle
-from support.serving import ids
+from support.http_server import ask, complete, events, joined, left, metrics, server, wait_idle
+from support.serving import SECONDS, ids
 from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
 from txl_jax.serving.engine import Limits
@@ -27,25 +27,31 @@ def port(running):
     return running[0]
 
 
+def refusal(answer):
+    status, found = answer
+    return status, found["error"]["code"]
+
+
 def test_a_text_is_the_one_that_the_library_writes(port):
     assert [each["id"] for each in ask(port, "/v1/models")[1]["data"]] == ["tiny"]
     limits = {"seed": 5, "temperature": 0.8, "top_p": 0.9}
-    status, found = complete(port, model="tiny", prompt="abc def", max_tokens=30, **limits)
+    status, found = complete(port, model="tiny", prompt="abc def", max_tokens=30, logprobs=3, stop=["zz"], **limits)
     expected = tiny_model.make().generate(["abc def"], GenerateConfig(length=30, top_k=None, **limits))[0]
     assert status == 200 and found["object"] == "text_completion"
     assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == (expected, "length")
     assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 30, "total_tokens": 37}
+    logprobs = found["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == expected and logprobs["text_offset"] == list(range(7, 37))
+    for token, logprob, top in zip(*(logprobs[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+        assert len(top) == 3 and top.get(token, logprob) == logprob <= max(top.values()) + 1e-5
 
 
 def test_a_stream_is_the_same_text_in_pieces(port):
     given = {"prompt": ["abc", "h"], "n": 2, "max_tokens": 23, "seed": 1, "echo": True}
     whole = complete(port, **given)[1]
-    texts, found = [""] * 4, events(complete(port, **given, stream=True, stream_options={"include_usage": True})[1])
-    for event in found:
-        for choice in event["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert texts == [choice["text"] for choice in whole["choices"]] and len(set(texts)) == 4
-    assert found[-1]["usage"] == whole["usage"]
+    found = events(complete(port, **given, stream=True, stream_options={"include_usage": True})[1])
+    texts = [text for text, _, _ in joined(found)]
+    assert joined(found) == joined([whole]) and len(set(texts)) == 4 and found[-1]["usage"] == whole["usage"]
     assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 4 * 23, "total_tokens": 4 * 24}
     assert texts[0].startswith("abc") and texts[2].startswith("h")
 
@@ -71,15 +77,6 @@ def test_scores_of_prompts_are_those_of_the_library(port):
     np.testing.assert_allclose(found, -model.score(prompts[:1])[0].nats, 1e-5)
 
 
-def test_logprobs_of_written_tokens(port):
-    status, found = complete(port, max_tokens=12, logprobs=3, seed=1, stop=["zz"])
-    logprobs = found["choices"][0]["logprobs"]
-    assert status == 200 and "".join(logprobs["tokens"]) == found["choices"][0]["text"]
-    assert logprobs["text_offset"][0] == 3 and all(len(top) == 3 for top in logprobs["top_logprobs"])
-    for token, logprob, top in zip(*(logprobs[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
-        assert top.get(token, logprob) == pytest.approx(logprob, abs=1e-5) and logprob <= max(top.values()) + 1e-5
-
-
 def test_a_session_over_http(running):
     port, made = running
     created, session = ask(port, "/v1/sessions", {})
@@ -98,8 +95,7 @@ def test_a_session_over_http(running):
     assert ask(port, "/v1/sessions", {})[0] == 429
     for each in (name, *others):
         assert ask(port, f"/v1/sessions/{each}", method="DELETE")[1]["deleted"]
-    status, found = complete(port, session=name)
-    assert status == 404 and found["error"]["code"] == "session_not_found" and made.store.num_sessions == 0
+    assert refusal(complete(port, session=name)) == (404, "session_not_found") and made.store.num_sessions == 0
 
 
 # The body, the status, and the code or the name of the field.
@@ -146,23 +142,30 @@ def test_mistakes_get_their_status_and_are_named(port, body, status, named):
 
 
 def test_other_paths_methods_and_types(port):
-    status, found = ask(port, "/v1/chat/completions", {})
-    assert (status, found["error"]["code"]) == (404, "not_found") and "/v1/completions" in found["error"]["message"]
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    assert refusal(ask(port, "/v1/chat/completions", {})) == (404, "not_found")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     connection.request("GET", "/v1/completions")
     response = connection.getresponse()
     assert (response.status, response.getheader("Allow")) == (405, "POST")
     connection.close()
     assert ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
     headers = {"Sec-Fetch-Site": "cross-site"}
-    status, found = ask(port, "/v1/sessions", b"", headers=headers)
-    assert (status, found["error"]["code"]) == (403, "cross_site")
+    assert refusal(ask(port, "/v1/sessions", b"", headers=headers)) == (403, "cross_site")
     assert ask(port, "/v1/models", headers=headers)[0] == 200
     assert ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
     assert ask(port, "/healthz") == (200, "ok\n") and ask(port, "/readyz") == (200, "ready\n")
     tokens = ask(port, "/tokenize", {"prompt": "abc"})[1]["tokens"]
     assert tokens == tiny_model.VOCABULARY.encode(b"abc").tolist()
     assert ask(port, "/detokenize", {"tokens": tokens})[1]["prompt"] == "abc"
+
+
+def test_a_body_that_does_not_come_ends_its_request():
+    with server(limits=Limits(body_seconds=0.1)) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        headers = {"Content-Type": "application/json", "Content-Length": "9"}
+        connection.request("POST", "/v1/completions", headers=headers)
+        assert connection.getresponse().status == 408
+        connection.close()
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "[::1", "localhost.evil.example", ""])
@@ -172,8 +175,7 @@ def test_a_name_of_another_site_is_refused(port, host):
         assert ask(port, "/v1/models", headers={"Host": own})[0] == 200
     headers = {"Host": host, "Sec-Fetch-Site": "same-origin", "Origin": f"http://{host}"}
     for path, body in (("/v1/sessions", {}), ("/v1/sessions", None), ("/", None), ("/metrics", None)):
-        status, found = ask(port, path, body, headers=headers)
-        assert (status, found["error"]["code"]) == (421, "unknown_host"), path
+        assert refusal(ask(port, path, body, headers=headers)) == (421, "unknown_host"), path
     assert ask(port, "/v1/sessions")[1]["data"] == []
     assert ask(port, "/healthz", headers=headers) == (200, "ok\n")
 
@@ -193,8 +195,7 @@ def test_a_client_that_leaves_frees_its_rows(running):
 def test_keys_separate_clients():
     with server(keys=("first", "second")) as (port, made):
         for key in (None, "third", "firs"):
-            status, found = ask(port, "/v1/models", key=key)
-            assert status == 401 and found["error"]["code"] == "invalid_api_key"
+            assert refusal(ask(port, "/v1/models", key=key)) == (401, "invalid_api_key")
         assert ask(port, "/healthz")[0] == 200 and "<html" in ask(port, "/")[1]
         name = ask(port, "/v1/sessions", {}, key="first")[1]["id"]
         body = {"prompt": "a", "session": name, "max_tokens": 2}
@@ -205,7 +206,7 @@ def test_keys_separate_clients():
         waiting = threading.Thread(target=ask, args=(port, "/v1/completions", body), kwargs={"key": "first"})
         waiting.start()
         wait_until(lambda: made.num_busy)
-        assert ask(port, "/v1/completions", body, key="first")[1]["error"]["code"] == "session_busy"
+        assert refusal(ask(port, "/v1/completions", body, key="first")) == (409, "session_busy")
         assert ask(port, f"/v1/sessions/{name}", method="DELETE", key="first")[0] == 409
         made.cut_off()
         waiting.join()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, in_its_own_process, left, metrics, resident_mib, server, wait_idle
+from support.http_server import ask, events, in_its_own_process, joined, left, metrics, resident_mib, server, wait_idle
 from support.waiting import wait_until
 from txl_jax.serving.engine import Limits
 
@@ -34,17 +34,9 @@ def bodies(rng, *, longest):
 
 
 def answer(port, body):
-    """The choices of a response, streamed or whole: texts, reasons, tokens and logprobs."""
     status, found = ask(port, "/v1/completions", body)
     assert status == 200, found
-    parts = [choice for event in (events(found) if body["stream"] else [found]) for choice in event["choices"]]
-    choices = []
-    for index in range(1 + max(part["index"] for part in parts)):
-        own = [part for part in parts if part["index"] == index]
-        logprobs = [part["logprobs"] for part in own if part["logprobs"]]
-        joined = {name: [item for part in logprobs for item in part[name]] for name in ("tokens", "token_logprobs")}
-        choices.append(("".join(part["text"] for part in own), own[-1]["finish_reason"], joined))
-    return choices
+    return joined(events(found) if body["stream"] else [found])
 
 
 def talk(port, number, *, until, longest):

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import http.client
@@ -73,6 +74,17 @@ def left(port: int, body: Any) -> Iterator[http.client.HTTPConnection]:
 def events(text: str) -> list[Any]:
     assert text.endswith("data: [DONE]\n\n"), text[-300:]
     return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
+
+
+def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
+    """The text, the reason of the end, and the tokens with their logprobs of each choice in the parts of an answer."""
+    found: dict[int, tuple] = collections.defaultdict(lambda: ("", None, []))
+    for choice in (choice for part in parts for choice in part["choices"]):
+        text, _, scores = found[choice["index"]]
+        own = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
+        scores = scores + list(zip(own["tokens"], own["token_logprobs"], strict=True))
+        found[choice["index"]] = text + choice["text"], choice["finish_reason"], scores
+    return [found[index] for index in range(len(found))]
 
 
 def metrics(port: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ import pytest
 from support import tiny_model
 from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
-from txl_jax.serving.engine import Choice, Engine, Event, Job
+from txl_jax.serving.engine import Choice, Engine, Event, Job, Limits
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import Session, SessionStore
 from txl_jax.trained_model import LanguageModel
@@ -36,7 +36,7 @@ def step_of(model: LanguageModel) -> Step:
 def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engine]:
     """An engine of the tiny model, with 4 rows that write 5 tokens per call; it runs unless `start` is false."""
     model = model or tiny_model.make()
-    made = Engine(step_of(model), model.params, model.vocabulary, store or make_store(), limits)
+    made = Engine(step_of(model), model.params, model.vocabulary, store or make_store(), limits or Limits())
     if start:
         made.start()
     yield made

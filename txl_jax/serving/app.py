@@ -130,12 +130,9 @@ class _Server(Collector):
         """Answers with the one model, in a list or by itself."""
         name = self._settings.model
         model = {"id": name, "object": "model", "created": 0, "owned_by": "txl_jax"}
-        given = request.path_params.get("name")
-        if given is None:
-            return JSONResponse({"object": "list", "data": [model]})
-        if given != name:
+        if (given := request.path_params.get("name", name)) != name:
             raise protocol.unknown_model(given, name)
-        return JSONResponse(model)
+        return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
 
     async def tokenizer_info(self, _request: Request, _owner: str) -> Response:
         """Describes the vocabulary, in the form of vLLM's server."""

@@ -109,12 +109,9 @@ class _Row:
 class Engine:
     """Runs jobs on one device, in the R rows of a `Step`."""
 
-    def __init__(
-        self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits | None = None
-    ):
+    def __init__(self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits):
         """Begins nothing; `start` does. `store` takes the sessions' memories, `limits.waiting` limits waiting jobs."""
-        self.step, self.vocabulary, self.store = step, vocabulary, store
-        self.limits = limits or Limits()
+        self.step, self.vocabulary, self.store, self.limits = step, vocabulary, store, limits
         self.counters = Counters()
         self._params = params
         self._rows: dict[int, _Row] = {}  # Those in use, by their numbers.

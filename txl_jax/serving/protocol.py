@@ -151,7 +151,7 @@ class ChoiceWriter:
             "text": text,
             "index": self._index,
             "logprobs": None if self._logprobs is None else self._logprobs_of(pieces),
-            "finish_reason": pieces[-1].end if pieces else None,
+            "finish_reason": pieces[-1].end,
         }
 
     def _logprobs_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:

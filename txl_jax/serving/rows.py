@@ -73,15 +73,10 @@ class Step:
     """The compiled programs of one model at its evaluation lengths, for R rows."""
 
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
-        """Compiles nothing yet.
+        """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
 
-        Args:
-          components: A model that can generate (`runs.generate.check_can_generate`), and its settings.
-          batch_size: R, rows.
-          block: K, the maximum tokens of a row per call.
-
-        Raises:
-          UserError: If the mesh has several devices, or the model keeps documents apart.
+        Raises `UserError` if the mesh has several devices or the model keeps documents apart; whether it can generate
+        at all is checked by `runs.generate.check_can_generate`.
         """
         if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.
             raise UserError(

@@ -44,15 +44,10 @@ class Session:
 
 
 class SessionStore:
-    """The sessions of a server. One thread may use it; the engine's thread calls `release`.
-
-    Args:
-      limit: Maximum number of sessions, over all owners.
-      seconds: Time after its last use at which a session expires.
-      clock: Returns seconds since 1970.
-    """
+    """The sessions of a server. One thread may use it; the engine's thread calls `release`."""
 
     def __init__(self, *, limit: int, seconds: float, clock: Callable[[], float] = time.time):
+        """Begins with no sessions, of at most `limit` over all owners; each expires `seconds` after its last use."""
         self.limit, self.seconds, self._clock = limit, seconds, clock
         self._sessions: dict[str, Session] = {}
 
