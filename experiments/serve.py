@@ -59,7 +59,7 @@ def run(plan: Plan, _job: cli.Job) -> int:
     try:
         import uvicorn
 
-        from txl_jax.serving.app import LOOPBACK, Settings, make_app
+        from txl_jax.serving.app import LOOPBACK, make_app
     except ImportError as error:
         raise UserError(f"the server is not installed ({error}); run pip install '.[serve]'") from None
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
@@ -68,7 +68,6 @@ def run(plan: Plan, _job: cli.Job) -> int:
     engine = _engine(plan)
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
-    settings = Settings(os.path.basename(plan.model), hosts, keys)
 
     class Server(uvicorn.Server):
         """A server that cuts off what has not ended some time after a signal."""
@@ -92,15 +91,10 @@ def run(plan: Plan, _job: cli.Job) -> int:
                 host, port = server.sockets[0].getsockname()[:2]
                 print(f"listening http://{host}:{port}", flush=True)
 
-    config = uvicorn.Config(
-        make_app(engine, settings),
-        log_level="warning",
-        backlog=1024,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(plan.drain_seconds) + 30,
-    )
+    app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=keys)
+    times = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": int(plan.drain_seconds) + 30}
     loop = asyncio.new_event_loop()
-    server = Server(config)
+    server = Server(uvicorn.Config(app, log_level="warning", backlog=1024, **times))
     loop.run_until_complete(server.serve(sockets=[bound]))
     print("stopped", flush=True)
     return 0 if server.started else 1

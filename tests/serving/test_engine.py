@@ -10,7 +10,7 @@ import pytest
 
 from support import tiny_model
 from support.serving import engine, ids, make_store, refused, run, submit
-from txl_jax.serving.app import Settings, _Server
+from txl_jax.serving.app import _Server
 from txl_jax.serving.engine import Choice, Limits
 from txl_jax.serving.sessions import EMPTY
 
@@ -124,7 +124,7 @@ def test_a_failed_engine_says_so_with_a_new_exception_each_time(monkeypatch, cap
         errors = [refused(503, submit, made, Choice(ids(3), 1)) for _ in range(2)]
         assert made.failed and not made.ready and "the device is gone" in capsys.readouterr().err
         assert errors[0] is not errors[1]
-        assert asyncio.run(_Server(made, Settings("tiny")).health(None)).status_code == 503
+        assert asyncio.run(_Server(made, "tiny", ()).health(None)).status_code == 503
 
 
 def test_sessions_expire_after_their_last_use():

@@ -14,7 +14,7 @@ from support.http_server import ask, complete, left, server
 from support.serving import SECONDS
 from support.waiting import wait_until
 from txl_jax.serving import protocol
-from txl_jax.serving.app import Settings, make_app
+from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Limits
 
 pytestmark = pytest.mark.full
@@ -118,4 +118,4 @@ def test_before_the_response_begins(running, session):
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
     scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     with contextlib.suppress(ClientDisconnect):
-        asyncio.run(make_app(running[1], Settings("tiny"))(scope, receive, send))
+        asyncio.run(make_app(running[1], "tiny")(scope, receive, send))

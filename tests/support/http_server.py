@@ -22,18 +22,17 @@ import uvicorn
 from support import ON_PATH, ROOT
 from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
-from txl_jax.serving.app import Settings, make_app
+from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Engine, Limits
 
 
 @contextlib.contextmanager
 def server(*, limits: Limits | None = None, sessions: int = 8, keys=()) -> Iterator[tuple[int, Engine]]:
     """The port of a server over the tiny model, and its engine."""
-    settings = Settings("tiny", keys=keys)
     # A client of a busy machine may take long to its next request.
-    seconds = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5}
+    options = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5, "port": 0, "log_level": "warning"}
     with engine(store=make_store(limit=sessions), limits=limits, start=False) as made:
-        running = uvicorn.Server(uvicorn.Config(make_app(made, settings), port=0, log_level="warning", **seconds))
+        running = uvicorn.Server(uvicorn.Config(make_app(made, "tiny", keys=keys), **options))
         thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
         thread.start()
         wait_until(lambda: (running.started and made.ready) or not thread.is_alive(), SECONDS)

@@ -6,7 +6,6 @@ traceback.
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import importlib.resources
@@ -42,18 +41,13 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of
 _Handler = Callable[[Request, str], Awaitable[Response]]  # Takes the request and the owner of its sessions.
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings of a server, besides its engine."""
+def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
+    """Returns the application, which starts the engine and stops it at its end.
 
-    model: str  # Name of the model for clients.
-    hosts: tuple[str, ...] = LOOPBACK  # Names that clients may use for this server; empty allows any.
-    keys: tuple[str, ...] = ()  # API keys, or empty to ask for none.
-
-
-def make_app(engine: Engine, settings: Settings) -> Starlette:
-    """Returns the application; it starts the engine, and stops it at its end."""
-    server = _Server(engine, settings)
+    `model` is its name for clients, `hosts` the names that they may use for this server, where empty allows any, and
+    `keys` the API keys, where empty asks for none.
+    """
+    server = _Server(engine, model, keys)
     routes = [
         server.route("/v1/completions", server.complete, "POST"),
         server.route("/v1/models", server.models),
@@ -71,16 +65,16 @@ def make_app(engine: Engine, settings: Settings) -> Starlette:
         Route("/", server.page),
     ]
     handlers = {HTTPException: _http_error}
-    middleware = [Middleware(_KnownHosts, hosts=settings.hosts)] if settings.hosts else []
+    middleware = [Middleware(_KnownHosts, hosts=hosts)] if hosts else []
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware)
 
 
 class _Server(Collector):
     """The functions of the routes, and the source of the figures for Prometheus."""
 
-    def __init__(self, engine: Engine, settings: Settings):
-        self._engine, self._store, self._settings = engine, engine.store, settings
-        self._keys = [_digest(key) for key in settings.keys]
+    def __init__(self, engine: Engine, model: str, keys: Sequence[str]):
+        self._engine, self._store, self._model = engine, engine.store, model
+        self._keys = [_digest(key) for key in keys]
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._requests = Counter("txl_requests", "Requests, by status.", ["status"], registry=registry)
@@ -116,7 +110,7 @@ class _Server(Collector):
 
     async def complete(self, request: Request, owner: str) -> Response:
         """Answers `/v1/completions`."""
-        body, engine, model = await self._json(request), self._engine, self._settings.model
+        body, engine, model = await self._json(request), self._engine, self._model
         parse = protocol.parse_completion
         completion = await asyncio.to_thread(parse, body, engine.vocabulary, engine.limits, model=model)
         session = None if completion.session is None else self._store.begin(completion.session, owner)
@@ -128,7 +122,7 @@ class _Server(Collector):
 
     async def models(self, request: Request, _owner: str) -> Response:
         """Answers with the one model, in a list or by itself."""
-        name = self._settings.model
+        name = self._model
         model = {"id": name, "object": "model", "created": 0, "owned_by": "txl_jax"}
         if (given := request.path_params.get("name", name)) != name:
             raise protocol.unknown_model(given, name)
