@@ -14,9 +14,10 @@ from support.serving import SECONDS
 from txl_jax.serving.engine import Limits
 
 FEW, SESSIONS = Limits(body_bytes=5000, prompt_tokens=100, new_tokens=20, choices=6), 3
+TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # Halves of surrogate pairs among them.
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )
 WRONG = JSON | st.sampled_from([-1, 0, 1, 2, 1e308, -0.0, "", [], {}, True, 1 << 65])
@@ -32,15 +33,14 @@ FIELDS = {
     "logprobs": st.integers(0, 5),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
-    "session": st.sampled_from(["SESSION", "SESSION", "0" * 32]),
     "model": st.just("tiny"),
 }
-RIGHT = st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in FIELDS if name != "session"})
-IN_SESSION = st.builds(dict.__or__, RIGHT, st.fixed_dictionaries({"session": FIELDS["session"], "n": st.just(1)}))
-# All right but one or two fields.
-MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "prompts"]), WRONG, max_size=2)
-ODD = st.builds(dict.__or__, RIGHT | IN_SESSION, MISTAKES)
-BODIES = st.sampled_from([RIGHT, IN_SESSION, ODD, ODD, st.dictionaries(st.text(max_size=9), JSON, max_size=4)])
+SESSION = st.fixed_dictionaries({"session": st.sampled_from(["SESSION", "SESSION", "0" * 32]), "n": st.just(1)})
+RIGHT = st.fixed_dictionaries({}, optional=FIELDS)
+IN_SESSION = st.builds(dict.__or__, RIGHT, SESSION)
+MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "session", "prompts"]), WRONG, max_size=2)
+ODD = st.builds(dict.__or__, RIGHT | IN_SESSION, MISTAKES)  # All right but one or two fields.
+BODIES = st.sampled_from([RIGHT, IN_SESSION, ODD, ODD, st.dictionaries(TEXT, JSON, max_size=4)])
 RAW = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode())) | st.binary(max_size=300)
 ONE = "/v1/sessions/SESSION"
 USUAL = ["POST /v1/completions"] * 12 + ["POST /v1/sessions"] * 3 + [f"DELETE {ONE}", f"GET {ONE}", "GET /v1/sessions"]
