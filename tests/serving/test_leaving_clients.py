@@ -3,9 +3,11 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import threading
 import time
+from unittest import mock
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -23,18 +25,16 @@ LIMITS = Limits(prompt_tokens=5000, new_tokens=4000)
 
 @contextlib.contextmanager
 def gate(owner, name, *, call=1):
-    """Makes a function wait at its n-th call. Yields two events: that it was reached, and that it may go on."""
-    function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), []
+    """Makes a function wait at its n-th call. Yields two events: the call has begun, and it may continue."""
+    function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), itertools.count(1)
 
     def wait_and_call(*arguments, **named):
-        calls.append(name)
-        if len(calls) == call:
+        if next(calls) == call:
             reached.set()
             through.wait(SECONDS)
         return function(*arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wait_and_call)
+    with mock.patch.object(owner, name, wait_and_call):
         yield reached, through
         through.set()
 
