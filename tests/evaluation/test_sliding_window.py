@@ -39,15 +39,12 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
     model, params, _ = make(encoding)
     encode, variables, nats = tiny.encoder(model, clamp_len=CLAMP), {"params": params}, 0.0
     for target in range(1, T):
-        start = 0
-        while start + attention_len < target:  # The window does not reach the token before it.
-            start += stride
+        # The first window that reaches the token before it.
+        start = next(start for start in range(0, T, stride) if start + attention_len >= target)
         # Tokens in the window after that one cannot matter; absolute codes count to the window's end.
         seen = TEXT[start:target]
-        window = np.full(attention_len, 7)
-        window[: len(seen)] = seen
-        if encoding is Encoding.RELATIVE:
-            window = seen
+        padding = 0 if encoding is Encoding.RELATIVE else attention_len - len(seen)
+        window = np.pad(seen, (0, padding), constant_values=7)
         hidden, _ = encode(variables, jnp.asarray(window[None]), model.init_memory(batch_size=1, mem_len=0))
         log_p = model.apply(variables, hidden[:, len(seen) - 1 : len(seen)], method=model.log_probabilities)
         nats -= float(log_p[0, 0, TEXT[target]])
