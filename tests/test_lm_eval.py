@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from support import ROOT, drawn_run
-from support.own_text import own_text
-from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, ModelConfig, Tokenizer
-from txl_jax.data.corpus import read_corpus
+from txl_jax.config import EvalConfig, GenerateConfig
 from txl_jax.errors import UserError
 from txl_jax.trained_model import load
 
@@ -48,17 +46,6 @@ TASKS = {
 }
 
 
-def make_run(folder, kind):
-    (folder / "text").write_text((TEXT * 4 + "\n") * 20)
-    config = ExperimentConfig(
-        model=ModelConfig(n_layer=1, d_model=12, n_head=3, d_head=5, d_inner=14),
-        data=own_text(file=str(folder / "text"), kind=kind),
-        eval=EvalConfig(segment_len=8, mem_len=120, clamp_len=None, same_length=False),
-    )
-    drawn_run.make(folder / kind, config, read_corpus(config.data, "nowhere", str(folder)))
-    return folder / kind
-
-
 @pytest.fixture(scope="module")
 def lm_eval_model():
     from txl_jax import lm_eval_model  # Imports the harness.
@@ -68,8 +55,12 @@ def lm_eval_model():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    return {kind.value: make_run(folder, kind) for kind in (Tokenizer.CHAR, Tokenizer.WORD)}
+    changes, found = {"eval": EvalConfig(segment_len=8, mem_len=120, clamp_len=None, same_length=False)}, {}
+    for kind in ("char", "word"):
+        folder = tmp_path_factory.mktemp(kind)
+        text = drawn_run.on_text(folder, (TEXT * 4 + "\n").encode() * 20, data__tokenizer__kind=kind, **changes)
+        found[kind] = drawn_run.make(folder / "run", *text)[0].path
+    return found
 
 
 def own_nats(model, text, context=""):
@@ -81,22 +72,17 @@ def own_nats(model, text, context=""):
 
 
 def greedy(model, prompt, length):
-    """The text of the likeliest tokens after a prompt, in a vocabulary whose tokens always decode to text."""
-    ids = list(model.encode(prompt))
-    for _ in range(length):
-        logprobs, _ = model.log_probabilities(np.array([ids]), model.init_memory(1))
-        ids.append(int(np.argmax(logprobs[0, -1])))
-    return model.decode(ids[-length:])
+    return model.generate([prompt], GenerateConfig(length=length, temperature=0.0, top_k=None))[0]
 
 
 def write_tasks(folder, model):
     """Writes the tasks and their documents; returns the answers to expect."""
     nats = [[own_nats(model, choice, context).sum() for choice in choices] for context, choices in CHOICES]
-    written = greedy(model, "the dog ", 7)
+    written = greedy(model, "a ", 7)
     documents = {
         "own_choice": [{"context": context, "choices": choices, "answer": 0} for context, choices in CHOICES],
         "own_rolling": [{"text": text} for text in DOCUMENTS],
-        "own_generation": [{"prompt": "the dog ", "text": written}, {"prompt": "a ", "text": "something else"}],
+        "own_generation": [{"prompt": "a ", "text": written}, {"prompt": "the dog ", "text": "something else"}],
     }
     for name, task in TASKS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents[name]))
@@ -136,7 +122,11 @@ def requests(kind, *arguments):
 @pytest.mark.parametrize("kind", ["char", "word"])
 def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
     """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy one."""
-    harness, model = lm_eval_model.HarnessModel(str(runs[kind]), batch_size=2), load(runs[kind])
+    from lm_eval.api.registry import get_model
+
+    model = load(runs[kind])
+    harness = get_model("txl_jax").create_from_arg_string(f"path={runs[kind]}", {"batch_size": 2, "device": None})
+    assert isinstance(harness, lm_eval_model.HarnessModel)
     rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS)))
     np.testing.assert_allclose(rolling, [-own_nats(model, text).sum() for text in DOCUMENTS], rtol=1e-5)
     pairs = [("the cat", " sat on the mat"), ("", "the dog"), ("the dog ", greedy(model, "the dog ", 5))]
@@ -162,10 +152,3 @@ def test_mistakes_are_refused(lm_eval_model, runs):
     for name, value, named in (*mistakes, ("device", "cuda:0", "JAX_PLATFORMS")):
         with pytest.raises(UserError, match=named):
             lm_eval_model.HarnessModel(**{"path": str(runs["char"]), name: value})
-
-
-def test_the_model_is_registered(lm_eval_model, runs):
-    from lm_eval.api.registry import get_model
-
-    made = get_model("txl_jax").create_from_arg_string(f"path={runs['char']}", {"batch_size": 4, "device": None})
-    assert isinstance(made, lm_eval_model.HarnessModel)

@@ -54,24 +54,14 @@ def test_an_lstm_reads_documents_too():
         model.hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
 
 
-def test_a_first_token_is_scored_from():
-    model, [tokens] = tiny_model.make(), tiny_model.documents([12])
-    whole = model.score([np.concatenate([[4], tokens])], per_token=True)[0]
-    for first in (4, "c", b"c"):
-        found = model.score([tokens, []], per_token=True, first=first)
-        np.testing.assert_array_equal(found[0], whole)
-        assert [len(nats) for nats in found] == [12, 0]
-    with pytest.raises(UserError, match=r"'cc'.*\b2\b"):
-        model.score([tokens], first="cc")
-    with pytest.raises(UserError, match=r"\b99\b"):
-        model.score([tokens], first=99)
-
-
-def test_texts_and_ids_give_the_same():
-    model = tiny_model.make()
-    text = "abba cab\n"
+def test_texts_and_ids_give_the_same_also_as_the_first_token():
+    model, text = tiny_model.make(), "abba cab\n"
+    [whole] = model.score(["c" + text], per_token=True)
     ids = model.encode(text)
-    assert len({model.score([each])[0] for each in (text, text.encode(), ids, ids.tolist())}) == 1
+    for first, same in ((4, text), ("c", text.encode()), (b"c", ids), (4, ids.tolist())):
+        found = model.score([same, []], per_token=True, first=first)
+        np.testing.assert_array_equal(found[0], whole)
+        assert [len(nats) for nats in found] == [9, 0]
 
 
 @pytest.fixture
@@ -98,23 +88,17 @@ def test_one_program_serves_all_lengths_and_numbers(compiled):
 
 @pytest.mark.full
 def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
-    model, taken = tiny_model.make(), 0
+    model, given = tiny_model.make(), []
 
     def endless():
-        nonlocal taken
-        lengths = itertools.chain([900], itertools.cycle([3, 8, 0, 17]))  # The first keeps a row for long.
-        for seed, length in enumerate(lengths):
-            taken += 1
-            yield tiny_model.documents([length], seed=seed)[0]
+        for length in itertools.chain([900], itertools.cycle([3, 8, 0, 17])):  # The first keeps a row for long.
+            given.extend(tiny_model.documents([length], seed=len(given)))
+            yield given[-1]
 
-    found = model.score_stream(endless(), per_token=True, batch_size=2)
-    for number, nats in enumerate(itertools.islice(found, 60)):
-        assert taken <= number + 2 * 16 + 1
-        [tokens] = tiny_model.documents([[900, 3, 8, 0, 17][number and (number - 1) % 4 + 1]], seed=number)
-        if number < 6:
-            np.testing.assert_allclose(nats, tiny_model.alone(model, tokens), rtol=1e-5, atol=1e-5)
-        else:
-            assert len(nats) == max(len(tokens) - 1, 0)
+    found = list(itertools.islice(model.score_stream(endless(), per_token=True, batch_size=2), 60))
+    assert len(given) <= 60 + 2 * 16
+    assert_alone(model, given[:6], found[:6], tolerance=1e-5)
+    assert [len(nats) for nats in found] == [max(len(tokens) - 1, 0) for tokens in given[:60]]
     assert isinstance(next(iter(model.score_stream(["abc"]))), Totals)
 
 
@@ -151,11 +135,10 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
     encode = tiny.encoder(model.components.model, same_length=True)
     for tokens, hidden in zip(documents, found, strict=True):
         assert hidden.shape == (len(tokens), tiny.D) and hidden.dtype == np.float64
-        padded, parts, memory = np.pad(tokens, (0, -len(tokens) % 5)), [np.zeros((0, tiny.D))], model.init_memory(1)
-        for start in range(0, len(tokens), 5):  # Positions of padding are read after all others.
-            part, memory = encode({"params": model.params}, padded[None, start : start + 5], memory)
-            parts.append(np.asarray(part[0]))
-        np.testing.assert_allclose(hidden, np.concatenate(parts)[: len(tokens)], rtol=1e-10, atol=1e-10)
+        padded = np.pad(tokens, (0, -len(tokens) % 5))[None]  # Positions of padding are read after all others.
+        if segments := [5] * (padded.size // 5):
+            expected = tiny.stream(encode, {"params": model.params}, padded, segments, model.init_memory(1))
+            np.testing.assert_allclose(hidden, expected[0, : len(tokens)], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.full
@@ -268,12 +251,8 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     pieces = [stream.add(whole[start : start + size]) for start in range(0, len(whole), size)]
     assert "".join([*pieces, stream.finish()]) == "aé the en the\n en then\nen\N{REPLACEMENT CHARACTER}"
     assert size != 1 or pieces[-4:] == ["en", "", "", "\nen"]
-
-
-def test_the_stop_string_that_is_complete_first_counts():
-    for cut in range(1, 6):
-        stream = TextStream(bytes, ["bcde", "cd"])
-        assert stream.add(b"abcdef"[:cut]) + stream.add(b"abcdef"[cut:]) == "ab"
+    stream, text = TextStream(bytes, ["bcde", "cd"]), b"abcdef"  # The first that is complete counts.
+    assert stream.add(text[:size]) + stream.add(text[size:]) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -282,9 +261,15 @@ def test_the_stop_string_that_is_complete_first_counts():
         (lambda model: model.score([[0, 13]]), r"token id 13 is .* 0 to 12"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
         (lambda model: model.score_stream("abc"), "'abc'"),
+        (lambda model: model.score("one text"), "one text"),
+        (lambda model: model.score(["a"], first="cc"), r"'cc'.*\b2\b"),
+        (lambda model: model.score(["a"], first=99), r"\b99\b"),
         (lambda model: model.score(["ab"], batch_size=0), "batch_size is 0"),
         (lambda model: model.hidden_states(), "one of them"),
         (lambda model: model.hidden_states(embeddings=[np.zeros((3, 5), np.float32)]), rf"\(3, 5\).*{tiny.D}"),
+        (lambda model: model.log_probabilities([[3, 999]], model.init_memory(1)), r"999.*0 to 12"),
+        (lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)), r"1 rows.*2 rows"),
+        (lambda model: model.generate("a prompt"), "a prompt"),
         (lambda model: model.generate(["a"], stop=["b", ""]), "stop is"),
         (lambda model: model.generate(["a", "b"], seeds=[1]), "1 seeds and 2 prompts"),
     ],

@@ -28,26 +28,17 @@ def make(encoding: Encoding):
     return model, tiny_run.params(model), make_window_step(model, clamp_len=CLAMP)
 
 
-def totals(encoding=Encoding.VASWANI, attention_len=4, stride=1, batch_size=1, **others):
-    sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
-    _, params, step = make(encoding)
-    return evaluate_windows(step, params, window_batches(TEXT, **sizes), **others)
-
-
 def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
     """Summed nats of TEXT, one token at a time, each from a window of its own."""
     model, params, _ = make(encoding)
     encode, variables, nats = tiny.encoder(model, clamp_len=CLAMP), {"params": params}, 0.0
     for target in range(1, T):
-        start = 0
-        while start + attention_len < target:  # The window does not reach the token before it.
-            start += stride
+        # The first window that reaches the token before it.
+        start = next(start for start in range(0, T, stride) if start + attention_len >= target)
         # Tokens in the window after that one cannot matter; absolute codes count to the window's end.
         seen = TEXT[start:target]
-        window = np.full(attention_len, 7)
-        window[: len(seen)] = seen
-        if encoding is Encoding.RELATIVE:
-            window = seen
+        padding = 0 if encoding is Encoding.RELATIVE else attention_len - len(seen)
+        window = np.pad(seen, (0, padding), constant_values=7)
         hidden, _ = encode(variables, jnp.asarray(window[None]), model.init_memory(batch_size=1, mem_len=0))
         log_p = model.apply(variables, hidden[:, len(seen) - 1 : len(seen)], method=model.log_probabilities)
         nats -= float(log_p[0, 0, TEXT[target]])
@@ -56,7 +47,9 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
 
 @pytest.mark.parametrize(("encoding", "attention_len", "stride", "batch_size"), full_but(QUICK, CASES))
 def test_totals_match_a_loop_over_tokens(encoding, attention_len, stride, batch_size, x64):
-    found = totals(encoding, attention_len, stride, batch_size)
+    _, params, step = make(encoding)
+    batches = window_batches(TEXT, attention_len=attention_len, stride=stride, batch_size=batch_size)
+    found = evaluate_windows(step, params, batches)
     assert found.tokens == T - 1
     assert found.nats == pytest.approx(nats_by_hand(encoding, attention_len, stride), rel=1e-12)
 
@@ -69,7 +62,7 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
     stride = data.draw(st.integers(1, attention_len), "stride")
     batch_size = data.draw(st.integers(1, 5), "batch")
     sizes = {"attention_len": attention_len, "stride": stride, "batch_size": batch_size}
-    shapes, scored = [], []
+    shapes, scored, calls = [], [], []
 
     def note(params, windows, targets):
         """A substitute of the model: the nats of a target are its own number, and of padding nonsense."""
@@ -84,11 +77,14 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
                     scored.append(target)
         return np.where(targets > 0, targets, np.nan)
 
-    nats = np.full(length, -1.0)
-    found = evaluate_windows(note, None, window_batches(np.arange(length), **sizes), token_nats=nats)
+    nats, batches = np.full(length, -1.0), window_batches(np.arange(length), **sizes)
+    progress = {"after_call": lambda totals: calls.append((len(shapes), totals.tokens))}
+    found = evaluate_windows(note, None, batches, token_nats=nats, **progress)
     assert nats.tolist() == [-1, *range(1, length)]
     assert sorted(scored) == list(range(1, length))
     assert (found.tokens, found.nats) == (length - 1, sum(range(length)))
+    assert [made for made, _ in calls] == list(range(2, len(shapes) + 1)), "totals come along one call late"
+    assert all(tokens == min(attention_len + (made - 2) * batch_size * stride, length - 1) for made, tokens in calls)
     assert shapes[0] == ((1, attention_len), (1, attention_len))
     assert set(shapes[1:]) <= {((batch_size, attention_len), (batch_size, stride))}  # One compilation.
     assert len(shapes) - 1 == -(-max(-(-(length - 1 - attention_len) // stride), 0) // batch_size)
@@ -101,14 +97,6 @@ def test_only_scored_positions_go_through_the_softmax():
     program = str(jax.make_jaxpr(make_window_step(tiny.make(), clamp_len=None))(variables["params"], windows, targets))
     assert f"f32[{batch_size},{stride},{tiny.V}]" in program
     assert f"f32[{batch_size},{attention_len},{tiny.V}]" not in program
-
-
-def test_totals_come_along_one_call_late(x64):
-    calls = []
-    result = totals(attention_len=4, stride=2, batch_size=2, after_call=calls.append)
-    # 13 targets: 4 of the first window, then two windows of 2 a call, the last of which scores 1.
-    assert [so_far.tokens for so_far in calls] == [4, 8, 12]
-    assert calls[0].nats < calls[1].nats < calls[2].nats < result.nats
 
 
 def test_mistakes_are_refused():

@@ -5,7 +5,6 @@ import functools
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -56,24 +55,19 @@ def totals(
     )
 
 
-def by_hand(lengths: list[int], *, mem_len: int, clamp_len=None, same_length=False) -> float:
-    """Summed nats of TEXT read in segments of these lengths, cut and scored without the code under test."""
-    assert sum(lengths) == T - 1
-    encode = tiny.encoder(model(), clamp_len=clamp_len, same_length=same_length)
-    memory, nats, start = model().init_memory(batch_size=1, mem_len=mem_len), 0.0, 0
-    for length in lengths:
-        hidden, memory = encode({"params": params()}, jnp.asarray(TEXT[None, start : start + length]), memory)
-        log_p = model().apply({"params": params()}, hidden, method=model().log_probabilities)
-        for i in range(length):
-            nats -= float(log_p[0, i, TEXT[start + i + 1]])
-        start += length
-    return nats
-
-
 @pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (4, True)])
 def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
-    expected = by_hand([5, 5, 5, 5, 4], mem_len=M, clamp_len=clamp_len, same_length=same_length)
-    assert totals(clamp_len=clamp_len, same_length=same_length).nats == pytest.approx(expected, rel=1e-12)
+    """As a loop over segments scores them, of which the last is shorter, without the code under test."""
+    encode = tiny.encoder(model(), clamp_len=clamp_len, same_length=same_length)
+
+    def read(tokens, targets, memory):
+        hidden, memory = encode({"params": params()}, tokens, memory)
+        log_p = model().apply({"params": params()}, hidden, method=model().log_probabilities)
+        return -np.take_along_axis(np.asarray(log_p), targets[..., None], axis=-1)[..., 0], memory
+
+    expected, _ = tiny.over_segments(read, model().init_memory(batch_size=1, mem_len=M), TEXT[None], L)
+    found = totals(clamp_len=clamp_len, same_length=same_length)
+    assert found.tokens == expected.size == T - 1 and found.nats == pytest.approx(expected.sum(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("per_call", "rows"), full_but([(3, 2)], [(4, 1), (3, 2), (4, 3)]))
@@ -96,7 +90,8 @@ def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per
 def test_padding_never_changes_the_totals():
     """Of blocks, at the end of rows, as whole segments of another cut have none, and of a row that is empty."""
     for padded, whole in (
-        *((totals(per_call=per_call), totals()) for per_call in (2, 8)),  # Five segments.
+        (totals(per_call=2), totals()),  # Five segments.
+        (totals(per_call=8), totals()),
         (totals(rows=4, segment_len=5, mem_len=6), totals(rows=4, segment_len=6, mem_len=6)),
         (totals(rows=7, segment_len=4, mem_len=0), totals(segment_len=4, mem_len=0)),
     ):

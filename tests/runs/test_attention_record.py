@@ -1,19 +1,18 @@
 """Tests the record of a run's implementations of attention: kept on resume and in scoring, or the change is logged.
 
-The implementation in tiles is replaced here by the reference, off by a part in 100,000 for each key of its tile, so
-that two tiles give other numbers, and the test chooses what is there and what "auto" prefers.
+The tests choose what is there and what "auto" prefers; two tiles give other numbers in the last digits.
 """
 
-import functools
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
 
 from support import runs, tiny_run
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network, config_tree
-from txl_jax.ops.attention import Implementation, Implementations, Tile, choose, dispatch, reference
+from txl_jax.ops.attention import Implementation, Implementations, Tile, choose
 from txl_jax.runs import weights
 from txl_jax.runs.build import AttentionChoice, Chosen, build
 from txl_jax.runs.run import Run, check_same_attention
@@ -69,49 +68,34 @@ DATA = DataConfig(corpus=CorpusName.TEXT, file="words.txt")
 CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES | {"data": DATA, "model": MODEL})
 
 
-class Tiles:
-    """A substitute for the implementation in tiles: the tile that is chosen now, and why it cannot serve."""
-
-    def __init__(self, tile):
-        self.tile = tile
-        self.refusal = None
-
-    def patch(self, monkeypatch):
-        def refusal(path, problem, real=choose.refusal):
-            return self.refusal if path == "tiled" else real(path, problem)
-
-        monkeypatch.setattr(choose, "refusal", refusal)
-        monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: self.refusal is None)
-        monkeypatch.setattr(choose, "default_tile", lambda problem: self.tile)
-        for name, exact in (("_of_training", reference.attention), ("_of_inference", reference.cached_attention)):
-            monkeypatch.setattr(dispatch, name, functools.partial(self._inexact, exact))
-        return self
-
-    @staticmethod
-    def _inexact(exact, implementation):
-        return lambda *arguments: exact(*arguments) * (1 + 1e-5 * implementation.tile.key)
+def choose_tiles(monkeypatch):
+    """Returns what a test may change: the tile that is chosen now, and why tiles cannot serve."""
+    given, real = types.SimpleNamespace(tile=SMALL, refusal=None), choose.refusal
+    monkeypatch.setattr(choose, "refusal", lambda path, *rest: given.refusal if path == "tiled" else real(path, *rest))
+    monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: given.refusal is None)
+    monkeypatch.setattr(choose, "default_tile", lambda problem: given.tile)
+    return given
 
 
 @pytest.fixture
 def tiles(monkeypatch):
-    return Tiles(SMALL).patch(monkeypatch)
+    return choose_tiles(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def both(corpus, tmp_path_factory):
     """The run with small tiles when it has ended, and stopped in the middle."""
-    found = {}
+    whole, stopped = (Run(tmp_path_factory.mktemp(name)) for name in ("whole", "stopped"))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        Tiles(SMALL).patch(monkeypatch)
-        for name, stops in (("stopped", True), ("whole", False)):
-            found[name] = Run(tmp_path_factory.mktemp(name))
-            assert runs.train(CONFIG, corpus, found[name], stop_requested=lambda: stops).finished is not stops  # noqa: B023
-    return found
+        choose_tiles(monkeypatch)
+        assert runs.train(CONFIG, corpus, whole).finished
+        assert not runs.train(CONFIG, corpus, stopped, stop_requested=lambda: True).finished
+    return whole, stopped
 
 
 @pytest.fixture
 def stopped(both, tmp_path):
-    return Run.read_all(shutil.copytree(both["stopped"].path, tmp_path / "run"))
+    return Run.read_all(shutil.copytree(both[1].path, tmp_path / "run"))
 
 
 def recorded(workdir):
@@ -128,8 +112,8 @@ def rewrite(workdir, attention):
 def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stopped, corpus, tiles):
     tiles.tile = LARGE
     assert runs.train(CONFIG, corpus, stopped).finished
-    assert runs.numbers(stopped) == runs.numbers(both["whole"])
-    assert recorded(stopped) == recorded(both["whole"]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    assert runs.numbers(stopped) == runs.numbers(both[0])
+    assert recorded(stopped) == recorded(both[0]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
     logged = [line for line in Path(stopped.path, "log.txt").read_text().splitlines() if "attention training" in line]
     assert ["as the run was begun" in line for line in logged] == [False, True]
 

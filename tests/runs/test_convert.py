@@ -1,10 +1,12 @@
-"""Tests conversions: from and to each format, what is refused, and that nothing is left after an error."""
+"""Tests conversions: from and to each format, without a network, refusals, and that an error leaves nothing."""
 
 import functools
 import json
 import os
 import re
 import shutil
+import socket
+import threading
 from pathlib import Path
 
 import jax
@@ -13,8 +15,9 @@ import pytest
 from safetensors import safe_open
 
 import txl_jax
-from support import drawn_run, foreign, torch_bytes
-from txl_jax.config import NormPlace
+from support import drawn_run, foreign, hf_tokenizers, torch_bytes
+from txl_jax.config import NormPlace, Tokenizer
+from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import leaf_of
@@ -218,3 +221,42 @@ def test_files_that_are_refused_leave_nothing(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=named):
             convert(path, tmp_path / "new", **options)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["harm.pt", "theirs"]
+
+
+# A run on tokens of a tokenizer.json
+
+
+@pytest.fixture(scope="module")
+def of_subwords(tmp_path_factory):
+    """A run whose tokenizer.json is not at its place any more: it has its own copy."""
+    folder = tmp_path_factory.mktemp("hf")
+    (folder / "tokenizer.json").write_text(hf_tokenizers.byte_level())
+    changes = {"data__tokenizer__hf_file": str(folder / "tokenizer.json")}
+    made = drawn_run.of_words(folder / "run", tokenizer=Tokenizer.SUBWORD, **changes)
+    (folder / "tokenizer.json").unlink()
+    return made
+
+
+def test_it_and_its_portable_folder_are_loaded_without_a_network(of_subwords, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        # A program that an earlier test ran in this process may still ask for Google Cloud's notices every 10 seconds.
+        is_left_over = threading.current_thread().name.startswith("notice of")
+        raise OSError if is_left_over else AssertionError("the network was asked")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    convert(of_subwords.path, tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == hf_tokenizers.byte_level()
+    run, model = txl_jax.load(of_subwords.path), txl_jax.load(tmp_path / "model")
+    assert run.vocabulary == model.vocabulary and run.vocabulary.size == hf_tokenizers.SIZE
+    ids = model.encode("the café 😀")
+    assert model.decode(ids) == run.decode(ids) == "the café 😀"
+
+
+def test_a_text_is_read_in_its_tokens(of_subwords, tmp_path):
+    vocabulary = of_subwords.text.vocabulary
+    corpus = read_corpus(of_subwords.config.data, "nowhere", str(tmp_path), vocabulary=vocabulary)
+    assert corpus.vocabulary == vocabulary and corpus.sentences is None
+    splits = [corpus.train, corpus.valid, corpus.test]
+    assert b"".join(map(vocabulary.decode, splits)) == drawn_run.TEXT
+    assert {split.dtype for split in splits} == {np.dtype(np.uint16)}

@@ -1,11 +1,20 @@
-"""Tests of conversions beside transformers 4.35.2: the same logits, tensors and greedy tokens."""
+"""Tests conversions beside transformers 4.35.2 (logits, tensors, greedy tokens), and the memory that they take."""
+
+import json
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import txl_jax
-from support import drawn_run
-from txl_jax.config import GenerateConfig
+from support import ROOT, drawn_run
+from txl_jax.config import EvalConfig, GenerateConfig, ModelConfig
+from txl_jax.interop import huggingface, original, safetensors
+from txl_jax.interop.leaves import Leaf
+from txl_jax.interop.original import Format
 from txl_jax.runs.convert import TargetFormat, convert
 from txl_jax.runs.weights import open_weights
 
@@ -14,10 +23,7 @@ V = 61
 SIZES = {"vocab_size": V, "cutoffs": [7, 19, 40], "d_model": 64, "d_embed": 64, "n_head": 4, "d_head": 16}
 SIZES |= {"d_inner": 96, "div_val": 4, "n_layer": 3, "mem_len": 24, "clamp_len": 15, "same_length": True}
 SIZES |= {"eos_token_id": None, "init_std": 0.15, "proj_init_std": 0.15}
-pytestmark = [
-    pytest.mark.nightly(part="huggingface"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("Future", "Deprecation", "User")))
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,7 @@ def library():
     return torch, transformers
 
 
+@pytest.mark.nightly(part="huggingface")
 @pytest.mark.parametrize(("untie_r", "safe"), [(True, True), (False, False)], ids=["safetensors", "pytorch_model.bin"])
 def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe):
     torch, transformers = library
@@ -44,7 +51,11 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
     convert(tmp_path / "theirs", tmp_path / "ours", log=lines.append)
     assert any(line.startswith("verified") for line in lines)
     ids = np.random.default_rng(0).integers(V, size=20)
-    check_greedy(torch, peer, txl_jax.load(tmp_path / "ours"), ids[:5])
+    model, prompt = txl_jax.load(tmp_path / "ours"), ids[:5]
+    with torch.no_grad():
+        written = peer.generate(torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0)
+    [greedy] = model.generate([model.decode(prompt)], GenerateConfig(length=200, temperature=0.0, top_k=None))
+    assert model.encode(greedy).tolist() == written[0, len(prompt) :].tolist()
     convert(tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append)
     again = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "back").eval()
     expected, there = peer.state_dict(), again.state_dict()
@@ -57,14 +68,7 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
     assert torch.equal(*logits)
 
 
-def check_greedy(torch, peer, model, prompt):
-    """Compares 200 greedy tokens after a prompt."""
-    with torch.no_grad():
-        theirs = peer.generate(torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0)
-    [ours] = model.generate([model.decode(prompt)], GenerateConfig(length=200, temperature=0.0, top_k=None))
-    assert model.encode(ours).tolist() == theirs[0, len(prompt) :].tolist()
-
-
+@pytest.mark.nightly(part="huggingface")
 def test_its_tokenizer_reads_the_words(library, tmp_path):
     _, transformers = library
     made = drawn_run.of_words(tmp_path / "run", **drawn_run.WT103)
@@ -74,3 +78,48 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
     text = "the cat sat on the zebra"  # The last word is unknown.
     assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
     assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark
+
+
+# wt103_large.
+V_LARGE, CUTOFFS = 267_735, {"cutoffs": (20000, 40000, 200000), "div_val": 4, "tie_projs": (False, True, True, True)}
+LARGE = ModelConfig(n_layer=18, d_model=1024, n_head=16, d_head=64, d_inner=4096, **CUTOFFS)
+# Prints the peak of this process once the program has ended.
+MAIN = """
+import atexit, resource, runpy, sys
+atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+sys.argv[0] = "convert"
+runpy.run_module("experiments.convert", run_name="__main__")
+"""
+
+
+def drawn(name, shape):
+    """A tensor that is drawn when it is read."""
+
+    def part(_):
+        if name.endswith("layer_norm.weight"):
+            return np.ones(shape, np.float32)
+        seed = int.from_bytes(name.encode()[-16:], "little")
+        return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
+
+    return Leaf(shape, np.dtype(np.float32), part)
+
+
+@pytest.mark.nightly(part="long")
+def test_weights_of_full_size_need_less_than_twice_the_file(tmp_path):
+    """285,170,506 random weights, from Hugging Face's format and back."""
+    (theirs := tmp_path / "theirs").mkdir()
+    pieces = original._pieces(LARGE, V_LARGE, Format.HUGGINGFACE)
+    tensors = {piece.name: drawn(piece.name, piece.shape) for piece, _ in pieces}
+    safetensors.write(theirs / "model.safetensors", tensors, metadata={"format": "pt"})
+    arguments = huggingface.config_of(LARGE, EvalConfig(mem_len=1600, clamp_len=1000), vocab_size=V_LARGE)
+    (theirs / "config.json").write_text(json.dumps(arguments))
+    size = (theirs / "model.safetensors").stat().st_size
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    native, back = tmp_path / "native", tmp_path / "back"
+    for source, target, to_format in ((theirs, native, "native"), (native, back, "huggingface")):
+        command = [sys.executable, "-c", MAIN, f"--from={source}", f"--to={target}", f"--to_format={to_format}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "285,170,506 parameters" in done.stdout
+        peak = int(re.search(r"^peak (\d+)$", done.stdout, re.MULTILINE)[1]) * 1024
+        assert peak < 2 * size, done.stdout

@@ -1,19 +1,15 @@
 """Tests what validation decides while a run goes on: when it ends early, and when the mean of the weights begins."""
 
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 
-from support import runs
-from support.runs import StopAfter
+from support import runs, tiny
+from support.runs import stop_after
 from txl_jax.config import config_tree
-from txl_jax.runs.run import Run
-from txl_jax.runs.validation import Validation
 from txl_jax.runtime.log import read_metrics
-from txl_jax.training.ensemble import Members
 
 EVERY = 3
 
@@ -29,8 +25,7 @@ def given(config, corpus, usual_emitters):
 
 def run(given, folder, *, stop_requested=lambda: False, **changes):
     config, corpus = given
-    config = config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
-    outcome = runs.train(config, corpus, folder, stop_requested=stop_requested)
+    outcome = runs.train(tiny.changed(config, **changes), corpus, folder, stop_requested=stop_requested)
     return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"]
 
 
@@ -46,23 +41,6 @@ def never_better(losses, patience):
 @pytest.fixture(scope="module")
 def whole(given, tmp_path_factory):
     return run(given, tmp_path_factory.mktemp("whole"))[1]
-
-
-@pytest.mark.parametrize(
-    ("losses", "ends"),
-    [
-        ([5.0, 6.0], False),
-        ([5.0, 6.0, 5.0], True),  # As good as the best is no better.
-        ([5.0, 6.0, 4.9], False),
-        ([5.0, 4.0, 4.5], False),
-    ],
-)
-def test_patience_is_the_number_of_evaluations_without_improvement(config, corpus, losses, ends):
-    config = config_tree.replace(config, {"train.patience": 2})
-    built = types.SimpleNamespace(config=config, members=Members(()))
-    validation = Validation(built, corpus, Run("nowhere"), None, None, None)
-    validation.losses = [losses]
-    assert validation.out_of_patience is ends
 
 
 def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
@@ -93,7 +71,7 @@ def test_the_mean_begins_when_validation_stops_improving(given, whole, tmp_path)
 @pytest.mark.full
 def test_losses_of_other_settings_are_not_compared(given, tmp_path):
     """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
-    stopped, before = run(given, tmp_path, stop_requested=StopAfter(31))
+    stopped, before = run(given, tmp_path, stop_requested=stop_after(31))
     assert not stopped.finished and len(before) >= 2
     outcome, found = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
     after = found[len(before) :]

@@ -9,13 +9,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from support import drawn_run, runs
+from support import drawn_run
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.runs.generate import read_stop
+from txl_jax.runs.generate import generate_text, read_stop
 
 LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 
@@ -38,13 +38,8 @@ def write(run, *, stop_requested=lambda: False, **changes):
     config, _, workdir = run
     config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        texts = runs.generate_text(config, workdir, stop_requested=stop_requested)
+        texts = generate_text(config, workdir, stop_requested=stop_requested)
     return [text.decode() for text in texts], printed.getvalue()
-
-
-def places(texts):
-    """First index of each known character but the newline in each text; -1: not found."""
-    return {character: [text.find(character) for text in texts] for character in "the cas"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +50,8 @@ def whole(run):
 
 
 def test_each_sample_ends_with_its_first_stop_token(run, whole):
-    stop = next(c for c, found in places(whole).items() if 0 <= found[0] < 16 and (max(found) >= 16 or -1 in found))
+    places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}  # Blocks are of 16 tokens.
+    stop = next(letter for letter, found in places.items() if 0 <= found[0] < 16 and not set(found) <= set(range(16)))
     texts, printed = write(run, stop=stop)
     for text, longer in zip(texts, whole, strict=True):
         start, found, _ = longer.partition(stop)
@@ -82,7 +78,7 @@ def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypat
     made, real = [], forward.init_cache
     monkeypatch.setattr(forward, "init_cache", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
     config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
-    runs.generate_text(config, workdir)
+    generate_text(config, workdir)
     assert [kwargs["dtype"] for kwargs in made] == [jnp.bfloat16]
 
 
@@ -91,7 +87,7 @@ def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
     texts, _ = write(run, stop_requested=lambda: next(questions, True))
     assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
     config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
-    assert runs.generate_text(config, run[2], stop_requested=lambda: True) == []
+    assert generate_text(config, run[2], stop_requested=lambda: True) == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,7 @@ def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
 )
 def test_models_that_cannot_generate_are_refused(run, changes, named):
     with pytest.raises(UserError, match=named):
-        runs.generate_text(config_tree.replace(run[0], changes), run[2])
+        generate_text(config_tree.replace(run[0], changes), run[2])
 
 
 words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>", "<s>"))

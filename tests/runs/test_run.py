@@ -30,15 +30,6 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def compared(folder, changes):
-    """The notes of a start with other settings."""
-    config = config_tree.replace(CONFIG, changes)
-    with Run.open(folder) as run:
-        run.compare(config)
-        run.begin(config, TEXT)
-        return run.notes
-
-
 @pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.full)])
 def place(request, tmp_path):
     return str(tmp_path / "run") if request.param == "disk" else str(request.getfixturevalue("bucket"))
@@ -47,6 +38,8 @@ def place(request, tmp_path):
 def test_what_was_recorded_is_read_and_nothing_is_made_before(place):
     with Run.open(place) as run:
         assert run.is_new and not holds_run(place) and (files.is_remote(place) or not os.path.exists(place))
+        with pytest.raises(UserError, match=r"config\.json"):
+            Run.read(place)
         run.compare(CONFIG)
         run.begin(CONFIG, TEXT)
         with pytest.raises(UserError, match="another run"):
@@ -79,17 +72,14 @@ def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
 
 
 def test_a_setting_that_does_not_touch_training_may_change(folder):
-    [note] = compared(folder, {"train.log_every": 7})
+    notes, config = [], config_tree.replace(CONFIG, {"train.log_every": 7})
+    for _ in range(2):
+        with Run.open(folder) as run:
+            run.compare(config)
+            run.begin(config, TEXT)
+            notes += run.notes
+    [note] = notes
     assert re.search(r"--train\.log_every\D*\b200\b\D*\b7\b", note)
-    assert compared(folder, {"train.log_every": 7}) == []
-
-
-def test_a_vocabulary_of_other_words_is_refused(folder):
-    """Ids would mean other words, and shapes would be the same."""
-    exchanged = WordVocabulary(("<eos>", "the", "<unk>", "dog"))
-    (folder / "vocabulary.txt").write_text(dumps(exchanged))
-    with pytest.raises(UserError, match=r"vocabulary\.txt\b.*\b4\b"):
-        Run.read(folder)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +112,9 @@ def test_members_are_compared_and_chosen(tmp_path):
     assert runs.record(tmp_path, CONFIG, TEXT, members).member_names == ("seed=1", "seed=2+learning_rate=0.5")
     chosen = Run.read(tmp_path, member="seed=2+learning_rate=0.5")
     assert (chosen.config.seed, chosen.config.optimizer.learning_rate) == (2, 0.5)
-    with Run.open(tmp_path) as run, pytest.raises(UserError, match=r"members .* seed=1; seed=2.* now seed=1"):
-        run.compare(CONFIG, members[:1])
+    for other, now in ((members[:1], "seed=1"), (members[::-1], "seed=2"), ([], "none")):
+        with Run.open(tmp_path) as run, pytest.raises(UserError, match=rf"members .* seed=1; seed=2.* now {now}"):
+            run.compare(CONFIG, other)
     alone = runs.record(tmp_path / "alone", CONFIG, TEXT).path
     for path, member, named in (
         (tmp_path, None, "seed=1"),
@@ -143,6 +134,7 @@ CHANGES = [{"attention": {"training": "tild 4x8"}}, {"members": 3}, {"warm_start
     [
         ("vocabulary.txt", None),
         ("vocabulary.txt", "the\ncat\n"),
+        ("vocabulary.txt", dumps(WordVocabulary(("<eos>", "the", "<unk>", "dog")))),  # Ids would mean other words.
         *(("config.json", text) for text in [*NOT_RECORDS, *CHANGES]),
     ],
 )
@@ -213,39 +205,28 @@ def test_a_check_of_the_lock_refuses_nobody(folder):
         Run.open(folder).close()
 
 
-def test_a_folder_without_a_run_is_named(place):
-    with pytest.raises(UserError, match=r"config\.json"):
-        Run.read(place)
-
-
 @pytest.mark.full
-def test_a_bucket_that_is_absent(bucket):
-    path = "gs://absent-bucket/run"
-    with Run.open(path) as run, pytest.raises(UserError, match=rf"{path}.*no such bu"):
-        run.begin(CONFIG, TEXT)
+def test_a_bucket_that_is_absent_or_may_not_be_written(bucket, storage):
+    def begin(path, message):
+        with Run.open(path) as run, pytest.raises(UserError, match=message):
+            run.begin(CONFIG, TEXT)
 
-
-@pytest.mark.full
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_bucket_that_is_denied(bucket, storage, status):
-    storage.refuse("POST /upload", status=status)
-    with Run.open(bucket) as run, pytest.raises(UserError, match=r"cannot write to .*gcloud"):
-        run.begin(CONFIG, TEXT)
-    storage.refuse("GET ", status=status)
-    for act in (Run.open, Run.read, holds_run):
-        with pytest.raises(UserError, match=r"cannot read .*gcloud"):
-            act(bucket)
+    begin("gs://absent-bucket/run", r"gs://absent-bucket/run.*no such bu")
+    for status in (401, 403):
+        storage.refuse("POST /upload", status=status)
+        begin(bucket, r"cannot write to .*gcloud")
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_stays_away_is_no_folder_without_a_run(bucket, storage):
+@pytest.mark.parametrize(("status", "named"), [(401, "gcloud"), (403, "gcloud"), (503, "made by a test")])
+def test_a_bucket_that_cannot_be_read_is_no_folder_without_a_run(bucket, storage, status, named):
     """Otherwise a second run, of other settings, would begin in the folder of the first."""
     runs.record(bucket, CONFIG, TEXT)
-    storage.refuse("GET ", status=503)
+    storage.refuse("GET ", status=status)
     writes = len(storage.writes)
     for act in (Run.open, Run.read, holds_run):
-        with pytest.raises(UserError, match=r"cannot read .*made by a test"):
+        with pytest.raises(UserError, match=rf"cannot read .*{named}"):
             act(bucket)
     assert storage.writes[writes:] == []
     storage.calm()

@@ -1,4 +1,4 @@
-"""Tests the training job: stop and resume, kills, a run in a bucket, non-finite losses, what is refused."""
+"""Tests the training job: stop and resume, kills, a bucket, non-finite losses, refusals, and a finished run."""
 
 import json
 import os
@@ -7,18 +7,22 @@ import threading
 from pathlib import Path
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
 from support import runs, tiny_run
-from support.metadata_server import MetadataServer
-from support.runs import StopAfter, numbers
+from support.runs import numbers, stop_after
 from txl_jax.config import config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
+from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
+from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
+from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 
@@ -29,8 +33,8 @@ class Killed(BaseException):
     """Ends a run as a kill does: nothing catches it."""
 
 
-def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
-    workdir, outcome = finished
+def test_a_run_leaves_results_metrics_and_checkpoints(run_once, config, corpus):
+    workdir, outcome = run_once
     assert outcome.finished and outcome.step == STEPS
     assert json.loads(Path(workdir.path, "results.json").read_text()) == outcome.results
     assert outcome.results["test"]["tokens"] == len(corpus.test) - 1
@@ -43,60 +47,50 @@ def test_a_run_leaves_results_metrics_and_checkpoints(finished, config, corpus):
     assert valid[-1]["loss"] < np.log(256)  # It learned something.
 
 
-def test_a_stopped_run_goes_on_exactly(finished, config, corpus, tmp_path):
+def test_a_stopped_run_goes_on_exactly(run_once, config, corpus, tmp_path):
     """The fifth question is asked in the middle of the first evaluation, which the next start repeats."""
-    whole, _ = finished
-    workdir = Run(tmp_path / "pieces")
-    assert not runs.train(config, corpus, workdir, stop_requested=StopAfter(5)).finished
-    assert "valid" not in {record["kind"] for record in numbers(workdir)}
-    assert not runs.train(config, corpus, workdir, stop_requested=StopAfter(4)).finished
-    assert runs.train(config, corpus, workdir).finished
-    assert numbers(workdir) == numbers(whole)
-    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (workdir, whole)))
+    whole, _ = run_once
+    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(5)).finished
+    assert "valid" not in {record["kind"] for record in numbers(tmp_path)}
+    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(4)).finished
+    assert runs.train(config, corpus, tmp_path).finished
+    assert numbers(tmp_path) == numbers(whole)
+    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path, whole)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "fails"), [("valid", (RunCheckpoints, "save")), ("test", (validation, "write_json"))])
-def test_what_was_recorded_before_a_kill_is_recorded_once(finished, config, corpus, tmp_path, monkeypatch, kind, fails):
+def test_what_was_recorded_before_a_kill_is_recorded_once(run_once, config, corpus, tmp_path, monkeypatch, kind, fails):
     """A kill between a record and the file that marks it as done."""
-    whole, _ = finished
-    workdir = Run(tmp_path / "pieces")
-    asked = StopAfter(5)  # In the first evaluation, which then has to be repeated.
-    assert not runs.train(config, corpus, workdir, stop_requested=asked).finished
+    whole, _ = run_once
+    # In the first evaluation, which then has to be repeated.
+    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(5)).finished
     with monkeypatch.context() as patch:
         patch.setattr(*fails, mock.Mock(side_effect=Killed))
         with pytest.raises(Killed):
-            runs.train(config, corpus, workdir)
-    assert [record["kind"] for record in read_metrics(workdir.path)][-1] == kind
-    runs.train(config, corpus, workdir)
-    assert numbers(workdir) == numbers(whole)
+            runs.train(config, corpus, tmp_path)
+    assert [record["kind"] for record in read_metrics(tmp_path)][-1] == kind
+    runs.train(config, corpus, tmp_path)
+    assert numbers(tmp_path) == numbers(whole)
 
 
-def test_before_maintenance_a_run_saves_and_goes_on(finished, config, corpus, tmp_path, monkeypatch):
+def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tmp_path, monkeypatch):
     """At the next progress line, of step 4; the other steps are those of `train.checkpoint_every`."""
-    (whole, outcome), workdir, saved = finished, Run(tmp_path / "run"), []
-    save = RunCheckpoints.save
+    (whole, outcome), saved, save = run_once, [], RunCheckpoints.save
     monkeypatch.setattr(RunCheckpoints, "save", lambda own, step, *rest: saved.append(step) or save(own, step, *rest))
     for name in ("_save_requested", "_watching"):
         monkeypatch.setattr(stop, name, threading.Event())
-
-    def maintain(context):
-        if context.step == 2:
-            server.change("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
-            assert stop._save_requested.wait(20)
-
-    with MetadataServer(maintenance_event="NONE", preempted="FALSE") as server:
-        monkeypatch.setenv("GCE_METADATA_HOST", server.host)
-        stop.act_on_notices()
-        assert runs.train(config, corpus, workdir, hooks=[Hook(2, maintain)]).results == outcome.results
-    assert numbers(workdir) == numbers(whole) and saved == [4, 6, 12, 18, 24]
-    assert "note      checkpoint of step 4," in (tmp_path / "run" / "log.txt").read_text()
+    stop._watching.set()
+    maintain = Hook(2, lambda context: stop.request_save("maintenance") if context.step == 2 else None)
+    assert runs.train(config, corpus, tmp_path, hooks=[maintain]).results == outcome.results
+    assert numbers(tmp_path) == numbers(whole) and saved == [4, 6, 12, 18, 24]
+    assert "note      checkpoint of step 4," in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.full
-def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket):
+def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket):
     """An error ends it between two checkpoints; it resumes, and is scored once more."""
-    (local, outcome), remote = finished, Run(bucket / "run")
+    (local, outcome), remote = run_once, Run(bucket / "run")
 
     def kill(context):
         if context.step == 16:  # The last checkpoint is of 12.
@@ -109,41 +103,117 @@ def test_a_run_in_a_bucket_is_that_in_a_folder(finished, config, corpus, bucket)
     assert numbers(remote) == numbers(local)
 
 
-def test_a_workdir_that_cannot_be_made_is_one_sentence(config, corpus, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
-        runs.train(config, corpus, Run(tmp_path / "file" / "run"))
-
-
 @pytest.mark.full
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corpus, tmp_path):
-    workdir = Run(tmp_path / "run")
-    runs.train(config, corpus, workdir, stop_requested=StopAfter(3))
-    steps = sorted(os.listdir(workdir.latest))
+    runs.train(config, corpus, tmp_path, stop_requested=stop_after(3))
+    steps = sorted(os.listdir(latest := Run(tmp_path).latest))
     # The same run, but with a rate that blows up; the workdir records that it was started so.
     wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
-    Path(workdir.path, "config.json").unlink()
-    runs.record(workdir.path, wild, corpus)
-    with pytest.raises(NonFiniteError) as error:
-        runs.train(wild, corpus, workdir)
-    assert re.search(r"(?<![\w.])6(?![\w.])", str(error.value)), "the step of the checkpoint"
-    assert sorted(os.listdir(workdir.latest)) == steps
+    (tmp_path / "config.json").unlink()
+    runs.record(tmp_path, wild, corpus)
+    with pytest.raises(NonFiniteError, match=r"(?<![\w.])6(?![\w.])"):  # The step of the checkpoint.
+        runs.train(wild, corpus, tmp_path)
+    assert sorted(os.listdir(latest)) == steps
 
 
 def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
     """A loss above 709 nats has no perplexity in float64."""
     wild = {"optimizer.learning_rate": 1e3, "optimizer.warmup_steps": 0, "train.steps": 4, "train.eval_every": 4}
-    workdir = Run(tmp_path / "run")
     changed = config_tree.replace(config, wild)
-    assert runs.train(changed, corpus, workdir).finished
-    score.evaluate_splits(changed, corpus, Run.read(workdir.path))
-    results, again = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("results", "evaluation"))
+    assert runs.train(changed, corpus, tmp_path).finished
+    score.evaluate_splits(changed, corpus, Run.read(tmp_path))
+    results, again = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", "evaluation"))
     for found in (results["best_valid"], results["test"], again["test"]):
         assert found["loss"] > 709 and found["perplexity"] is None and "loss" in found["note"]
 
 
-def test_a_text_too_short_for_the_batch_is_refused_before_anything_is_written(config, corpus, tmp_path):
-    workdir = Run(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"train\.batch_size"):
-        runs.train(config_tree.replace(config, {"train.batch_size": 2000}), corpus, workdir)
-    assert not Path(workdir.path).exists()
+def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_refused(config, corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    large = config_tree.replace(config, {"train.batch_size": 2000})
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
+        runs.train(config, corpus, tmp_path / "file" / "run")
+    with pytest.raises(UserError, match=r"train\.batch_size"):
+        runs.train(large, corpus, tmp_path / "run")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# A run that has finished
+
+
+@pytest.mark.full
+def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made_again(finished, config, corpus):
+    """A run that goes on from an end leaves its results behind, if it is killed before the test scores."""
+    workdir, outcome = finished
+    before, path = numbers(workdir), Path(workdir.path, "results.json")
+    earlier = json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}).encode()
+    for content in (earlier, b"", b'{"steps": 24, "eval": 7}', b"\xff"):
+        path.write_bytes(content)
+        assert runs.train(config, corpus, workdir) == outcome
+        assert json.loads(path.read_text()) == outcome.results and numbers(workdir) == before
+    again = runs.train(config_tree.replace(config, {"eval.mem_len": 3}), corpus, workdir).results
+    assert again["eval"]["mem_len"] == 3 and again["test"]["loss"] != outcome.results["test"]["loss"]
+
+
+def test_a_finished_run_is_neither_compiled_nor_scored_again(finished, config, corpus, capsys, monkeypatch):
+    workdir, outcome = finished
+    before = Path(workdir.path, "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(validation, "score_with_line", pytest.fail)
+    monkeypatch.setattr(Compilation, "of", pytest.fail)
+    assert runs.train(config, corpus, workdir) == outcome
+    assert Path(workdir.path, "metrics.jsonl").read_bytes() == before
+    assert re.search(r"(?m)^finished\b", capsys.readouterr().out)
+
+
+@pytest.mark.full
+def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
+    workdir, _ = finished
+    Path(workdir.path, "results.json").unlink()
+    for path in Path(workdir.best).rglob("*"):
+        if path.is_file() and path.name != "digests.json":
+            path.write_bytes(path.read_bytes()[:-1] + b"#")
+    outcome = runs.train(config, corpus, workdir)
+    assert outcome.finished and outcome.results["best_valid"] is None
+    assert workdir.best in capsys.readouterr().out
+    assert generate_text(config, workdir)
+
+
+def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus):
+    workdir, outcome = finished
+    scored = score.evaluate_splits(config, corpus, workdir)
+    assert scored["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
+    assert scored["step"] == outcome.results["best_valid"]["step"]
+    longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
+    first = generate_text(longer, workdir)
+    assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
+    assert generate_text(longer, workdir) == first
+    assert Path(workdir.path, "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
+
+
+def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
+    (workdir, _), parts = finished, build(config, vocab_size=corpus.vocabulary.size)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.abstract_state.params)
+    with Checkpointer(workdir.best, keep=1, log=print) as best:
+        best.save(STEPS - 18, {"params": params}, {})
+    step, found = load_parameters(parts, workdir, log=print)
+    assert step == STEPS - 18 and all((leaf == 7).all() for leaf in jax.tree.leaves(found))
+
+
+def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
+    workdir, _ = finished
+    parts, averaged, more = (
+        build(config_tree.replace(config, {"eval.average_checkpoints": count}), vocab_size=corpus.vocabulary.size)
+        for count in (None, 2, 3)
+    )
+    each = []
+    with Checkpointer(workdir.latest, keep=2, log=print) as latest:
+        for before in (None, STEPS):
+            step, state, _ = latest.restore(parts.abstract_state, before=before)
+            each.append(state.params)
+    assert step == STEPS - 6
+    logged = []
+    step, found = load_parameters(averaged, workdir, log=logged.append)
+    assert step == STEPS and [re.findall(r"\d+", line) for line in logged] == [[str(STEPS - 6), str(STEPS)]]
+    for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
+        np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"average_checkpoints\D*\b3\b.*\b2\b"):
+        load_parameters(more, workdir, log=logged.append)

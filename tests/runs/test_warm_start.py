@@ -12,8 +12,7 @@ import pytest
 
 from support import drawn_run, runs, tiny_run
 from support.cases import full_but
-from txl_jax.config import CorpusName, DataConfig, InitVocabulary, Tokenizer, TokenizerConfig, config_tree
-from txl_jax.data.corpus import read_corpus
+from txl_jax.config import InitVocabulary, Tokenizer, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
@@ -22,47 +21,37 @@ from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
 from txl_jax.training.hooks import Hook
 
-OLD = "the cat sat on the mat and the dog sat on the cat " * 40
-NEW = "the dog ran and the owl sat under the mat with the cat " * 40
+TEXTS = {
+    "old": b"the cat sat on the mat and the dog sat on the cat " * 40,
+    "new": b"the dog ran and the owl sat under the mat with the cat " * 40,
+}
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("texts")
-    (path / "old.txt").write_text(OLD)
-    (path / "new.txt").write_text(NEW)
-    return path
+def text_of(tmp_path_factory):
+    """Returns (config, corpus) of a text by its name, with some settings changed."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in TEXTS}
+
+    def text_of(name, **changes):
+        sizes = {"model__n_layer": 1, "model__dropout__rate": 0.1, "train__steps": STEPS}
+        sizes |= {f"train__{each}": 2 for each in ("log_every", "eval_every", "checkpoint_every")}
+        return drawn_run.on_text(folders[name], TEXTS[name], **sizes | changes)
+
+    return text_of
 
 
-def config_of(folder, name, *, kind=Tokenizer.BYTE, **changes):
-    data = DataConfig(corpus=CorpusName.TEXT, file=str(folder / f"{name}.txt"), tokenizer=TokenizerConfig(kind=kind))
-    sizes = {"data": data, "model__n_layer": 1, "model__dropout__rate": 0.1, "train__steps": STEPS}
-    sizes |= {f"train__{name}": 2 for name in ("log_every", "eval_every", "checkpoint_every")}
-    dotted = {name.replace("__", "."): value for name, value in (sizes | changes).items()}
-    return config_tree.replace(tiny_run.CONFIG, dotted)
-
-
-def trained(folder, path, config):
-    """A run in whose place the weights were drawn."""
-    return drawn_run.make(path, config, read(folder, config))
-
-
-def read(folder, config):
-    return read_corpus(config.data, "nowhere", str(folder))
-
-
-def first_state(folder, config, workdir):
-    """The state before the first update."""
-    components = build(config, vocab_size=read(folder, config).vocabulary.size)
-    weights = warm_start.load(components, read(folder, config).vocabulary, workdir)
+def first_state(config, corpus, workdir):
+    """The weights that a run begins with, and the state before the first update."""
+    components = build(config, vocab_size=corpus.vocabulary.size)
+    weights = warm_start.load(components, corpus.vocabulary, workdir)
     return weights, jax.device_get(weights.state(components.init_params()))
 
 
-def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(folder, tmp_path):
-    _, parts = trained(folder, tmp_path / "old", config_of(folder, "old"))
-    config = config_of(folder, "new", init_from=str(tmp_path / "old"), average__start_step=0)
-    weights, state = first_state(folder, config, Run(tmp_path / "new"))
+def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(text_of, tmp_path):
+    _, parts = drawn_run.make(tmp_path / "old", *text_of("old"))
+    config, corpus = text_of("new", init_from=str(tmp_path / "old"), average__start_step=0)
+    weights, state = first_state(config, corpus, Run(tmp_path / "new"))
     tiny_run.assert_equal(state.params, tiny_run.params(parts.model))
     tiny_run.assert_equal(state.average.params, state.params)
     assert state.step == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
@@ -71,12 +60,7 @@ def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(folder, tmp_path):
     assert weights.record["tokens"] == tokens and weights.record["step"] == drawn_run.STEP
 
 
-def words(folder, **changes):
-    """The config of a text, and the model that is trained on the other."""
-    clusters = {"model__cutoffs": (3, 6)} | changes
-    return (config_of(folder, name, kind=Tokenizer.WORD, **clusters) for name in ("old", "new"))
-
-
+WORDS = {"data__tokenizer__kind": Tokenizer.WORD, "model__cutoffs": (3, 6)}
 CLUSTERS = {
     "untied": {"model__cutoffs": (), "model__tie_weight": False},
     "clusters": {"model__div_val": 1},
@@ -85,13 +69,13 @@ CLUSTERS = {
 
 
 @pytest.mark.parametrize("name", full_but(["widths"], CLUSTERS))
-def test_words_are_matched_by_spelling(folder, tmp_path, name):
+def test_words_are_matched_by_spelling(text_of, tmp_path, name):
     """Each word's vectors are its own; a word that is new, or in a cluster of another width, has those of a new run."""
-    old, new = words(folder, **CLUSTERS[name])
-    _, parts = trained(folder, tmp_path / "old", old)
+    (old, old_corpus), (new, corpus) = (text_of(text, **WORDS | CLUSTERS[name]) for text in TEXTS)
+    _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
-    weights, state = first_state(folder, config, Run(tmp_path / "new"))
-    theirs, ours = read(folder, old).vocabulary, read(folder, new).vocabulary
+    weights, state = first_state(config, corpus, Run(tmp_path / "new"))
+    theirs, ours = old_corpus.vocabulary, corpus.vocabulary
     fresh = jax.device_get(build(new, vocab_size=ours.size).init_params())
     loaded, counts = tiny_run.params(parts.model), {"kept": 0, "new": 0, "moved": 0}
     for word in ours.words:
@@ -125,10 +109,10 @@ def rows(params, config, token):
             yield params[part][f"table_{table}"][place]
 
 
-def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path, monkeypatch):
+def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkeypatch):
     """No collective is within another: a process that failed before the inner one would leave the others waiting."""
-    old, new = words(folder)
-    trained(folder, tmp_path / "old", old)
+    (old, old_corpus), (new, _) = (text_of(name, **WORDS) for name in TEXTS)
+    drawn_run.make(tmp_path / "old", old, old_corpus)
     inside = []
 
     def collective(act):
@@ -142,22 +126,21 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(folder, tmp_path, monkeyp
     for name in ("run_on_all", "broadcast_from_primary"):
         monkeypatch.setattr(distributed, name, collective)
     config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
-    corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(folder))
-    theirs = read(folder, old).vocabulary
-    assert corpus.vocabulary == theirs and theirs.unknown_id in corpus.train
+    corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(tmp_path))
+    assert corpus.vocabulary == old_corpus.vocabulary and corpus.vocabulary.unknown_id in corpus.train
     components = build(config, vocab_size=corpus.vocabulary.size)
     assert warm_start.load(components, corpus.vocabulary, Run(tmp_path / "new")) is not None
     other = config_tree.replace(config, {"data.tokenizer.line_mark": "none"})
     with pytest.raises(UserError, match=r"data\.tokenizer\.line_mark is none and there eos"):
-        warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(folder))
+        warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(tmp_path))
 
 
 @pytest.mark.full
-def test_a_warm_start_is_recorded_and_happens_once(folder, tmp_path, capfd):
+def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
     """Later starts resume, even if the weights are gone; the numbers are those of a run without a stop."""
-    trained(folder, tmp_path / "old", config_of(folder, "old"))
-    config = config_of(folder, "new", init_from=str(tmp_path / "old"), model__dropout__rate=0.2)
-    corpus, workdir = read(folder, config), Run(tmp_path / "new")
+    drawn_run.make(tmp_path / "old", *text_of("old"))
+    config, corpus = text_of("new", init_from=str(tmp_path / "old"), model__dropout__rate=0.2)
+    workdir = Run(tmp_path / "new")
     stops = iter([False, False, True])
     runs.train(config, corpus, workdir, stop_requested=lambda: next(stops, True))
     record = json.loads(Path(workdir.path, "config.json").read_text())["warm_start"]
@@ -173,11 +156,10 @@ def test_a_warm_start_is_recorded_and_happens_once(folder, tmp_path, capfd):
     assert json.loads(Path(workdir.path, "config.json").read_text())["warm_start"] == record
 
 
-def test_weights_that_changed_before_the_first_checkpoint_are_refused(folder, tmp_path):
-    trained(folder, tmp_path / "old", config_of(folder, "old"))
-    config = config_of(folder, "new", init_from=str(tmp_path / "old"))
-    corpus, workdir = read(folder, config), Run(tmp_path / "new")
-    trained(folder, workdir.path, config)
+def test_weights_that_changed_before_the_first_checkpoint_are_refused(text_of, tmp_path):
+    drawn_run.make(tmp_path / "old", *text_of("old"))
+    config, corpus = text_of("new", init_from=str(tmp_path / "old"))
+    workdir, _ = drawn_run.make(tmp_path / "new", config, corpus)
     with Run.open(workdir.path) as run:
         run.begin(config, corpus, weights={"sha256": "0" * 64, "step": 3})
     with pytest.raises(UserError, match="changed since"):
@@ -189,32 +171,30 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(folder, tm
     [
         ({"model__n_head": 5, "model__d_head": 3}, ["model.n_head", "model.d_head"]),
         ({"model__cutoffs": (100,)}, ["model.cutoffs"]),
-        ({"kind": Tokenizer.WORD}, ["--init_vocabulary=kept"]),
+        ({"data__tokenizer__kind": Tokenizer.WORD}, ["--init_vocabulary=kept"]),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_anything_is_written(folder, tmp_path, changes, named):
-    trained(folder, tmp_path / "old", config_of(folder, "old"))
-    config = config_of(folder, "new", init_from=str(tmp_path / "old"), **changes)
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(text_of, tmp_path, changes, named):
+    drawn_run.make(tmp_path / "old", *text_of("old"))
     with pytest.raises(UserError) as error:
-        runs.train(config, read(folder, config), Run(tmp_path / "new"))
+        runs.train(*text_of("new", init_from=str(tmp_path / "old"), **changes), tmp_path / "new")
     assert all(words in str(error.value) for words in named), error.value
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.full
-def test_every_member_of_an_ensemble_begins_with_the_weights(folder, tmp_path):
+def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
     """New words are drawn by the member's own seed, and a member that is split off keeps the record."""
-    old, new = words(folder)
-    _, parts = trained(folder, tmp_path / "old", old)
-    config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
-    corpus, workdir = read(folder, new), Run(tmp_path / "members")
-    states = []
+    old, old_corpus = text_of("old", **WORDS)
+    _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
+    config, corpus = text_of("new", init_from=str(tmp_path / "old"), **WORDS)
+    states, workdir = [], Run(tmp_path / "members")
     keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
     still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
     members = [{"seed": 1}, {"seed": 2}]
     runs.train(still, corpus, workdir, members=members, hooks=[keep], stop_requested=lambda: True)
     [params] = states
-    theirs = read(folder, old).vocabulary
+    theirs = old_corpus.vocabulary
     for place, word in enumerate(corpus.vocabulary.words):
         first, second = params["embedding"]["table_0"][:, place]
         if word in theirs.words:

@@ -1,10 +1,11 @@
 """Runs as programs make them: opened, trained, stopped, recorded; and the records that do not depend on the clock."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.runs import generate
 from txl_jax.runs import train as train_lib
 from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run, TextInfo
@@ -21,11 +22,6 @@ def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Ou
         return train_lib.train_run(config, corpus, opened, **more)
 
 
-def generate_text(config: ExperimentConfig, run: Any, **more: Any) -> list[bytes]:
-    """Generates with the run in a folder, or in that of a `Run`."""
-    return generate.generate_text(config, Run.read(_path(run)), **more)
-
-
 def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members: Any = ()) -> Run:
     """Records a run in a folder, without training it, and reads it back."""
     with Run.open(path) as run:
@@ -39,15 +35,10 @@ def state_of(run: Any) -> tuple[int, TrainState, dict[str, Any]]:
     return load_state(build_for(run.config, run.text.vocabulary), run, log=print)
 
 
-class StopAfter:
-    """Requests a stop at the `calls`-th question."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def __call__(self):
-        self.calls -= 1
-        return self.calls <= 0
+def stop_after(calls: int) -> Callable[[], bool]:
+    """Requests a stop from the `calls`-th question on."""
+    questions = itertools.count(1)
+    return lambda: next(questions) >= calls
 
 
 def numbers(run):

@@ -107,7 +107,7 @@ def over_segments(read, memory, tokens: np.ndarray, segment_len: int):
     """Nats [B, T - 1] of a text, and the last memory, by (tokens, targets, memory) -> (nats, memory)."""
     found = []
     for first in range(0, tokens.shape[1] - 1, segment_len):
-        end = first + segment_len
+        end = min(first + segment_len, tokens.shape[1] - 1)
         nats, memory = read(tokens[:, first:end], tokens[:, first + 1 : end + 1], memory)
         found.append(nats)
     return np.concatenate(found, axis=1), memory

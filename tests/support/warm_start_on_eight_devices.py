@@ -9,47 +9,34 @@ import tempfile
 from pathlib import Path
 
 from support import drawn_run
-from txl_jax.config import (
-    CorpusName,
-    DataConfig,
-    ExperimentConfig,
-    MeshConfig,
-    ModelConfig,
-    Tokenizer,
-    TokenizerConfig,
-    config_tree,
-)
-from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.config import EvalConfig, MeshConfig, ModelConfig, Tokenizer, config_tree
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
 from txl_jax.runs.convert import convert
 from txl_jax.runs.run import Run
 
 WORDS = [f"w{i}" for i in range(9)]
-
-
-def read(folder: Path, name: str, words: list[str], base: ExperimentConfig) -> tuple[ExperimentConfig, Corpus]:
-    """Returns the config of a text of these words, and the text."""
-    (folder / name).write_text("\n".join(" ".join(words[i:]) for i in range(len(words))) * 9)
-    config = config_tree.replace(base, {"data.file": str(folder / name)})
-    return config, read_corpus(config.data, "nowhere", str(folder))
+CLUSTERS = {"cutoffs": (3, 7), "div_val": 2, "tie_projs": (False,) * 3}
+CHANGES = {
+    "model": ModelConfig(n_layer=2, d_model=16, n_head=4, d_head=5, d_inner=24, **CLUSTERS),
+    "data__tokenizer__kind": Tokenizer.WORD,
+    "train__batch_size": 16,
+    "eval": EvalConfig(),
+    "mesh": MeshConfig(data=1),
+}
 
 
 def main() -> None:
     """Prints JSON: [of one device, of eight]."""
     folder = Path(tempfile.mkdtemp())
-    base = ExperimentConfig(
-        model=ModelConfig(
-            n_layer=2, d_model=16, n_head=4, d_head=5, d_inner=24, cutoffs=(3, 7), div_val=2, tie_projs=(False,) * 3
-        ),
-        data=DataConfig(corpus=CorpusName.TEXT, file="text", tokenizer=TokenizerConfig(kind=Tokenizer.WORD)),
-        mesh=MeshConfig(data=1),
-    )
-    base = config_tree.replace(base, {"train.batch_size": 16})
-    old, corpus = read(folder, "old", WORDS, base)
-    drawn_run.make(folder / "run", old, corpus)
+    texts = []
+    for name, words in (("old", WORDS), ("new", [*WORDS[::-1], "x", "y"])):
+        (folder / name).mkdir()
+        content = "\n".join(" ".join(words[i:]) for i in range(len(words))) * 9
+        texts.append(drawn_run.on_text(folder / name, content.encode(), **CHANGES))
+    old, (config, corpus) = texts
+    drawn_run.make(folder / "run", *old)
     convert(folder / "run", folder / "portable", log=lambda line: None)
-    config, corpus = read(folder, "new", [*WORDS[::-1], "x", "y"], base)
     found = []
     for mesh in (MeshConfig(data=1), MeshConfig(data=2, fsdp=2, tensor=2)):
         on_mesh = config_tree.replace(config, {"mesh": mesh, "init_from": str(folder / "portable")})
