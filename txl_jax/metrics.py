@@ -1,4 +1,4 @@
-"""Metrics from summed nats: loss, bits per character, perplexity. Only here sums are divided by counts."""
+"""Metrics from summed nats: loss, bits per character, perplexity."""
 
 import dataclasses
 import enum

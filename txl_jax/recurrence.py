@@ -1,4 +1,7 @@
-"""Segments of a text, the `lax.scan` over them that carries the memory, and sums of their losses."""
+"""Segments of a text, the `lax.scan` over them that carries the memory, and sums of their losses.
+
+Training scans by itself (`training.step`), as its memory is a part of the training state.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

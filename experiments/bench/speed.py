@@ -197,7 +197,7 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
     lengths, how, vocab_size = components.config.eval, components.config.generate, components.model.vocab_size
     params = timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
     generator = components.generator(components.prepare_params(params))
-    cache = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how).cache
+    cache, *_ = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how)
     rows, limits = generation_arguments(how)
     decode = generator.decode.lower(generator.for_tokens, cache, rows, limits, count=BLOCK).compile()
     call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)

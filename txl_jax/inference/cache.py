@@ -23,20 +23,13 @@ class KVCache(flax.struct.PyTreeNode):
     would have to be cut apart, that is copied, in every step. Keys lie along their last axis, values do not: the
     order in which the products of attention read them (on a CPU, a step of one token takes 1.2 times as long with
     both laid out as the values).
-
-    Attributes:
-      keys: per layer [B, H, E, R]; int8 has a scale per row, head and slot.
-      values: per layer [B, H, R, E]; the same.
-      valid: int32 [B], how many of the newest slots may be seen; at most M.
-      write_index: int32 [], the oldest slot: where the next segment goes; [B] where rows are at places of their own.
-      mem_len: M.
     """
 
-    keys: tuple[jax.Array | Int8, ...]
-    values: tuple[jax.Array | Int8, ...]
-    valid: jax.Array
-    write_index: jax.Array
-    mem_len: int = flax.struct.field(pytree_node=False)
+    keys: tuple[jax.Array | Int8, ...]  # Per layer [B, H, E, R]; int8 has a scale per row, head and slot.
+    values: tuple[jax.Array | Int8, ...]  # Per layer [B, H, R, E]; the same.
+    valid: jax.Array  # int32 [B], how many of the newest slots may be seen, at most M.
+    write_index: jax.Array  # int32 [], the oldest slot, where the next segment goes; [B] if each row has its own.
+    mem_len: int = flax.struct.field(pytree_node=False)  # M
 
     @property
     def capacity(self) -> int:
@@ -57,39 +50,15 @@ def cache_capacity(*, mem_len: int, segment_len: int) -> int:
     return -(-mem_len // segment_len) * segment_len
 
 
-def init_cache(
-    rows: InitialKeyValue, *, batch_size: int, mem_len: int, segment_len: int, dtype: jnp.dtype, start: MemoryStart
-) -> KVCache:
-    """Returns the cache before the first segment of `segment_len` tokens, stored as `dtype`."""
-    capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
-    lead = (batch_size, *rows.keys[0].shape)
-
-    def fill(row: jax.Array, axis: int) -> jax.Array | Int8:
-        ring = jnp.broadcast_to(jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:]))
-        return as_cache_dtype(ring, dtype, axis=5 - axis)
-
-    return KVCache(
-        keys=tuple(fill(row, 3) for row in rows.keys),
-        values=tuple(fill(row, 2) for row in rows.values),
-        valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
-        write_index=jnp.zeros((), jnp.int32),
-        mem_len=mem_len,
-    )
-
-
 def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Array | Int8:
     """Returns keys or values in the cache's dtype. `axis` is E's."""
     return quantize(states, axis=axis) if dtype == jnp.int8 else states.astype(dtype)
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
-    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots.
+    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots; `after` as in `write_slots`.
 
-    Args:
-      cache: The cache. If each row has its own index, L must be 1.
-      keys: Keys per layer.
-      values: Values per layer.
-      after: As of `write_slots`.
+    If each row has its own index, L must be 1.
     """
     n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
     if not capacity:
@@ -115,18 +84,13 @@ def write_slots(
     count: jax.Array | int,
     after: jax.Array,
 ) -> KVCache:
-    """Writes tokens to any slots of the rings: those of single rows, or around the ring's end.
+    """Writes the first `count` of n tokens to any slots of the rings; `valid` and `write_index` stay as they are.
 
-    Args:
-      cache: The cache, whose `valid` and `write_index` stay as they are.
-      keys: Keys per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a segment of one row.
-      values: Values per layer, likewise.
-      rows: int32 [n], the row of each token.
-      slots: int32 [n], the slot of each token.
-      count: Number of tokens to write, at most n. The others are left out.
-      after: Any array that is computed from all reads of the cache. The slots are made to depend on it, since otherwise
-        XLA may write before the last read and then keeps a copy of the whole cache, in every step (on a CPU 21 ms a
-        token more for 12 layers with M = 2100; `lax.optimization_barrier` is removed before it decides).
+    Keys and values are, per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a segment of one row.
+    `rows` and `slots`, int32 [n], are the places of the tokens. `after` is any array that is computed from all reads of
+    the cache. The slots are made to depend on it, since otherwise XLA may write before the last read and then keeps a
+    copy of the whole cache, in every step (on a CPU 21 ms a token more for 12 layers with M = 2100;
+    `lax.optimization_barrier` is removed before it decides).
     """
     slots = _index_after(slots, after)
 
@@ -137,8 +101,7 @@ def write_slots(
             token = jax.lax.dynamic_slice_in_dim(new, i, 1, token_axis)
             return _update(ring, token, {0: rows[i], axis: slots[i]})
 
-        written: jax.Array = jax.lax.fori_loop(0, count, write_token, ring)
-        return written
+        return jax.lax.fori_loop(0, count, write_token, ring)
 
     return _write_rings(cache, keys, values, write_tokens)
 
@@ -172,8 +135,7 @@ def _write_rings(
 
     def write_ring(ring: jax.Array | Int8, new: jax.Array, axis: int) -> jax.Array | Int8:
         stored = as_cache_dtype(new, ring.dtype, axis=5 - axis)
-        found: jax.Array | Int8 = jax.tree.map(lambda ring, new: write_array(ring, new, axis), ring, stored)
-        return found
+        return jax.tree.map(lambda ring, new: write_array(ring, new, axis), ring, stored)
 
     return cache.replace(
         keys=tuple(write_ring(ring, new.swapaxes(2, 3), 3) for ring, new in zip(cache.keys, keys, strict=True)),
@@ -187,21 +149,14 @@ def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start:
     if start is MemoryStart.MASKED:  # Masked slots need no clearing.
         return cache.replace(valid=valid)
 
-    def clear(rings: tuple[Any, ...], fills: tuple[jax.Array, ...], axis: int) -> tuple[Any, ...]:
-        here = marked[:, None, None, None]
-        stored = tuple(as_cache_dtype(fill, ring.dtype, axis=axis) for ring, fill in zip(rings, fills, strict=True))
-        found: tuple[Any, ...] = jax.tree.map(lambda ring, fill: jnp.where(here, fill, ring), rings, stored)
-        return found
-
-    def clear_both(_: int, rings: tuple[Any, Any]) -> tuple[Any, Any]:
-        keys, values = rings
-        return (
-            clear(keys, tuple(row[None, :, :, None] for row in rows.keys), 2),
-            clear(values, tuple(row[None, :, None, :] for row in rows.values), 3),
-        )
+    def clear(_: int, rings: Any) -> Any:
+        dtype, here = cache.keys[0].dtype, marked[:, None, None, None]
+        keys = tuple(as_cache_dtype(row[None, :, :, None], dtype, axis=2) for row in rows.keys)
+        values = tuple(as_cache_dtype(row[None, :, None, :], dtype, axis=3) for row in rows.values)
+        return jax.tree.map(lambda ring, fill: jnp.where(here, fill, ring), rings, (keys, values))
 
     # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not copy them.
-    keys, values = jax.lax.fori_loop(0, jnp.any(marked).astype(jnp.int32), clear_both, (cache.keys, cache.values))
+    keys, values = jax.lax.fori_loop(0, jnp.any(marked).astype(jnp.int32), clear, (cache.keys, cache.values))
     return cache.replace(keys=keys, values=values, valid=valid)
 
 
@@ -226,11 +181,9 @@ def take_unrotated(ready: KVCache, cache: KVCache, rows: jax.Array) -> KVCache:
     def take(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old) if old.ndim else old
 
-    taken: KVCache = jax.tree.map(take, ready, unrotate(cache))
-    return taken
+    return jax.tree.map(take, ready, unrotate(cache))
 
 
 def repeat_rows(cache: KVCache, count: int) -> KVCache:
     """Returns the cache of `count` rows for each row of a cache whose rows share one index."""
-    repeated: KVCache = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0) if array.ndim else array, cache)
-    return repeated
+    return jax.tree.map(lambda array: jnp.repeat(array, count, axis=0) if array.ndim else array, cache)

@@ -15,6 +15,7 @@ run `decode_block`. State between calls is the cache on the device. The host kee
   nothing stays where it is. It computes all the same, and overwrites its oldest slot: the ring needs M + 1 slots.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -80,9 +81,6 @@ def decode_block(
     Args:
       params: Parameters for single tokens.
       cache: The cache of R rows, with one index or with an index per row; to be donated.
-      rows: What each row does.
-      limits: How tokens are drawn.
-      count: Maximum number of steps.
       top: Number of most likely tokens to score beside each drawn one, or 0 to score nothing.
 
     Returns:
@@ -145,23 +143,21 @@ def prefill_row(
     """
     own = take_row(cache, row)
     first = own.write_index[0]
-    states = forward.apply_layers(params, tokens[None], own.replace(write_index=first))
+    hidden, keys, values = forward.apply_layers(params, tokens[None], own.replace(write_index=first))
     slots = (first + jnp.arange(len(tokens), dtype=jnp.int32)) % cache.capacity
     where = jnp.full(len(tokens), row), slots
-    cache = cache_lib.write_slots(cache, states.keys, states.values, *where, count=count, after=states.hidden)
-    return cache, forward.finish(params, states.hidden)[0]
+    cache = cache_lib.write_slots(cache, keys, values, *where, count=count, after=hidden)
+    return cache, forward.finish(params, hidden)[0]
 
 
 def take_row(cache: KVCache, row: jax.Array) -> KVCache:
     """Returns the cache of one row, [1, ..]. Each row has its own index."""
-    found: KVCache = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, row, 1), cache)
-    return found
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, row, 1), cache)
 
 
 def put_row(cache: KVCache, row: jax.Array, own: KVCache) -> KVCache:
     """Returns the cache with the contents of one row replaced by `own`, [1, ..]; the cache is to be donated."""
-    found: KVCache = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own)
-    return found
+    return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own)
 
 
 def score(params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: int) -> Scores:
@@ -175,13 +171,6 @@ def score(params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: i
 
 def score_if(wanted: jax.Array, params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: int) -> Scores:
     """Computes `score` if it is wanted, and zeros otherwise."""
-
-    def compute() -> Scores:
-        return score(params, hidden, targets, top=top)
-
-    def nothing() -> Scores:
-        zeros: Scores = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), jax.eval_shape(compute))
-        return zeros
-
-    found: Scores = jax.lax.cond(wanted, compute, nothing)
-    return found
+    compute = functools.partial(score, params, hidden, targets, top=top)
+    shapes = jax.eval_shape(compute)
+    return jax.lax.cond(wanted, compute, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes))

@@ -18,7 +18,7 @@ that is copy them, in every step. Compile time therefore grows with N (0.2 s a l
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,30 +33,29 @@ from txl_jax.modules.block import feed_forward
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import CachedVisibility, cached_attention
-from txl_jax.ops.matmul import project
+from txl_jax.ops.matmul import Int8, project
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
-
-
-class SegmentStates(NamedTuple):
-    """States of a segment, of which nothing is in the cache yet."""
-
-    hidden: jax.Array  # [B, L, D], of the last layer, before `finish`.
-    keys: Sequence[jax.Array]  # Per layer [B, H, L, E].
-    values: Sequence[jax.Array]  # Per layer [B, H, L, E].
 
 
 def init_cache(
     params: DecodeParams, *, batch_size: int, mem_len: int, segment_len: int, dtype: jnp.dtype | None = None
 ) -> KVCache:
     """Returns the cache before the first segment, stored as `dtype`, or in the model's compute type if that is None."""
-    return cache_lib.init_cache(
-        params.initial,
-        batch_size=batch_size,
+    c, initial = params.model.config, params.initial
+    capacity = cache_lib.cache_capacity(mem_len=mem_len, segment_len=segment_len)
+    lead = (batch_size, *initial.keys[0].shape)
+
+    def fill(row: jax.Array, axis: int) -> jax.Array | Int8:
+        ring = jnp.broadcast_to(jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:]))
+        return cache_lib.as_cache_dtype(ring, dtype or jnp.dtype(c.dtype), axis=5 - axis)
+
+    return KVCache(
+        keys=tuple(fill(row, 3) for row in initial.keys),
+        values=tuple(fill(row, 2) for row in initial.values),
+        valid=jnp.full((batch_size,), memory_lib.start_valid(mem_len, c.compat.memory_start), jnp.int32),
+        write_index=jnp.zeros((), jnp.int32),
         mem_len=mem_len,
-        segment_len=segment_len,
-        dtype=dtype or jnp.dtype(params.model.config.dtype),
-        start=params.model.config.compat.memory_start,
     )
 
 
@@ -64,9 +63,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
 
     Args:
-      params: Prepared parameters.
       tokens: int [B, L], L at most the one of `prepare_params`; L = 1 if each row of the cache has its own index.
-      cache: The cache before the segment.
 
     Returns:
       Hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
@@ -85,17 +82,19 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
             f"the segment has {segment_len} tokens and the cache a ring of {cache.capacity} slots, which segments must "
             "fill evenly; make the cache for this segment length"
         )
-    states = apply_layers(params, tokens, cache)
-    cache = cache_lib.write(cache, states.keys, states.values, after=states.hidden)
+    hidden, keys, values = apply_layers(params, tokens, cache)
+    cache = cache_lib.write(cache, keys, values, after=hidden)
     if (documents := memory_lib.documents(tokens, params.model.end_token)) is not None:
         cache = cache.replace(valid=documents.valid(cache.valid))
-    return finish(params, states.hidden), cache
+    return finish(params, hidden), cache
 
 
-def apply_layers(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> SegmentStates:
-    """Computes what `forward` does without writing to the cache, whose index may be any. `finish` has what follows.
+def apply_layers(
+    params: DecodeParams, tokens: jax.Array, cache: KVCache
+) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
+    """Computes what `forward` does before `finish`, without writing to the cache, whose index may be any, or [B].
 
-    The rows of the cache may also be at indices of their own: `write_index` [B].
+    int [B, L] -> hidden states [B, L, D], and keys and values per layer, each [B, H, L, E].
     """
     model = params.model
     documents = memory_lib.documents(tokens, model.end_token)  # None unless data.reset_at keeps documents apart.
@@ -110,13 +109,12 @@ def apply_layers(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> Seg
         hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
         values.append(value)
-    return SegmentStates(hidden, keys, values)
+    return hidden, keys, values
 
 
 def finish(params: DecodeParams, hidden: jax.Array) -> jax.Array:
     """Computes the softmax's inputs from the last layer's states: [B, L, D] -> [B, L, D]."""
-    found: jax.Array = apply(params.model, params.embed_and_norm, hidden, method=params.model.finish)
-    return found
+    return apply(params.model, params.embed_and_norm, hidden, method=params.model.finish)
 
 
 def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Array:
@@ -142,7 +140,7 @@ def _forward_layer(
     if position_keys is not None:
         position = _biased(query, position_keys.bias), position_keys.key, position_keys.score
     content = _biased(query, layer.content_bias), key, value, ring
-    attended = _attend(*content, position, visibility, implementation=model.implementations.cached)
+    attended = _attend(*content, position, visibility, model.implementations.cached)
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
     if pre:
@@ -159,7 +157,7 @@ def _attend(
     ring: Any,
     position: Any,
     visibility: CachedVisibility,
-    **how: Any,
+    path: Any,
 ) -> jax.Array:
     """Computes `cached_attention`, row by row where each is at an index of its own.
 
@@ -167,18 +165,17 @@ def _attend(
     are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an AMD EPYC).
     """
     if jnp.ndim(visibility.write_index) == 0:
-        return cached_attention(query, key, value, ring, position, visibility, **how)
+        return cached_attention(query, key, value, ring, position, visibility, implementation=path)
     position_query, *of_all = (None,) if position is None else position
 
     def of_row(of_one: Any, write_index: jax.Array) -> jax.Array:
         query, key, value, ring, position_query, valid, start = jax.tree.map(lambda array: array[None], of_one)
         own = dataclasses.replace(visibility, valid=valid, write_index=write_index, document_start=start)
         place = None if position is None else (position_query, *of_all)
-        return cached_attention(query, key, value, ring, place, own, **how)[0]
+        return cached_attention(query, key, value, ring, place, own, implementation=path)[0]
 
     rows = query, key, value, ring, position_query, visibility.valid, visibility.document_start
-    attended: jax.Array = jax.vmap(of_row)(rows, visibility.write_index)
-    return attended
+    return jax.vmap(of_row)(rows, visibility.write_index)
 
 
 def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:

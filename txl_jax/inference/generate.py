@@ -14,7 +14,7 @@ same however long the text becomes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,25 +32,17 @@ from txl_jax.inference.scorer import memory_dtype
 from txl_jax.runtime import distributed
 from txl_jax.sharding import bind_mesh
 
-
-class Started(NamedTuple):
-    """R rows whose prompts are read, but for the last tokens."""
-
-    cache: KVCache
-    given: np.ndarray  # int32 [R, G], as of `decode.Rows`.
-    number: np.ndarray  # int32 [R], as of `decode.Rows`: below 0 by the prompt's tokens before the last one.
+# Rows whose prompts are read, but for the last tokens: the cache, and `given` [R, G] and `number` [R] of `decode.Rows`.
+Started = tuple[KVCache, np.ndarray, np.ndarray]
 
 
 class Generator:
     """Compiled functions that generate text with prepared parameters, at the lengths of evaluation."""
 
     def __init__(self, params: DecodeParams, eval_config: EvalConfig, *, mesh: Mesh | AbstractMesh | None = None):
-        """Compiles nothing yet.
+        """Compiles nothing yet, with parameters as evaluation prepares them (`Scorer.prepare_params`).
 
-        Args:
-          params: Parameters as evaluation prepares them (`Scorer.prepare_params`).
-          eval_config: Segment and memory lengths, and the dtype of stored keys and values.
-          mesh: The devices that the model is built for, or None for one device or the mesh that the caller enters.
+        `mesh` has the devices that the model is built for. None means one device, or the mesh that the caller enters.
         """
         self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
         self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
@@ -81,7 +73,6 @@ class Generator:
 
         Args:
           prompt: int [T], at least one token, read once for all samples.
-          config: Samples, length, seed and how tokens are drawn.
           stop_token: A sample ends with this token, or only at `config.length` if it is None.
           block: Tokens per call. More is a little faster, fewer are seen sooner.
           stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
@@ -113,7 +104,7 @@ class Generator:
             cache, *_ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=given.shape[1])
         if config.samples > 1:
             cache = self._repeat(cache, config.samples)
-        return Started(cache, np.full((config.samples, 1), prompt[-1], np.int32), np.zeros(config.samples, np.int32))
+        return cache, np.full((config.samples, 1), prompt[-1], np.int32), np.zeros(config.samples, np.int32)
 
     def pieces(
         self,
@@ -128,14 +119,8 @@ class Generator:
     ) -> Iterator[tuple[int, str]]:
         """Yields the texts after all prompts in pieces, each with its prompt's number; each text is as for it alone.
 
-        Args:
-          prompts: Ids [T] of at least one token.
-          config: Maximum tokens of a text, and how they are drawn.
-          seeds: One per prompt.
-          decode: Returns the bytes of ids.
-          stop_token: Ends a text, which includes it; None if nothing does.
-          stop_strings: End a text, which does not include them.
-          batch_size: Maximum number of prompts continued side by side.
+        A prompt [T] has at least one token. `decode` returns the bytes of ids. A text includes the `stop_token` that
+        ends it, but not the stop string. At most `batch_size` prompts are continued side by side.
         """
         order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         for first in range(0, len(order), batch_size):
@@ -179,7 +164,7 @@ class Generator:
             memory = self._read(self.for_segments, memory, tokens)
             if np.any(ends := n_whole == number):
                 ready = self._take(ready, memory, ends)
-        return Started(ready, given, -n_rest.astype(np.int32))
+        return ready, given, -n_rest.astype(np.int32)
 
     def _blocks(
         self,
@@ -190,19 +175,10 @@ class Generator:
         stop_token: int | None,
         block: int = 16,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Draws tokens until every row has `config.length` of them or has ended.
+        """Yields tokens int32 [R, up to `block`], and their numbers, until every row has `config.length` or has ended.
 
-        Args:
-          started: The rows.
-          keys: `row_key` of each row.
-          config: Length, and how tokens are drawn.
-          ended: bool [R], read before each call: rows of which nothing more is wanted.
-          stop_token: Ends a row, or None.
-          block: Steps per call.
-
-        Yields:
-          Tokens int32 [R, up to `block`], and their numbers in their rows. Numbers below 0 or from the length on count
-          steps without a token.
+        Numbers below 0 or from the length on count steps without a token. `ended`, bool [R], is read before each call:
+        nothing more is wanted of those rows.
         """
         cache, given, number = started
         of_keys, stop = np.stack(keys), np.int32(-1 if stop_token is None else stop_token)

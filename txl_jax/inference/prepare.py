@@ -59,8 +59,7 @@ class DecodeParams(flax.struct.PyTreeNode):
         def shorten(layer: Layer) -> Layer:
             if (keys := layer.position_keys) is None:
                 return layer
-            tables = jax.tree.map(lambda table: table[..., -(mem_len + 1) :], (keys.key, keys.score))
-            key, score = tables
+            key, score = jax.tree.map(lambda table: table[..., -(mem_len + 1) :], (keys.key, keys.score))
             return layer.replace(position_keys=keys.replace(key=key, score=score))
 
         return self.replace(layers=tuple(map(shorten, self.layers)), max_keys=mem_len + 1)
@@ -80,11 +79,7 @@ def prepare_params(
     """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted.
 
     Args:
-      params: The model's parameters.
-      model: The model.
       window: Maximum keys of a query, itself included, or None if only the cache limits them.
-      segment_len: L.
-      mem_len: M.
       clamp_len: Distances above it share one position code, or None to tell all apart.
       weight_dtype: Dtype of the matrices that every token is multiplied with, or None for the model's. For int8
         `check_devices` has to allow the mesh.
@@ -92,7 +87,7 @@ def prepare_params(
         rows on a CPU. It changes nothing but speed and rounding.
     """
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
-    lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
+    lengths = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
     stacked, shared = params["stack"]["layers"], params["stack"].get("biases")
     each = [jax.tree.map(lambda stack, i=i: stack[i], stacked) for i in range(model.config.n_layer)]
     layers = tuple(_prepare_layer(layer, shared, model, **lengths) for layer in each)
@@ -103,7 +98,11 @@ def prepare_params(
     if transposed:
         layers = tuple(_with_matrices(layer, _transpose) for layer in layers)
     return DecodeParams(
-        embed_and_norm=_cast({name: part for name, part in params.items() if name not in ("stack", "softmax")}, model),
+        # Matrices in the compute type. Vectors (biases, scales of norms) stay as they are.
+        embed_and_norm=jax.tree.map(
+            lambda leaf: leaf.astype(model.config.dtype) if leaf.ndim > 1 else leaf,
+            {name: part for name, part in params.items() if name not in ("stack", "softmax")},
+        ),
         layers=layers,
         clusters=clusters,
         initial=initial,
@@ -141,14 +140,11 @@ def query_key_value(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Arr
     return query, key, value
 
 
-def _prepare_layer(
-    params: Any, shared: Any, model: TransformerXL, *, segment_len: int, capacity: int, clamp_len: int | None
-) -> Layer:
+def _prepare_layer(params: Any, shared: Any, model: TransformerXL, **lengths: Any) -> Layer:
     """Prepares one layer of the model's parameters. `shared` has the encoding's parameters of all layers."""
     c, attention = model.config, params["attention"]
     dtype = jnp.dtype(c.dtype)
     parts = attention["query"] * c.d_head**-0.5, attention["key"], attention["value"]
-    lengths: dict[str, Any] = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
     terms = encoding_of(c).decode_terms(params, shared, **lengths)
     return Layer(
         query_key_value=jnp.stack(parts, axis=1).astype(dtype),
@@ -165,9 +161,7 @@ def _dense(params: Any, name: str, dtype: jnp.dtype) -> Dense:
 
 def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> InitialKeyValue:
     """Computes keys and values of a state of zeros: zeros themselves, unless a layer norm with a bias comes first."""
-    dtype = jnp.dtype(model.config.dtype)
-    zeros = jnp.zeros((1, 1, model.config.d_model), dtype)
-    keys, values = [], []
+    zeros, keys, values = jnp.zeros((1, 1, model.config.d_model), jnp.dtype(model.config.dtype)), [], []
     for layer in layers:
         pre = model.config.layer_norm is NormPlace.PRE
         _, key, value = query_key_value(layer, norm_of(model, layer.norms[0])(zeros) if pre else zeros)
@@ -176,19 +170,12 @@ def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> Initial
     return InitialKeyValue(tuple(keys), tuple(values))
 
 
-def _cast(params: Any, model: TransformerXL) -> Any:
-    """Casts matrices to the compute type. Vectors (biases, scales of norms) stay as they are."""
-    dtype = jnp.dtype(model.config.dtype)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim > 1 else leaf, params)
-
-
 def _with_matrices(layer: Layer, change: Callable[[jax.Array], Any]) -> Layer:
     """Returns a layer with `change` applied to each of its matrices [n, ..]."""
     inner, outer = (dense._replace(kernel=change(dense.kernel)) for dense in layer.feed_forward)
-    changed: Layer = layer.replace(
+    return layer.replace(
         query_key_value=change(layer.query_key_value), output=change(layer.output), feed_forward=(inner, outer)
     )
-    return changed
 
 
 def _transpose(kernel: Any) -> Any:

@@ -48,7 +48,6 @@ def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[
 
 
 def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
-    """Returns the scorer of a Transformer-XL."""
     lengths: dict[str, Any] = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
 
     def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
@@ -57,9 +56,6 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
             weights = weights.replace(clusters=(cluster._replace(bias=cluster.bias / eval_config.temperature),))
             hidden = hidden / eval_config.temperature
         return forward.nll(weights, hidden, targets)
-
-    def reset(weights: Any, memory: Any, rows: jax.Array) -> Any:
-        return cache_lib.reset_cache(memory, rows, weights.initial, model.config.compat.memory_start)
 
     return Scorer(
         prepare_params=functools.partial(
@@ -71,33 +67,27 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
             **lengths,
         ),
         init_memory=functools.partial(
-            forward.init_cache,
-            batch_size=eval_config.batch_size,
-            dtype=memory_dtype(model, eval_config),
-            **lengths,
+            forward.init_cache, batch_size=eval_config.batch_size, dtype=memory_dtype(model, eval_config), **lengths
         ),
         forward=lambda weights, memory, tokens: forward.forward(weights, tokens, memory),
         nll=nll,
-        reset=reset,
+        reset=lambda weights, memory, rows: cache_lib.reset_cache(
+            memory, rows, weights.initial, model.config.compat.memory_start
+        ),
     )
 
 
 def _of_recurrent(model: RecurrentModel, eval_config: EvalConfig) -> Scorer:
     """Returns the scorer of an RNN; nothing is prepared, the weights are the parameters."""
 
-    def step(params: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        found: Any = model.apply({"params": params}, tokens, memory)
-        return found
-
-    def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> Any:
         params, hidden = at_temperature(params, hidden, eval_config.temperature)
-        nll: Any = model.apply({"params": params}, hidden, targets, method=model.nll)
-        return nll
+        return model.apply({"params": params}, hidden, targets, method=model.nll)
 
     return Scorer(
         prepare_params=lambda params: params,
         init_memory=lambda params: model.init_memory(batch_size=eval_config.batch_size, mem_len=eval_config.mem_len),
-        forward=step,
+        forward=lambda params, memory, tokens: model.apply({"params": params}, tokens, memory),
         nll=nll,
         reset=lambda params, memory, rows: memory_lib.reset(memory, rows, MemoryStart.MASKED),
     )

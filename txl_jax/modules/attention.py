@@ -41,13 +41,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, segment: jax.Array, states: Sequence[jax.Array], context: LayerContext) -> jax.Array:
-        """Computes the branch's outputs [B, L, D].
-
-        Args:
-          segment: [B, L, D], where queries come from.
-          states: [B, M, D] and [B, L, D], memory and segment, where keys and values come from.
-          context: Inputs shared by all layers, with this layer's parameters of the encoding.
-        """
+        """Computes the outputs [B, L, D], with keys and values from `states`: memory and segment."""
         c, dtype, deterministic = self.config, segment.dtype, context.deterministic
         inward = axes.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 

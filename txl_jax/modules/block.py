@@ -1,5 +1,6 @@
 """One layer with its feed-forward network, and the stack of N layers as one `nn.scan`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,11 +59,10 @@ class FeedForward(nn.Module):
         c = self.config
         inner = self._parameters("inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER))
         outer = self._parameters("outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED))
-
-        def drop(states: jax.Array) -> jax.Array:
-            return dropout(c, c.dropout.rate, deterministic=deterministic)(states)
-
-        return feed_forward(inputs, inner, outer, drop)
+        # Two modules, each with a random stream of its own.
+        return feed_forward(
+            inputs, inner, outer, lambda states: dropout(c, c.dropout.rate, deterministic=deterministic)(states)
+        )
 
     def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
         """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
@@ -96,11 +96,7 @@ class Block(nn.Module):
         attention_norm, feed_forward_norm = layer_norm("attention_norm", c), layer_norm("feed_forward_norm", c)
         encoding = encoding_of(c)
         context = context.replace(parameters=encoding.layer_parameters(context.parameters))
-
-        def feed(states: jax.Array) -> jax.Array:
-            fed: jax.Array = feed_forward(states, deterministic=context.deterministic)
-            return fed
-
+        feed = functools.partial(feed_forward, deterministic=context.deterministic)
         inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
             middle = attention_norm(inputs + attention(inputs, (memory, inputs), context))

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from txl_jax.config import ModelConfig
 from txl_jax.modules.dropout import is_on
 from txl_jax.ops import adaptive_softmax
+from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.sharding import axes
+
+Tied = tuple[Sequence[jax.Array], Sequence[jax.Array | None]]  # The embedding's tables and projections.
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
@@ -22,9 +25,9 @@ def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
 class Embedding(nn.Module):
     """Embedding with a table and a projection per cluster; with div_val 1 all clusters share one table.
 
-    Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width, D]. A
-    projection exists for every cluster if div_val > 1, even where its width is D, and for the single
-    table if d_embed is not d_model. Both are public: a tied softmax uses them.
+    Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width, D]. A projection
+    exists for every cluster if div_val > 1, even where its width is D, and for the single table if d_embed is not
+    d_model. Both are public: a tied softmax uses them.
     """
 
     config: ModelConfig
@@ -55,10 +58,8 @@ class Embedding(nn.Module):
         two norms in each of 16 layers gradients overflow.
         """
         c = self.config
-        clusters = [
-            adaptive_softmax.Cluster(table, None, projection)
-            for table, projection in zip(self.tables, self.projections, strict=True)
-        ]
+        of_clusters = zip(self.tables, self.projections, strict=True)
+        clusters = [Cluster(table, None, projection) for table, projection in of_clusters]
         cutoffs = c.cutoffs if len(clusters) > 1 else ()
         vectors = adaptive_softmax.embed(tokens, clusters, cutoffs, dtype=jnp.dtype(c.dtype))
         embedded = vectors * c.d_model**0.5
@@ -74,10 +75,9 @@ class Embedding(nn.Module):
 class Softmax(nn.Module):
     """Adaptive softmax; its parameters are those that are not tied to the embedding.
 
-    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for
-    each cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`, and only
-    where div_val > 1 or d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed] and
-    `tail_bias` [C - 1].
+    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for each
+    cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`, and only where div_val > 1 or
+    d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed] and `tail_bias` [C - 1].
     """
 
     config: ModelConfig
@@ -108,47 +108,32 @@ class Softmax(nn.Module):
             self.tail_table = self.param("tail_table", tail_table, (n_tail, c.embed_width))
             self.tail_bias = self.param("tail_bias", axes.zeros(axes.CLUSTERS), (n_tail,))
 
-    def nll(
-        self,
-        hidden: jax.Array,
-        targets: jax.Array,
-        tables: Sequence[jax.Array],
-        projections: Sequence[jax.Array | None],
-    ) -> jax.Array:
-        """Computes the nats of each target, [B, L]; `tables` and `projections` are the embedding's."""
-        clusters, tails = self._weights(tables, projections)
+    def nll(self, hidden: jax.Array, targets: jax.Array, tied: Tied) -> jax.Array:
+        """Computes the nats of each target, [B, L]."""
+        clusters, tails = self._weights(tied)
         return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
 
-    def log_probabilities(
-        self, hidden: jax.Array, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
-    ) -> jax.Array:
+    def log_probabilities(self, hidden: jax.Array, tied: Tied) -> jax.Array:
         """Computes the log probabilities (logprobs) of all tokens, [B, L, V]."""
-        clusters, tails = self._weights(tables, projections)
+        clusters, tails = self._weights(tied)
         return adaptive_softmax.log_probabilities(hidden, clusters, tails)
 
-    def clusters(
-        self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
-    ) -> list[adaptive_softmax.Cluster]:
+    def clusters(self, tied: Tied) -> list[Cluster]:
         """Returns the clusters' weights in the compute type, the head ending with the tails' entries."""
-        clusters, tails = self._weights(tables, projections)
+        clusters, tails = self._weights(tied)
         return [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]]
 
-    def _weights(
-        self, tables: Sequence[jax.Array], projections: Sequence[jax.Array | None]
-    ) -> tuple[list[adaptive_softmax.Cluster], adaptive_softmax.TailEntries | None]:
+    def _weights(self, tied: Tied) -> tuple[list[Cluster], TailEntries | None]:
         """Returns the clusters' weights in the compute type, tied ones taken from the embedding."""
-        c = self.config
-        tables = [tied if own is None else own for own, tied in zip(self.own_tables, tables, strict=True)]
+        c, (tables, projections) = self.config, tied
+        tables = [theirs if own is None else own for own, theirs in zip(self.own_tables, tables, strict=True)]
         clusters, start = [], 0
         for i, size in enumerate(self.sizes):
             table = tables[i] if c.div_val > 1 else tables[0][start : start + size]
             projection = None
             if c.has_projections:
-                own, tied = self.own_projections[i], projections[i if c.div_val > 1 else 0]
-                projection = jnp.asarray(tied if own is None else own, c.dtype)
-            clusters.append(
-                adaptive_softmax.Cluster(table.astype(c.dtype), self.bias[start : start + size], projection)
-            )
+                own, theirs = self.own_projections[i], projections[i if c.div_val > 1 else 0]
+                projection = jnp.asarray(theirs if own is None else own, c.dtype)
+            clusters.append(Cluster(table.astype(c.dtype), self.bias[start : start + size], projection))
             start += size
-        tails = adaptive_softmax.TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None
-        return clusters, tails
+        return clusters, TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None

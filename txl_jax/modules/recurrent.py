@@ -56,14 +56,9 @@ class RecurrentModel(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the outputs [B, L, D] of the last layer, and the states at the segment's end.
+        """Computes the outputs [B, L, D] of the last layer, and the states at the segment's end, of tokens [B, L].
 
-        Args:
-          tokens: int [B, L].
-          memory: the states before it.
-          clamp_len: no effect.
-          same_length: no effect.
-          deterministic: no dropout; otherwise an rng named "dropout" is needed.
+        `clamp_len` and `same_length` have no effect. Dropout needs an rng named "dropout".
         """
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
@@ -82,11 +77,11 @@ class RecurrentModel(nn.Module):
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
-        return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
+        return self.softmax.nll(hidden, targets, (self.embedding.tables, self.embedding.projections))
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
         """Computes the log probabilities (logprobs) of all tokens: [B, L, D] -> [B, L, V]."""
-        return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
+        return self.softmax.log_probabilities(hidden, (self.embedding.tables, self.embedding.projections))
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns an empty memory; `mem_len` has no effect."""
@@ -106,17 +101,11 @@ def _make_layer(config: ModelConfig, number: int) -> nn.Module:
 
 
 class QRNNLayer(nn.Module):
-    """Convolution over the newest `window` inputs, then fo-pooling.
+    """Convolution over the newest `window` inputs, then fo-pooling."""
 
-    Attributes:
-      features: D, cells; the inputs are as wide.
-      window: positions that a gate reads, 1 or 2.
-      dtype: compute type of the convolution; the pooling is in float32 at least, as a cell sums over a whole text.
-    """
-
-    features: int
-    window: int
-    dtype: jnp.dtype
+    features: int  # D, cells; the inputs are as wide.
+    window: int  # Positions that a gate reads, 1 or 2.
+    dtype: jnp.dtype  # Of the convolution. The pooling has float32 at least, as a cell sums over a whole text.
     param_dtype: jnp.dtype
 
     @nn.compact
@@ -135,16 +124,7 @@ class QRNNLayer(nn.Module):
 
 
 def fo_pool(candidates: jax.Array, forget: jax.Array, cell: jax.Array) -> jax.Array:
-    """Computes the cells c_t = f_t c_{t-1} + (1 - f_t) z_t of all positions.
-
-    Args:
-      candidates: z [B, L, D].
-      forget: f [B, L, D].
-      cell: c_0 [B, D].
-
-    Returns:
-      c_1 to c_L [B, L, D].
-    """
+    """Computes c_t = f_t c_{t-1} + (1 - f_t) z_t: z and f [B, L, D], c_0 [B, D] -> c_1 to c_L [B, L, D]."""
 
     def after(first: State, second: State) -> State:
         """Joins the steps c -> a c + b of two parts of the segment, the first part's before the second's."""

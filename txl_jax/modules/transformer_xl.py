@@ -4,8 +4,8 @@
     hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False, deterministic=True)
     nll = model.apply(variables, hidden, targets, method=model.nll)
 
-Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ from
-call to call. Inference computes the same with prepared parameters and a KV cache: `txl_jax.inference.forward`.
+Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ from call to call.
+Inference computes the same with prepared parameters and a KV cache: `txl_jax.inference.forward`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from txl_jax.modules.attention import LayerContext, keep
 from txl_jax.modules.block import Stack, layer_norm
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
-from txl_jax.modules.positions import PositionEncoding, encoding_of
+from txl_jax.modules.positions import encoding_of
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import Implementations, Visibility
 
@@ -49,11 +49,6 @@ class TransformerXL(nn.Module):
         self.drop_output = dropout(c, c.dropout.output_rate)
 
     @property
-    def encoding(self) -> PositionEncoding:
-        """The position encoding."""
-        return encoding_of(self.config)
-
-    @property
     def implementations(self) -> Implementations:
         """The implementations of attention, chosen or to be chosen."""
         path = str(self.config.attention)
@@ -75,20 +70,20 @@ class TransformerXL(nn.Module):
             floats [B, L, D] in place of their embeddings (`embed_tokens`); `init` with floats creates the layers only,
             without embedding and softmax.
           memory: M slots before it.
-          clamp_len: distances above this share one position code; None: off.
-          same_length: every query sees the same number of keys, M (or M + 1, see `model.compat`).
-          deterministic: no dropout; otherwise an rng named "dropout" is needed.
+          clamp_len: Distances above this share one position code, or None to tell all apart.
+          same_length: Whether every query sees the same number of keys, M (or M + 1, see `model.compat`).
+          deterministic: Whether there is no dropout, which needs an rng named "dropout".
 
         Returns:
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
 
         Raises:
-          UserError: tokens or embeddings of another shape, or a memory of other layers or rows.
+          UserError: If tokens or embeddings have another shape, or the memory other layers or rows.
         """
         memory.check(tokens, self.config.n_layer)
         segment_len, mem_len = tokens.shape[1], memory.mem_len
         drop = functools.partial(self.drop_input, deterministic=deterministic)
-        codes = self.encoding.shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
+        codes = encoding_of(self.config).shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.config.compat.window(mem_len, same_length=same_length)
         documents = memory_lib.documents(tokens, self.end_token)  # None unless data.reset_at keeps documents apart.
         start = None if documents is None else documents.start
@@ -114,12 +109,11 @@ class TransformerXL(nn.Module):
             embedded = tokens.astype(self.config.dtype)
         else:
             embedded = self.embed_tokens(tokens, deterministic=deterministic)
-        return self.encoding.add_to_embedding(embedded, clamp_len=clamp_len)
+        return encoding_of(self.config).add_to_embedding(embedded, clamp_len=clamp_len)
 
     def embed_tokens(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Computes the embeddings of tokens, multiplied by sqrt(D), without positions: int [B, L] -> [B, L, D]."""
-        embedded: jax.Array = self.embedding(tokens, deterministic=deterministic)
-        return embedded
+        return self.embedding(tokens, deterministic=deterministic)
 
     def finish(self, hidden: jax.Array) -> jax.Array:
         """Computes the input of the softmax from the last layer's outputs [B, L, D], without dropout."""
@@ -129,15 +123,15 @@ class TransformerXL(nn.Module):
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
-        return self.softmax.nll(hidden, targets, self.embedding.tables, self.embedding.projections)
+        return self.softmax.nll(hidden, targets, (self.embedding.tables, self.embedding.projections))
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
         """Computes log probabilities of all tokens: [B, L, D] -> [B, L, V]."""
-        return self.softmax.log_probabilities(hidden, self.embedding.tables, self.embedding.projections)
+        return self.softmax.log_probabilities(hidden, (self.embedding.tables, self.embedding.projections))
 
     def clusters(self) -> list[adaptive_softmax.Cluster]:
         """Returns the softmax's weights, in the layout of `ops.adaptive_softmax`."""
-        return self.softmax.clusters(self.embedding.tables, self.embedding.projections)
+        return self.softmax.clusters((self.embedding.tables, self.embedding.projections))
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns the memory before the first segment, in the compute type."""

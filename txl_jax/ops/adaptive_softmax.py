@@ -27,7 +27,7 @@ class Cluster(NamedTuple):
     """The weights of one cluster."""
 
     table: Any  # [rows, width], an array; at inference perhaps `Int8Table`.
-    bias: jax.Array | None  # [rows]; None on the input side.
+    bias: Any  # [rows], or None on the input side.
     projection: Any  # [width, D], the same, or None if the width is D.
 
 
@@ -64,12 +64,10 @@ def negative_log_likelihood(
     A tail is computed only at the positions whose target lies in it.
 
     Args:
-      hidden: [B, ..., D].
-      targets: int [B, ...].
-      clusters: the head and the tails.
-      tails: the head's entries for the tails, or None without tails or if the head ends with them (`with_tails`).
-      cutoffs: first token of each tail.
-      chunk_size: positions of a tail that a device computes at a time, or None for `_tail_chunk_size`.
+      clusters: The head and the tails.
+      tails: The head's entries for the tails, or None without tails or if the head ends with them (`with_tails`).
+      cutoffs: The first token of each tail.
+      chunk_size: Positions of a tail that a device computes at a time, or None for `_tail_chunk_size`.
     """
     vocab_axis = sharding.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
@@ -81,15 +79,10 @@ def negative_log_likelihood(
 
 
 def _embed(
-    tokens: jax.Array,
-    *,
-    clusters: Sequence[Cluster],
-    cutoffs: Sequence[int],
-    dtype: jnp.dtype,
-    vocab_axis: str | None,
+    tokens: jax.Array, *, clusters: Sequence[Cluster], cutoffs: Sequence[int], dtype: jnp.dtype, vocab_axis: str | None
 ) -> jax.Array:
     """`embed` on one device; `vocab_axis`: the mesh axis over which the tables' rows are sharded, or None."""
-    total: jax.Array | None = None
+    total: Any = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
         rows = cluster.table.shape[0]
         place = tokens - start - _first_row(rows, vocab_axis)
@@ -102,7 +95,6 @@ def _embed(
         if vocab_axis is None and len(clusters) > 1:
             vectors = jnp.where(inside, vectors, 0)
         total = vectors if total is None else total + vectors
-    assert total is not None, "there is a head at least"
     return total
 
 
@@ -152,8 +144,8 @@ def _cluster_nll(cluster: Cluster, hidden: jax.Array, labels: jax.Array, *, voca
     """Nats of labels of one cluster: [..., D] and int [...] -> [...]; `vocab_axis` as in `_nll`."""
     if vocab_axis is None:
         return optax.softmax_cross_entropy_with_integer_labels(logits(hidden, cluster), labels)
-    own = _sharded_softmax(logits(hidden, cluster), labels, vocab_axis=vocab_axis)
-    return own.log_total - own.target
+    log_total, target = _sharded_softmax(logits(hidden, cluster), labels, vocab_axis=vocab_axis)
+    return log_total - target
 
 
 def _head_nll(
@@ -169,24 +161,20 @@ def _head_nll(
     if vocab_axis is None or tails is None:
         return _cluster_nll(with_tails(head, tails), hidden, labels, vocab_axis=vocab_axis)
     of_token = labels < n_token
-    own = _sharded_softmax(logits(hidden, head), jnp.where(of_token, labels, -1), vocab_axis=vocab_axis)
+    own_total, own_target = _sharded_softmax(
+        logits(hidden, head), jnp.where(of_token, labels, -1), vocab_axis=vocab_axis
+    )
     entries = logits(hidden, Cluster(tails.table, tails.bias, head.projection))
     entry = jnp.take_along_axis(entries, jnp.maximum(labels - n_token, 0)[..., None], axis=-1)[..., 0]
-    log_total = jnp.logaddexp(own.log_total, jax.nn.logsumexp(entries, axis=-1))
-    return log_total - jnp.where(of_token, own.target, entry)
+    log_total = jnp.logaddexp(own_total, jax.nn.logsumexp(entries, axis=-1))
+    return log_total - jnp.where(of_token, own_target, entry)
 
 
-class _SoftmaxParts(NamedTuple):
-    """The parts of a loss over sharded logits; the same on all devices."""
-
-    log_total: jax.Array  # [...], logsumexp of the logits.
-    target: jax.Array  # [...], the label's logit; 0 for a label below 0.
-
-
-def _sharded_softmax(own: jax.Array, labels: jax.Array, *, vocab_axis: str) -> _SoftmaxParts:
+def _sharded_softmax(own: jax.Array, labels: jax.Array, *, vocab_axis: str) -> tuple[jax.Array, jax.Array]:
     """Computes a softmax over sharded logits: device i has [..., rows] of the labels i * rows, .., (i + 1) * rows - 1.
 
-    Tensor parallel: each all-reduce over `vocab_axis` carries a few numbers per position, never logits.
+    Tensor parallel: each all-reduce over `vocab_axis` carries a few numbers per position, never logits. Returns, the
+    same on all devices, the logsumexp of the logits and the label's logit, 0 for a label below 0: [...] each.
     """
     most = jax.lax.pmax(jax.lax.stop_gradient(own.max(axis=-1)), vocab_axis)
     total = jax.lax.psum(jnp.exp(own - most[..., None]).sum(axis=-1), vocab_axis)
@@ -194,7 +182,7 @@ def _sharded_softmax(own: jax.Array, labels: jax.Array, *, vocab_axis: str) -> _
     place = labels - _first_row(rows, vocab_axis)
     found = jnp.take_along_axis(own, jnp.clip(place, 0, rows - 1)[..., None], axis=-1)[..., 0]
     target = jax.lax.psum(jnp.where((place >= 0) & (place < rows), found, 0), vocab_axis)
-    return _SoftmaxParts(most + jnp.log(total), target)
+    return most + jnp.log(total), target
 
 
 def _first_row(rows: int, vocab_axis: str | None) -> jax.Array | int:
@@ -251,15 +239,12 @@ def with_tails(head: Cluster, tails: TailEntries | None) -> Cluster:
     """Returns the head with the tails' entries after its own tokens."""
     if tails is None:
         return head
-    assert head.bias is not None, "the head of a softmax has a bias"
-    table = jnp.concatenate([head.table, tails.table])
-    bias = jnp.concatenate([head.bias, tails.bias])
+    table, bias = jnp.concatenate([head.table, tails.table]), jnp.concatenate([head.bias, tails.bias])
     return Cluster(table, bias, head.projection)
 
 
 def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
     """Computes the logits of a cluster: [..., D] -> [..., rows], in at least float32."""
-    assert cluster.bias is not None, "a cluster of a softmax has a bias"
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     if cluster.projection is not None:
         hidden = multiply_by_rows(hidden, cluster.projection, hidden.dtype)

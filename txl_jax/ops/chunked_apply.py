@@ -32,15 +32,13 @@ def chunked_apply(
     """Computes `function(weights, states, labels)` where `selected`, 0 elsewhere: [T].
 
     Args:
-      function: it must not close over arrays that need gradients; they get none.
-      chunk_size: positions per chunk; unused slots of the last chunk hold zeros.
-      weights: a tree of arrays. Their gradients are summed over chunks in at least float32: a bfloat16 sum of ones
+      function: It must not close over arrays that need gradients; they get none.
+      chunk_size: Positions per chunk. Unused slots of the last chunk hold zeros.
+      weights: A tree of arrays. Their gradients are summed over chunks in at least float32: a bfloat16 sum of ones
         stops at 256.
-      states: [T, ...], with gradients.
-      labels: int [T].
-      selected: bool [T].
-      sync_axes: inside `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in
-        `function` need; devices with fewer positions process empty chunks.
+      states: [T, ...], with gradients; `labels` are int [T] and `selected` is bool [T].
+      sync_axes: Inside `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in
+        `function` need. Devices with fewer positions process empty chunks.
     """
     values, _ = _forward(function, chunk_size, weights, states, labels, selected, sync_axes)
     return values

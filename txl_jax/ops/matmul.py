@@ -37,15 +37,10 @@ _TERMS = 12
 
 
 class Int8(flax.struct.PyTreeNode):
-    """An array as values * scale.
+    """An array as values * scale."""
 
-    Attributes:
-      values: int8, in the shape of the array.
-      scale: float32 or wider, of the same rank; 1 along the axis that a channel runs over.
-    """
-
-    values: jax.Array
-    scale: jax.Array
+    values: jax.Array  # int8, in the shape of the array.
+    scale: jax.Array  # float32 or wider, of the same rank; 1 along the axis that a channel runs over.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -165,9 +160,7 @@ def _multiply_few(states: jax.Array, table: jax.Array) -> jax.Array:
 def multiply(rows: jax.Array, matrix: Int8) -> jax.Array:
     """Computes products with int8: [..., L, n] x [..., n, m] -> [..., L, m], in at least float32.
 
-    Args:
-      rows: of a floating-point type.
-      matrix: with a scale per column [..., 1, m], or per row [..., n, 1].
+    The matrix has a scale per column, [..., 1, m], or per row, [..., n, 1].
     """
     assert rows.shape[-1] <= _MOST_TERMS, f"{rows.shape[-1]} terms may overflow int32"
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
@@ -203,12 +196,8 @@ def row_product(row: jax.Array, matrix: jax.Array, otherwise: Callable[[jax.Arra
     On a CPU as sums over slabs of the matrix. The products of XLA's CPU backend read float32 matrices with 64 columns
     or rows as fast as the memory allows, with 41 (wt103_base) at half of that, and int8 not without a copy. With the
     attention of wt103_base's layers done so, the server's step of 16 rows takes 59 ms in place of 81, that of one row
-    11.8 in place of 13.5 (two cores of an Intel Xeon with AMX, jax 0.10.2).
-
-    Args:
-      row: float32 or float64.
-      matrix: of the same type, or int8. bfloat16 would be converted as a whole first.
-      otherwise: computes the same on other devices.
+    11.8 in place of 13.5 (two cores of an Intel Xeon with AMX, jax 0.10.2). The matrix has the row's type, at least
+    float32, or int8. bfloat16 would be converted as a whole first. `otherwise` computes the same on other devices.
     """
     return jax.lax.platform_dependent(row, matrix, cpu=_sum_slabs, default=otherwise)
 

@@ -6,6 +6,7 @@ Plain sampling at temperature 1 draws the cluster first and computes that tail a
 without top-k, need every probability, and every tail is computed.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -30,12 +31,10 @@ def sample(
     """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
     Args:
-      keys: one per row.
-      hidden: [B, D].
-      clusters: of the softmax, the head ending with the tails' entries (`adaptive_softmax.with_tails`).
-      temperature: logits are divided by it; 0 means greedy.
-      top_k: samples among the k likeliest, or among all if it is None.
-      top_p: samples among the likeliest (of those) that together reach this probability (nucleus sampling).
+      clusters: Those of the softmax, the head ending with the tails' entries (`adaptive_softmax.with_tails`).
+      temperature: Logits are divided by it; 0 means greedy.
+      top_k: Samples among the k likeliest, or among all if it is None.
+      top_p: Samples among the likeliest (of those) that together reach this probability (nucleus sampling).
     """
     if temperature == 0:
         return top_k_tokens(hidden, clusters, 1)[1][:, 0]
@@ -52,17 +51,10 @@ def sample(
 def sample_rows(
     keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster], *, temperature: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """Samples one token per row, each row by limits of its own: keys [B] and hidden states [B, D] -> int32 [B].
+    """Samples one token per row, each row by limits of its own, [B]: keys [B], hidden states [B, D] -> int32 [B].
 
     A row gets what `sample` draws with its limits and without top-k, whatever the other rows' limits are: greedy rows,
     plain ones (temperature and top_p 1) and all others are drawn apart, each kind only if there is a row of it.
-
-    Args:
-      keys: one per row.
-      hidden: [B, D].
-      clusters: as of `sample`.
-      temperature: float [B]; 0 means greedy.
-      top_p: float [B], above 0; 1: all tokens.
     """
     greedy = temperature == 0
     plain = (temperature == 1) & (top_p == 1)
@@ -76,13 +68,8 @@ def sample_rows(
         return _categorical(keys, mask_top_p(log_p / divisor, top_p))
 
     drawn = jnp.zeros(hidden.shape[:1], jnp.int32)
-    kinds = (
-        (greedy, likeliest),
-        (plain, lambda: _sample_cluster_first(keys, hidden, clusters)),
-        (~greedy & ~plain, from_all),
-    )
-    nothing = drawn
-    for rows, draw in kinds:
+    nothing, by_cluster = drawn, functools.partial(_sample_cluster_first, keys, hidden, clusters)
+    for rows, draw in ((greedy, likeliest), (plain, by_cluster), (~greedy & ~plain, from_all)):
         drawn = jnp.where(rows, jax.lax.cond(jnp.any(rows), draw, lambda: nothing), drawn)
     return drawn
 
@@ -94,7 +81,8 @@ def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tupl
     """
     bounds, head = _bounds(clusters), adaptive_softmax.logits(hidden, clusters[0])
     log_p, tokens, entries = _top_log_p(head[:, : bounds[1]], k, head[:, bounds[1] :])
-    found = _pad(log_p, tokens, k)
+    pad = [(0, 0), (0, k - log_p.shape[1])]  # With tokens of probability 0.
+    found = jnp.pad(log_p, pad, constant_values=-jnp.inf), jnp.pad(tokens, pad)
     for c, cluster in enumerate(clusters[1:]):
 
         def merge(
@@ -129,8 +117,8 @@ def mask_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
 
 def _sample_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster]) -> jax.Array:
     """Samples from the head, whose last entries are the tails, and then inside the tail that was drawn."""
-    bounds, (tokens, entries) = _bounds(clusters), _head(hidden, clusters)
-    drawn = _categorical(_fold(keys, 0), jnp.concatenate([tokens, entries], axis=1))
+    bounds, head = _bounds(clusters), jax.nn.log_softmax(adaptive_softmax.logits(hidden, clusters[0]))
+    drawn = _categorical(_fold(keys, 0), head)
     nothing = jnp.zeros_like(drawn)
     for c, cluster in enumerate(clusters[1:]):
         inside = drawn == bounds[1] + c
@@ -150,21 +138,12 @@ def _bounds(clusters: Sequence[Cluster]) -> list[int]:
     return list(itertools.accumulate([sizes[0] - (len(clusters) - 1), *sizes[1:]], initial=0))
 
 
-def _head(hidden: jax.Array, clusters: Sequence[Cluster]) -> tuple[jax.Array, jax.Array]:
-    """Log probabilities of the head's own tokens and of the tails."""
-    log_p = jax.nn.log_softmax(adaptive_softmax.logits(hidden, clusters[0]))
-    n_token = _bounds(clusters)[1]
-    return log_p[:, :n_token], log_p[:, n_token:]
-
-
 def _top_log_p(logits: jax.Array, k: int, others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the up to k likeliest of a softmax over logits [B, n] and `others` [B, m], which are not searched.
 
     Only what is found is normalized. With 16 rows all tables of wt103_base take 36.5 ms so, and 42.5 with the log
     probabilities of all tokens, which are 17 MB to write; the products alone 33 (two cores of an AMD EPYC, jax 0.10.2).
-
-    Returns:
-      Their log probabilities, the largest first; their places; the log probabilities of `others`.
+    Returns their log probabilities, the largest first; their places; the log probabilities of `others`.
     """
     groups = _Groups.of(logits, k)
     found, places = groups.top(k)
@@ -215,12 +194,6 @@ class _Groups(NamedTuple):
         # Without the barrier both sums would become one, with a thread for each row's whole sum, and XLA uses one.
         full = jax.lax.optimization_barrier(jnp.sum(jnp.exp(self.full - most.T[None]), axis=1))
         return (jnp.sum(full, axis=0) + jnp.sum(jnp.exp(self.rest - most.T), axis=0))[:, None]
-
-
-def _pad(log_p: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Pads to k columns with tokens of probability 0."""
-    pad = [(0, 0), (0, k - log_p.shape[1])]
-    return jnp.pad(log_p, pad, constant_values=-jnp.inf), jnp.pad(tokens, pad)
 
 
 def _categorical(keys: jax.Array, logits: jax.Array) -> jax.Array:

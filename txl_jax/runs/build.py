@@ -119,7 +119,10 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
 
 
 def _choose(before: Implementation | str, path: str, problem: Problem) -> Chosen:
-    """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for."""
+    """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for.
+
+    In training "auto" on GPUs is "stored", which moves fewer scores than the reference (`ops.attention.choose`).
+    """
     if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and choose.can_serve(before, problem):
         return Chosen(before, "as the run was begun")
     return Chosen(*choose.choose(path, problem))

@@ -32,12 +32,9 @@ class Members:
 
     Without names there is no member axis: one run, whose arrays, files and records are those of a run by itself. Code
     that goes through `labels` serves both.
-
-    Attributes:
-      names: The members in the order of the axis; without names there is no axis.
     """
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # In the order of the axis.
 
     @property
     def labels(self) -> tuple[str | None, ...]:
@@ -86,17 +83,11 @@ class Members:
 
 
 class Variation(NamedTuple):
-    """The values in which members differ from their base: an array [n] for each; None, or a name left out: as the base.
+    """The values in which members differ from their base: an array [n] for each, or none where all are as the base."""
 
-    Attributes:
-      seed: uint32, of the initial parameters and of dropout.
-      learning_rate: the peak.
-      dropout: rates by the fields of `DropoutConfig`.
-    """
-
-    seed: jax.Array | None
-    learning_rate: jax.Array | None
-    dropout: dict[str, jax.Array]
+    seed: jax.Array | None  # uint32, of the initial parameters and of dropout.
+    learning_rate: jax.Array | None  # The peak.
+    dropout: dict[str, jax.Array]  # Rates by the fields of `DropoutConfig`.
 
     @classmethod
     def of(cls, base: ExperimentConfig, configs: Sequence[ExperimentConfig]) -> "Variation":
@@ -136,12 +127,13 @@ def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | No
     return None if set(values) == {value} else jnp.asarray(values, dtype)
 
 
-# (values of the members, states with a leading axis n, segments [n, S, B, L]) -> (states, metrics [n, S])
-EnsembleStep = Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]
+def make_ensemble_step(
+    model: AnyModel, base: ExperimentConfig
+) -> Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
+    """Returns S updates of n members; each is that of `make_train_step` with the member's values, up to rounding.
 
-
-def make_ensemble_step(model: AnyModel, base: ExperimentConfig) -> EnsembleStep:
-    """Returns S updates of n members; each is that of `make_train_step` with the member's values, up to rounding."""
+    The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
+    """
 
     def step(own: Variation, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
         member_step = make_train_step(

@@ -13,7 +13,7 @@ It differs from `optax.lamb` in four ways:
 import collections
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,6 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.training.param_axes import is_stacked, names_of
 
 LARGEST_NORM = 10.0
-
-
-class _Part(NamedTuple):
-    """A part of a parameter that lies in one of NVIDIA's tensors, or with layers in one for each layer."""
-
-    tensor: tuple[Any, ...]
-    rows: slice | None  # None: all of it.
 
 
 def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation:
@@ -56,9 +49,8 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
         squares: dict[tuple[Any, ...], Any] = collections.defaultdict(float)
         for path, leaf in jax.tree.leaves_with_path(tree):
             own_axes = tuple(range(is_stacked(names_of(path)), leaf.ndim))
-            for part in _parts(names_of(path), leaf.shape, model, joined):
-                rows = leaf if part.rows is None else leaf[part.rows]
-                squares[part.tensor] += jnp.sum(jnp.square(rows), axis=own_axes)
+            for tensor, rows in _parts(names_of(path), leaf.shape, model, joined):
+                squares[tensor] += jnp.sum(jnp.square(leaf if rows is None else leaf[rows]), axis=own_axes)
         return {tensor: jnp.sqrt(square) for tensor, square in squares.items()}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -72,9 +64,10 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
 
         def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             parts = list(_parts(names_of(path), leaf.shape, model, joined))
-            if parts[0].rows is not None:
-                return jnp.concatenate([leaf[part.rows] * ratio[part.tensor] for part in parts])
-            factor = ratio[parts[0].tensor]
+            (tensor, rows), *_ = parts
+            if rows is not None:
+                return jnp.concatenate([leaf[rows] * ratio[tensor] for tensor, rows in parts])
+            factor = ratio[tensor]
             return leaf * factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))
 
         return jax.tree.map_with_path(scaled, updates), state
@@ -92,12 +85,12 @@ def _joined_projections(model: ModelConfig) -> dict[str, str]:
 
 def _parts(
     names: tuple[str, ...], shape: tuple[int, ...], model: ModelConfig, joined: dict[str, str]
-) -> Iterator[_Part]:
-    """Yields the parts of a parameter."""
+) -> Iterator[tuple[tuple[Any, ...], slice | None]]:
+    """Yields the parts of a parameter: one of NVIDIA's tensors (of each layer), and its rows, or None for all."""
     if names == ("softmax", "bias") and model.div_val > 1:
         for start, end in itertools.pairwise([0, *model.cutoffs, shape[0]]):
-            yield _Part((*names, start), slice(start, end))
+            yield (*names, start), slice(start, end)
     elif names[-2:-1] == ("attention",) and names[-1] in joined:
-        yield _Part((*names[:-1], joined[names[-1]]), None)
+        yield (*names[:-1], joined[names[-1]]), None
     else:
-        yield _Part(names, None)
+        yield names, None

@@ -6,7 +6,8 @@ its heads are an axis. NVIDIA's LAMB is in `txl_jax.training.nvidia_lamb`.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,8 @@ def learning_rate(
     The cosine runs from the end of the warm-up, or, as in the original PyTorch script (`ScheduleOffset.ORIGINAL`),
     from update 0, so that the rate jumps down where the warm-up ends.
 
-    Args:
-      peak: the peak learning rate, which may be traced; None: that of the config.
-      multiple: raises the peak, but not the minimum, which is `min_lr_ratio` of the peak without it.
+    `peak` may be traced, and is the config's if it is None. `multiple` raises the peak, but not the minimum, which is
+    `min_lr_ratio` of the peak without it.
     """
     optimizer, average = config.optimizer, config.average
     peak, warmup = multiple * (optimizer.learning_rate if peak is None else peak), optimizer.warmup_steps
@@ -55,27 +55,18 @@ def learning_rate(
 
 
 def make_optimizer(config: ExperimentConfig, *, peak: float | jax.Array | None = None) -> optax.GradientTransformation:
-    """Returns clipping by the global norm over all devices, then the update rule, with weight decays and rates.
-
-    Args:
-      config: the settings.
-      peak: as in `learning_rate`.
-    """
+    """Returns clipping by the global norm over all devices, then the update rule, with weight decays and rates."""
     optimizer, schedule = config.optimizer, learning_rate(config, peak=peak)
     # Transformations that are off are left out, so that checkpoints of runs without them have no state of theirs.
     l2 = [optax.add_decayed_weights(optimizer.l2)] if optimizer.l2 else []
     decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)] if optimizer.weight_decay else []
-    rates = [optax.scale_by_learning_rate(schedule)]
+    rates = optax.scale_by_learning_rate(schedule)
     if optimizer.embedding_lr_multiplier != 1:
         of_embedding = learning_rate(config, peak=peak, multiple=optimizer.embedding_lr_multiplier)
-        by_group = {
-            "embedding": optax.scale_by_learning_rate(of_embedding),
-            "others": optax.scale_by_learning_rate(schedule),
-        }
-        rates = [optax.partition(by_group, _group)]
-    rule = update_rule(config)
-    clip = optax.clip_by_global_norm(optimizer.clip_norm)
-    return optax.chain(clip, *l2, *rule.before, *decay, *rule.after, *rates)
+        by_group = {"embedding": optax.scale_by_learning_rate(of_embedding), "others": rates}
+        rates = optax.partition(by_group, _group)
+    clip, (before, after) = optax.clip_by_global_norm(optimizer.clip_norm), update_rule(config)
+    return optax.chain(clip, *l2, before, *decay, *after, rates)
 
 
 def _decayed(params: Any) -> Any:
@@ -95,39 +86,28 @@ def _group(params: Any) -> Any:
     )
 
 
-class UpdateRule(NamedTuple):
-    """An update rule, around the decoupled weight decay.
-
-    Attributes:
-      before: from the gradient to the update without decay.
-      after: what follows the decay.
-    """
-
-    before: tuple[optax.GradientTransformation, ...]
-    after: tuple[optax.GradientTransformation, ...] = ()
-
-
-def update_rule(config: ExperimentConfig) -> UpdateRule:
-    """Returns the rule of `optimizer.name`."""
+def update_rule(
+    config: ExperimentConfig,
+) -> tuple[optax.GradientTransformation, Sequence[optax.GradientTransformation]]:
+    """Returns the rule of `optimizer.name`: what precedes the decoupled weight decay, and what follows it."""
     optimizer = config.optimizer
     match optimizer.name:
         case OptimizerName.ADAM | OptimizerName.ADAMW:
-            return UpdateRule((_adam(optimizer),))
+            return _adam(optimizer), ()
         case OptimizerName.LAMB_NVIDIA:
-            return UpdateRule(
-                (nvidia_lamb.scale_by_moments(optimizer),), (nvidia_lamb.scale_by_trust_ratio(config.model, optimizer),)
-            )
+            ratio = nvidia_lamb.scale_by_trust_ratio(config.model, optimizer)
+            return nvidia_lamb.scale_by_moments(optimizer), (ratio,)
         case OptimizerName.LAMB:
-            return UpdateRule((_adam(optimizer),), (per_layer(optax.scale_by_trust_ratio()),))
+            return _adam(optimizer), (per_layer(optax.scale_by_trust_ratio()),)
         case OptimizerName.ADAFACTOR:
             factored = optax.chain(
                 optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
             )
-            return UpdateRule((per_layer(as_matrices(factored)),))
+            return per_layer(as_matrices(factored)), ()
         case OptimizerName.LION:
-            return UpdateRule((optax.scale_by_lion(LION_B1, LION_B2),))
+            return optax.scale_by_lion(LION_B1, LION_B2), ()
         case OptimizerName.MUON:
-            return UpdateRule((_muon(optimizer),))
+            return _muon(optimizer), ()
 
 
 def _adam(optimizer: OptimizerConfig) -> optax.GradientTransformation:

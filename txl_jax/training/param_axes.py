@@ -12,15 +12,10 @@ _LAYERS = ("stack", "layers")
 
 
 class PerLayerState(NamedTuple):
-    """States of a transformation.
+    """States of a transformation."""
 
-    Attributes:
-      layers: that of the stacked layers; every array has a leading axis N.
-      others: that of all other parameters.
-    """
-
-    layers: Any
-    others: Any
+    layers: Any  # Of the stacked layers; every array has a leading axis N.
+    others: Any  # Of all other parameters.
 
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -36,21 +36,21 @@ class RunningTotals:
         self.grad_norm += float(np.sum(metrics.grad_norm, dtype=np.float64))
         self.updates += len(metrics.nats)
 
-    def values(self, learning_rate: float) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """Returns the values of a record."""
-        totals = Totals(self.nats, self.tokens)
-        return {
-            "loss": totals.nll,
-            "bpc": totals.bpc,
-            "perplexity": totals.perplexity,
-            "grad_norm": self.grad_norm / self.updates,
-            "learning_rate": learning_rate,
-        }
+        losses = Totals(self.nats, self.tokens)
+        means = {"loss": losses.nll, "bpc": losses.bpc, "perplexity": losses.perplexity}
+        return means | {"grad_norm": self.grad_norm / self.updates}
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Progress:
-    """Sums up updates, and reports each time `log_every` of them are complete: a record per member, and one line."""
+    """Sums up updates, and reports each time `log_every` of them are complete: a record per member, and one line.
+
+    A record of the kind "train" has loss, bpc, perplexity, grad_norm (means since the last one), learning_rate,
+    tokens_per_second, step_seconds, host_wait_share, and where they are known model_flops_per_second, peak_share and
+    device_memory_bytes.
+    """
 
     log: RunLog
     _: dataclasses.KW_ONLY
@@ -80,7 +80,7 @@ class Progress:
         """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
 
         Raises:
-          NonFiniteError: a loss or gradient norm is not finite; names the first such update, and its member.
+          NonFiniteError: If a loss or gradient norm is not finite; it names the first such update, and its member.
         """
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
@@ -129,7 +129,8 @@ class Progress:
         seconds = max(now - self._since, 1e-9)
         measured = self._measured(seconds)
         for label, running, learning_rate in zip(self.members.labels, self._totals, learning_rates, strict=True):
-            self.log.record("train", step, running.values(learning_rate) | measured, member=label)
+            values = running.values() | {"learning_rate": learning_rate} | measured
+            self.log.record("train", step, values, member=label)
         self.log.print("  ".join(self._columns(step, measured)))
         self._totals = [RunningTotals() for _ in self._totals]
         self._since, self._timed_updates, self._waited = now, 0, 0.0
@@ -162,12 +163,11 @@ class Progress:
         return [*columns, f"ETA {environment.brief_duration(remaining)}"]
 
     def _losses(self) -> list[str]:
-        of_members = [Totals(running.nats, running.tokens) for running in self._totals]
         if self.members.names:
-            return ["losses", *(f"{totals.nll:.4f}" for totals in of_members)]
-        (totals,), (running,) = of_members, self._totals
-        grad_norm = running.grad_norm / running.updates
-        return [f"loss {totals.nll:.4f}", totals.format(self.measure), f"grad norm {grad_norm:.3f}"]
+            return ["losses", *(f"{running.values()['loss']:.4f}" for running in self._totals)]
+        [running] = self._totals
+        values, measured = running.values(), Totals(running.nats, running.tokens).format(self.measure)
+        return [f"loss {values['loss']:.4f}", measured, f"grad norm {values['grad_norm']:.3f}"]
 
 
 def _check_finite(first_step: int, metrics: UpdateMetrics, prefix: str) -> None:

@@ -26,20 +26,13 @@ class TrainState:
 
     The position in the text and the random keys are functions of `step`: neither has state. In an ensemble every leaf
     has a leading member axis.
-
-    Attributes:
-      step: int32 [], updates done.
-      params: The parameters, float32.
-      opt_state: State of the optimizer.
-      memory: M slots for each row of the batch.
-      average: Mean of the parameters over updates, or None without weight averaging.
     """
 
-    step: jax.Array
-    params: Any
+    step: jax.Array  # int32 [], updates done.
+    params: Any  # float32.
     opt_state: Any
-    memory: Memory
-    average: Average | None = None
+    memory: Memory  # M slots for each row of the batch.
+    average: Average | None = None  # Mean of the parameters over updates, or None without weight averaging.
 
     @property
     def scored_params(self) -> Any:
@@ -91,8 +84,7 @@ def make_train_step(
 ) -> TrainStep:
     """Returns a function of (state, S segments) that is ready for `jax.jit` with the state donated.
 
-    Args:
-      seed: Seed of dropout, which may be traced, or None for the config's.
+    `seed` is that of dropout, which may be traced, or None for the config's.
     """
     train = config.train
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
@@ -121,6 +113,7 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, memory, average), metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+        # Not by `recurrence.scan_segments`: the memory is a part of the state.
         return jax.lax.scan(update, state, segments)
 
     return train_step
@@ -128,8 +121,8 @@ def make_train_step(
 
 def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns the loss of one segment, or of one microbatch of it."""
-    train, regularization = config.train, config.regularization
-    penalized = regularization.activation_l2 > 0 or regularization.temporal_l2 > 0
+    train, penalties = config.train, config.regularization
+    penalized = penalties.activation_l2 > 0 or penalties.temporal_l2 > 0
 
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
@@ -151,9 +144,7 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
         mean = nats / jnp.maximum(tokens, 1)
         if penalized:
             new = kept["activations"]["last"][:, -train.new_tokens :]
-            penalty = activation_penalty(
-                new, activation=regularization.activation_l2, temporal=regularization.temporal_l2
-            )
+            penalty = activation_penalty(new, activation=penalties.activation_l2, temporal=penalties.temporal_l2)
             mean += penalty / train.grad_accum_steps
         return mean, (nats, memory)
 

@@ -6,7 +6,6 @@ cluster has a table of its own width, and in it its own projection: the row of a
 token counts as new.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,17 +22,11 @@ _BIAS = "softmax/bias"
 
 
 class RowMap(NamedTuple):
-    """The old row of each token of a new vocabulary.
+    """The old row of each token of a new vocabulary."""
 
-    Attributes:
-      rows: int32 [V new], the token's id in the old vocabulary; -1: it is new there.
-      old_size: V of the old vocabulary.
-      moved: tokens that are in both, and count as new as their clusters' widths differ.
-    """
-
-    rows: np.ndarray
-    old_size: int
-    moved: int = 0
+    rows: np.ndarray  # int32 [V new], the token's id in the old vocabulary, or -1 if it is new there.
+    old_size: int  # V of the old vocabulary.
+    moved: int = 0  # Tokens that are in both, and count as new as their clusters' widths differ.
 
     @property
     def kept(self) -> int:
@@ -65,14 +58,7 @@ def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
 
 
 def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size: int) -> RowMap:
-    """Returns the rows that are carried over between two models; both have as many clusters.
-
-    Args:
-      matched: int32 [V new], of `match_tokens`.
-      old: the model that the rows are taken from.
-      new: the model that gets them.
-      old_size: V of the old vocabulary.
-    """
+    """Returns the rows that are carried over between two models of as many clusters, by `match_tokens`."""
     if new.div_val == 1:
         return RowMap(matched, old_size)
     same_cluster = _clusters(matched, old) == _clusters(np.arange(len(matched)), new)
@@ -85,11 +71,7 @@ def transfer(
 ) -> Callable[[Any, Any, Any], Any]:
     """Returns (initial parameters, old parameters, shardings) -> the parameters of the new model.
 
-    Args:
-      rows: the rows that are carried over.
-      old: the model of the old parameters.
-      new: the model of the result.
-      jit: compiles a function for the mesh, with `out_shardings`.
+    `jit` compiles a function for the mesh, with `out_shardings`.
     """
     bounds = [np.array([0, *config.cutoffs, size]) for config, size in ((old, rows.old_size), (new, len(rows.rows)))]
 
@@ -135,7 +117,8 @@ def shape_differences(old: Any, new: Any) -> Sequence[str]:
         named = ((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in leaves)
         shapes.append({name: shape[1:] if _TABLE.fullmatch(name) or name == _BIAS else shape for name, shape in named})
     before, after = shapes
-    names = sorted({*itertools.chain(before, after)})
     return [
-        f"{name} is {before.get(name)} and {after.get(name)}" for name in names if before.get(name) != after.get(name)
+        f"{name} is {before.get(name)} and {after.get(name)}"
+        for name in sorted(before | after)
+        if before.get(name) != after.get(name)
     ]

@@ -21,15 +21,10 @@ _NEVER = 2**31 - 1
 
 @flax.struct.dataclass
 class Average:
-    """A mean that is carried from update to update.
+    """A mean that is carried from update to update."""
 
-    Attributes:
-      params: the mean; before it has begun, the parameters themselves.
-      begun: int32 [], updates before it began; [n] in an ensemble.
-    """
-
-    params: Any
-    begun: jax.Array
+    params: Any  # The mean; before it has begun, the parameters themselves.
+    begun: jax.Array  # int32 [], updates before it began; [n] in an ensemble.
 
 
 def init(params: Any, config: AverageConfig) -> Average:

@@ -1,7 +1,7 @@
 """The interface of a position encoding. Its defaults are those of a model without positions.
 
-Methods of the training pass are called inside flax modules, in this order; parameters and
-dropouts that they create belong to the calling module.
+Methods of the training pass are called inside flax modules, in this order; parameters and dropouts that they create
+belong to the calling module.
 
 Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`); greater distances share
 the last one (`ModelConfig.clamp`).
@@ -145,12 +145,7 @@ class PositionEncoding:
         `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
         `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
 
-        Args:
-          layer: parameters of the layer.
-          shared: parameters that `shared_parameters` created, or None.
-          segment_len: L.
-          capacity: R.
-          clamp_len: distances above this share one code; None: off.
+        `layer` has the parameters of the layer, `shared` those that `shared_parameters` created, or None.
         """
         return DecodeTerms()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
-from txl_jax.ops.attention.problem import Operands, Position, Ring
+from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.matmul import Int8
 
 _AXES = {  # Of the arrays, by letters; P of a cache are the columns of its position keys or scores.
@@ -24,9 +24,10 @@ _AXES = {  # Of the arrays, by letters; P of a cache are the columns of its posi
     "position_score": "HP",
 }
 _CACHED_AXES = {
-    **dict.fromkeys(("query", "key", "value", "position query"), "BHLE"),
+    **dict.fromkeys(("query", "key", "value"), "BHLE"),
     "ring key": "BHER",
     "ring value": "BHRE",
+    "position query": "BHLE",
     "position key": "HEP",
     "position score": "HP",
 }
@@ -54,16 +55,15 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
         _check_integers("lengths", visibility.lengths, (sizes["B"],))
 
 
-def cached_operands_fit(heads: Mapping[str, Any], ring: Ring, position: Position, visibility: CachedVisibility) -> None:
+def cached_operands_fit(operands: CachedOperands, visibility: CachedVisibility) -> None:
     """Raises `ValueError` for arguments of `cached_attention` that do not fit each other."""
-    position_query, position_key, position_score = position or (None, None, None)
-    if position is not None and position_key is None and position_score is None:
+    position_query, position_key, position_score = operands.position or (None, None, None)
+    if operands.position is not None and position_key is None and position_score is None:
         raise ValueError(
             "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
         )
-    of_ring = dict(zip(("ring key", "ring value"), ring, strict=True))
-    of_position = {"position query": position_query, "position key": position_key, "position score": position_score}
-    given = _given({**heads, **of_ring, **of_position})
+    arrays = *operands[:3], *operands.ring, position_query, position_key, position_score
+    given = _given(dict(zip(_CACHED_AXES, arrays, strict=True)))
     table = position_score if position_key is None else position_key
     sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
     sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]

@@ -2,7 +2,8 @@
 
     reference  whole scores [B, H, L, K] (`reference.py`): the definition of correct
     tiled      XLA loops over tiles of the scores (`tiled/`), on any platform
-    stored     plain XLA with its own backward pass (`stored.py`), in training on any platform: the path of GPUs
+    stored     plain XLA with its own backward pass (`stored.py`), in training on any platform; "auto" takes it on
+               GPUs, as it moves fewer scores than the reference
     fused      Pallas kernels for TPUs (`tpu/`)
 
 All give the same numbers up to rounding, and draw the same dropout masks. The others are imported when they are first
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from txl_jax.ops.attention import check, choose, reference
+from txl_jax.ops.attention import check, choose, problem, reference
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
-from txl_jax.ops.attention.problem import Implementation, Operands, Position, Problem, Ring, default_device
+from txl_jax.ops.attention.problem import CachedOperands, Implementation, Operands, Position, Problem, Ring
 from txl_jax.ops.matmul import Int8
 from txl_jax.sharding import DATA, FSDP, TENSOR, ambient_mesh, axes, spec
 from txl_jax.sharding.activations import batch_spec, shard_map
@@ -71,7 +72,7 @@ def attention(
     implementation = choose.resolve(implementation, describe(operands, visibility, dropout))
     if implementation.path == "reference":
         return reference.attention(operands, visibility, dropout)
-    compute, shards = _of_training(implementation), shards_of(query.shape[0], query.shape[1])
+    compute, shards = _of_training(implementation), shards_of(*query.shape[:2])
     if shards is None:
         return compute(operands, visibility, dropout)
 
@@ -85,13 +86,11 @@ def attention(
         return compute(operands, visibility, dropout)
 
     specs = (
-        jax.tree.map(lambda array: shards.by_both() if array.ndim == 4 else shards.by_head(), operands),
+        shards.specs(operands),
         jax.tree.map(lambda _: shards.by_row(), visibility),
         jax.tree.map(lambda _: PartitionSpec(), dropout),
     )
-    mapped = shard_map(on_one, in_specs=specs, out_specs=shards.by_both())
-    result: jax.Array = mapped(operands, visibility, dropout)
-    return result
+    return shard_map(on_one, in_specs=specs, out_specs=shards.by_both())(operands, visibility, dropout)
 
 
 def cached_attention(
@@ -111,7 +110,9 @@ def cached_attention(
       key: [B, H, L, E], of the segment.
       value: [B, H, L, E].
       ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per slot included.
-      position: As for `reference.cached_attention`.
+      position: Queries [B, H, L, E] with v in place of u, position keys [H, E, P] or None, and scores [H, P] to add,
+        divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which the largest stands
+        for all beyond it. None without relative positions.
       visibility: Which keys a query sees.
       implementation: A path, or what was chosen before. A segment of one token is always the reference's.
 
@@ -119,26 +120,23 @@ def cached_attention(
       ValueError: If shapes or types do not fit each other, or `position` has neither keys nor scores.
       UserError: If the path is unknown, or cannot serve this call.
     """
-    check.cached_operands_fit({"query": query, "key": key, "value": value}, ring, position, visibility)
-    implementation = choose.resolve(implementation, describe_cached(query, ring, position, visibility))
+    operands = CachedOperands(query, key, value, ring, position)
+    check.cached_operands_fit(operands, visibility)
+    implementation = choose.resolve(implementation, describe_cached(operands, visibility))
     if implementation.path == "reference":
-        return reference.cached_attention(query, key, value, ring, position, visibility)
+        return reference.cached_attention(operands, visibility)
     compute = _of_inference(implementation)
-    ring, position = jax.tree.map(  # The other implementations multiply floating-point numbers only.
+    operands = jax.tree.map(  # The other implementations multiply floating-point numbers only.
         lambda array: array.dequantize(query.dtype) if isinstance(array, Int8) else array,
-        (ring, position),
+        operands,
         is_leaf=lambda array: isinstance(array, Int8),
     )
-    given = query, key, value, ring, position, visibility
-    shards = shards_of(query.shape[0], query.shape[1])
+    shards = shards_of(*query.shape[:2])
     if shards is None:
-        return compute(*given)
-    both, by_head = shards.by_both(), shards.by_head()
-    of_position = None if position is None else (both, *[None if x is None else by_head for x in position[1:]])
+        return compute(operands, visibility)
     of_visibility = jax.tree.map(lambda _: shards.by_row(), visibility).replace(write_index=PartitionSpec())
-    specs = both, both, both, (both, both), of_position, of_visibility
-    result: jax.Array = shard_map(compute, in_specs=specs, out_specs=both)(*given)
-    return result
+    specs = shards.specs(operands), of_visibility
+    return shard_map(compute, in_specs=specs, out_specs=shards.by_both())(operands, visibility)
 
 
 def _of_training(implementation: Implementation) -> Callable[[Operands, Visibility, Dropout | None], jax.Array]:
@@ -185,13 +183,14 @@ class Shards(NamedTuple):
         """Returns the sharding of an array [B, ...]."""
         return PartitionSpec(self.rows or None)
 
-    def by_head(self) -> PartitionSpec:
-        """Returns the sharding of an array [H, ...]."""
-        return PartitionSpec(self.heads)
-
     def by_both(self) -> PartitionSpec:
         """Returns the sharding of an array [B, H, ...]."""
         return PartitionSpec(self.rows or None, self.heads)
+
+    def specs(self, operands: Operands | CachedOperands) -> Any:
+        """Returns the shardings of arrays [B, H, ., .], and of others, which begin with H."""
+        of_heads = PartitionSpec(self.heads)
+        return jax.tree.map(lambda array: self.by_both() if array.ndim == 4 else of_heads, operands)
 
 
 def shards_of(batch: int, n_head: int) -> Shards | None:
@@ -226,22 +225,23 @@ def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None
     )
 
 
-def describe_cached(query: jax.Array, ring: Ring, position: Position, visibility: CachedVisibility) -> Problem:
+def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> Problem:
     """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
-    _, position_key, position_score = position or (None, None, None)
+    _, position_key, position_score = operands.position or (None, None, None)
+    stored = operands.ring[0]
     return _describe(
-        query,
+        operands.query,
         visibility,
-        n_keys=visibility.capacity + query.shape[2],
+        n_keys=visibility.capacity + visibility.segment_len,
         n_positions=0 if position_key is None else position_key.shape[2],
         has_position_score=position_score is not None,
         capacity=visibility.capacity,
-        cache_dtype=None if isinstance(ring[0], Int8) else ring[0].dtype.name,
+        cache_dtype=None if isinstance(stored, Int8) else stored.dtype.name,
     )
 
 
 def _describe(query: jax.Array, visibility: Visibility | CachedVisibility, **others: Any) -> Problem:
-    device, (batch, n_head, segment_len, width) = default_device(), query.shape
+    device, (batch, n_head, segment_len, width) = problem.default_device(), query.shape
     shards = shards_of(batch, n_head)
     return Problem(
         platform=device.platform,

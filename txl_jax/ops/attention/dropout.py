@@ -16,11 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_ROW_HEAD, _QUERY, _KEY = (
-    np.uint32(0x9E3779B1),
-    np.uint32(0x85EBCA77),
-    np.uint32(0xC2B2AE3D),
-)  # Odd; 2^32 / golden ratio.
+# Odd; 2^32 / golden ratio.
+_ROW_HEAD, _QUERY, _KEY = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77), np.uint32(0xC2B2AE3D)
 _LARGEST = np.float32(2**32 - 2**8)  # The largest float32 below 2^32.
 
 
@@ -70,11 +67,7 @@ class Dropout(flax.struct.PyTreeNode):
 def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
     """Returns 32 random bits of each pair, uint32, of broadcasting integers; pure integer operations, for kernels too.
 
-    Args:
-      seed: uint32.
-      row_head: row of the batch times number of heads, plus head.
-      query: row of the segment.
-      key: column of [memory; segment].
+    `row_head` is the row of the batch times the number of heads, plus the head.
     """
     shared = _rounds(_uint32(seed) ^ (_uint32(row_head) * _ROW_HEAD), last=False)
     return _rounds(shared + _uint32(query) * _QUERY + _uint32(key) * _KEY, last=True)

@@ -97,9 +97,8 @@ class CachedVisibility:
       write_index: int32 [], the oldest slot.
       segment_len: L.
       capacity: R.
-      window: keys that a query sees at most, itself included, or None for no limit but `valid`.
-      document_start: int32 [B, L], the position of the segment from which each query sees keys, where 0 means from the
-        slots on, or None for 0.
+      window: As in `Visibility`; None means no limit but `valid`.
+      document_start: As in `Visibility`, where 0 means from the slots on.
     """
 
     valid: jax.Array

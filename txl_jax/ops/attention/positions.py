@@ -1,8 +1,8 @@
 """Distances between queries and keys, their sinusoid codes, and the relative shift.
 
-A query at row i of the segment and a key at column j of [memory; segment] lie M + i - j apart (Dai et
-al., 2019, section 3.3). Codes exist once per distance, not once per pair: the scores of all distances
-are computed first and then shifted into place, which is linear in K (appendix B).
+A query at row i of the segment and a key at column j of [memory; segment] lie M + i - j apart (Dai et al., 2019,
+section 3.3). Codes exist once per distance, not once per pair: the scores of all distances are computed first and then
+shifted into place, which is linear in K (appendix B).
 """
 
 import jax
@@ -42,9 +42,9 @@ def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> i
 def relative_shift(scores: jax.Array) -> jax.Array:
     """Moves scores from "column = distance" to "column = key": [..., L, K] -> [..., L, K].
 
-    Column p of the input belongs to distance K - 1 - p. Query i meets key j at column (L - 1 - i) + j, so
-    row i must move left by L - 1 - i. Pad one column, read the same buffer with rows of another length,
-    drop the first row. For L = K = 3, with entry `ip` of query i and distance 2 - p:
+    Column p of the input belongs to distance K - 1 - p. Query i meets key j at column (L - 1 - i) + j, so row i must
+    move left by L - 1 - i. Pad one column, read the same buffer with rows of another length, drop the first row. For
+    L = K = 3, with entry `ip` of query i and distance 2 - p:
 
         00 01 02        . 00 01 02        . 00 01        02  . 10
         10 11 12   ->   . 10 11 12   ->  02  . 10   ->   11 12  .
@@ -52,8 +52,8 @@ def relative_shift(scores: jax.Array) -> jax.Array:
                                          20 21 22
          scores           padded          re-read         result
 
-    Row 0 keeps 02 (distance 0), row 1 keeps 11, 12 (distances 1, 0). Entries right of the diagonal
-    j = M + i belong to future keys; they hold leftovers and the causal mask must hide them.
+    Row 0 keeps 02 (distance 0), row 1 keeps 11, 12 (distances 1, 0). Entries right of the diagonal j = M + i belong to
+    future keys; they hold leftovers and the causal mask must hide them.
     """
     *lead, n_query, n_key = scores.shape
     padded = jnp.pad(scores, [(0, 0)] * (len(lead) + 1) + [(1, 0)])
@@ -80,11 +80,8 @@ def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
         10 11 12 13 14   ->  from 02 on, rows of 4 columns -> 11 12 13 14   ->   11 12
         20 21 22 23 24                                        20 21 22 23        20 21
 
-    Args:
-      by_distance: [..., n, W], column p of the distance that the last query and key p of a tile have. W is n + m - 1 or
-        more. Where distances below 0 are hidden anyway, a tile that ends with the last query's own key needs m + 1
-        columns, of which the last is not used: pairs whose column does not exist read the next row.
-      n_key: m, keys of the tile.
+    W is n + m - 1 or more. Where distances below 0 are hidden anyway, a tile that ends with the last query's own key
+    needs m + 1 columns, of which the last is not used: pairs whose column does not exist read the next row.
 
     Raises:
       ValueError: If W is too small.

@@ -29,6 +29,16 @@ class Operands(NamedTuple):
     position_score: Any = None  # [H, P], added before the division by sqrt(E).
 
 
+class CachedOperands(NamedTuple):
+    """The arrays of attention over a KV cache and the segment."""
+
+    query: jax.Array  # [B, H, L, E], with u added and divided by sqrt(E).
+    key: jax.Array  # [B, H, L, E], of the segment.
+    value: jax.Array  # [B, H, L, E]
+    ring: Ring
+    position: Position
+
+
 class Tile(NamedTuple):
     """Size of the piece of the scores that an implementation holds at a time."""
 
@@ -41,43 +51,26 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What decides which implementation can serve a call, on one device.
+    """What decides which implementation can serve a call, on one device."""
 
-    Attributes:
-      platform: "cpu", "gpu" or "tpu".
-      device_kind: the device's name in jax, such as "TPU v5 lite".
-      dtype: type of queries, keys and values.
-      batch: B.
-      n_head: H.
-      segment_len: L.
-      n_keys: K, with a KV cache R + L.
-      d_head: E.
-      n_positions: P, the number of position keys, which may be 0.
-      has_position_score: whether there is a score per distance.
-      causal: whether keys behind the query are hidden.
-      window: keys that a query sees at most, or None for no limit.
-      dropout: whether there is dropout on the probabilities.
-      capacity: R, slots of the KV cache, or None in training, where memory and segment are one array.
-      cache_dtype: type of the stored keys and values, or None for `dtype`.
-      documents: whether documents are kept apart within a segment (`Visibility.document_start`).
-    """
-
-    platform: str
-    device_kind: str
-    dtype: str
-    batch: int
-    n_head: int
-    segment_len: int
-    n_keys: int
-    d_head: int
-    n_positions: int = 0
-    has_position_score: bool = False
-    causal: bool = True
-    window: int | None = None
-    dropout: bool = False
-    capacity: int | None = None
-    cache_dtype: str | None = None
-    documents: bool = False
+    platform: str  # "cpu", "gpu" or "tpu".
+    device_kind: str  # The device's name in jax, such as "TPU v5 lite".
+    dtype: str  # Of queries, keys and values.
+    batch: int  # B
+    n_head: int  # H
+    segment_len: int  # L
+    n_keys: int  # K, with a KV cache R + L.
+    d_head: int  # E
+    n_positions: int = 0  # P, the number of position keys, which may be 0.
+    has_position_score: bool = False  # Whether there is a score per distance.
+    causal: bool = True  # Whether keys behind the query are hidden.
+    window: int | None = None  # Maximum keys that a query sees, or None for no limit.
+    dropout: bool = False  # Whether there is dropout on the probabilities.
+    capacity: int | None = (
+        None  # R, slots of the KV cache, or None in training, where memory and segment are one array.
+    )
+    cache_dtype: str | None = None  # Of the stored keys and values, or None for `dtype`.
+    documents: bool = False  # Whether documents are kept apart within a segment (`Visibility.document_start`).
 
     @property
     def cached(self) -> bool:
@@ -94,20 +87,14 @@ class Problem:
 class Implementation:
     """A way to compute attention; `str` and `parse` are inverse.
 
-    Attributes:
-      path: one of `PATHS`.
-      kernel: one of `KERNELS` for "fused", otherwise None.
-      tile: size of a tile, or None for the paths without tiles.
-      interpret: whether kernels are interpreted, on any device and slowly, as tests do.
-
     Raises:
       ValueError: If the path or kernel is unknown, a kernel or a tile is missing, or a tile is empty.
     """
 
-    path: str
-    kernel: str | None = None
-    tile: Tile | None = None
-    interpret: bool = False
+    path: str  # One of `PATHS`.
+    kernel: str | None = None  # One of `KERNELS` for "fused", otherwise None.
+    tile: Tile | None = None  # None for the paths without tiles.
+    interpret: bool = False  # Whether kernels are interpreted, on any device and slowly, as tests do.
 
     def __post_init__(self) -> None:
         """Checks that the parts fit each other; the record of a run may be damaged."""
@@ -156,5 +143,4 @@ class Implementations(NamedTuple):
 def default_device() -> jax.Device:
     """Returns the device that jax places arrays on, which a call of attention is for, as no mesh need be given."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    found: jax.Device = device if isinstance(device, jax.Device) else jax.devices()[0]
-    return found
+    return device if isinstance(device, jax.Device) else jax.devices()[0]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
-from txl_jax.ops.attention.problem import Operands, Position, Ring
+from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.matmul import Int8, multiply, row_product
 
 
@@ -81,37 +81,15 @@ def score_terms(
     def distance(rows: jax.Array) -> jax.Array:
         return positions.relative_shift(_position_scores(rows, _by_rows(position_key, wide), None, wide))
 
-    terms = (
-        content(query),
-        distance(query),
-        content(_biased(none, content_bias)),
-        distance(_biased(none, position_bias)),
-    )
+    u, v = _biased(none, content_bias), _biased(none, position_bias)
+    terms = content(query), distance(query), content(u), distance(v)
     return ScoreTerms(*(term * query.shape[-1] ** -0.5 for term in terms))
 
 
-def cached_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    ring: Ring,
-    position: Position,
-    visibility: CachedVisibility,
-) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E].
-
-    Args:
-      query: [B, H, L, E], with u added and divided by sqrt(E).
-      key: [B, H, L, E], of the segment.
-      value: [B, H, L, E].
-      ring: Cached keys [B, H, E, R] and values [B, H, R, E], of any type.
-      position: queries [B, H, L, E] with v in place of u, position keys [H, E, P] or None, and scores [H, P] to add,
-        divided by sqrt(E), or None; keys, scores or both, of the distances P - 1, .., 0, of which the largest is used
-        for all beyond it. None: no relative positions.
-      visibility: which keys a query sees.
-    """
+def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> jax.Array:
+    """Computes weighted sums of the values: [B, H, L, E]; the ring may have any type."""
+    query, key, value, (ring_key, ring_value), position = operands
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    ring_key, ring_value = ring
     own = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
     if position is not None:
         position_query, position_key, more = position

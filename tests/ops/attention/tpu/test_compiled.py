@@ -17,7 +17,7 @@ from support.attention_arrays import NAMES, shapes
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import CachedVisibility, Dropout, Implementation, Problem, Tile, Visibility, attention
-from txl_jax.ops.attention.problem import Operands
+from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal
 from txl_jax.ops.attention.tpu.kernels import tpu_attention
@@ -142,7 +142,7 @@ def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None)
     position = (own, array((n_head, width, n_positions)), None) if n_positions else None
     visibility = CachedVisibility(integers((batch,)), integers(()), segment_len, capacity, window)
     run = functools.partial(tpu_cached_attention, tile=default_tile(problem))
-    program = jax.jit(run).lower(own, own, own, ring, position, visibility).compile()
+    program = jax.jit(run).lower(CachedOperands(own, own, own, ring, position), visibility).compile()
 
     scores, ring_size = batch * n_head * segment_len * n_keys, batch * n_head * width * capacity
     made = re.findall(r"= \(?\w+\[([\d,]+)\](\{\S*\})? (?!parameter|bitcast)", program.as_text())

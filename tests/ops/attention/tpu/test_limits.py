@@ -91,7 +91,7 @@ def test_a_tile_is_rounded_to_registers_and_no_larger_than_the_scores():
 def test_tiles_are_counted_as_the_kernels_visit_them(causal):
     for (segment_len, mem_len), window in itertools.product([(96, 300), (1, 500), (600, 600)], [None, 1, 200]):
         sizes = {"segment_len": segment_len, "n_keys": segment_len + mem_len, "causal": causal, "window": window}
-        rest = {"batch": 1, "n_head": 1, "width": 8, "n_positions": 0, "n_drawn_head": None}
+        rest = {"batch": 1, "n_head": 1, "d_head": 8, "n_positions": 0, "n_drawn_head": None}
         geometry = Geometry(tile=Tile(32, 128), rotate=True, interpret=True, **sizes, **rest)
         start, stop = jnp.int32(0), jnp.int32(geometry.n_keys)
         ranges = [geometry.key_tiles(jnp.int32(number), start, stop) for number in range(geometry.n_query_tile)]

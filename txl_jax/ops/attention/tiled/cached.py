@@ -21,7 +21,7 @@ a third of their time on its first touch.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax import lax
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.positions import skew
-from txl_jax.ops.attention.problem import Position, Tile
+from txl_jax.ops.attention.problem import CachedOperands, Tile
 
 _REGISTER = 16  # float32 numbers of the widest register of a CPU; several blocks are multiples of it.
 
@@ -43,46 +43,33 @@ class _Partial(NamedTuple):
     total: jax.Array  # [B, H, L, 1], sum of the weights.
 
 
-def tiled_cached_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    ring: tuple[jax.Array, jax.Array],
-    position: Position,
-    visibility: CachedVisibility,
-    *,
-    tile: Tile,
-) -> jax.Array:
-    """Computes weighted sums of the values, without gradients: [B, H, L, E]; arguments as of the reference.
+def tiled_cached_attention(operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile) -> jax.Array:
+    """Computes weighted sums of the values, without gradients: [B, H, L, E].
 
-    Args:
-      tile: About how many rows of scores (over all heads and rows of the batch) and keys a block has.
+    `tile` is about how many rows of scores (over all heads and rows of the batch) and keys a block has.
     """
     # The last block may run round the ring and read slots for the second time, at ages above R.
     visibility = dataclasses.replace(visibility, valid=jnp.minimum(visibility.valid, visibility.capacity))
-    batch, n_head, n_query, _ = query.shape
+    ring, (batch, n_head, n_query, _) = operands.ring, operands.query.shape
     n_row, n_heads = _group(batch, n_head, n_query, tile.query)
     if (n_row, n_heads) == (batch, n_head):
         slots = _Ring(*ring, (0, 0), (batch, n_head), visibility.write_index)
-        return _attend(query, key, value, slots, position, visibility, tile.key)
+        return _attend(operands, slots, visibility, tile.key)
 
     def step(index: jax.Array, attended: jax.Array) -> jax.Array:
         row, head = index % (batch // n_row) * n_row, index // (batch // n_row) * n_heads
 
         def part(array: jax.Array) -> jax.Array:
+            if array.ndim < 4:  # Tables of heads.
+                return lax.dynamic_slice_in_dim(array, head, n_heads, axis=0)
             return lax.dynamic_slice(array, (row, head, 0, 0), (n_row, n_heads, *array.shape[2:]))
 
-        def of_heads(table: jax.Array | None) -> jax.Array | None:
-            return None if table is None else lax.dynamic_slice_in_dim(table, head, n_heads, axis=0)
-
-        own_position = None if position is None else (part(position[0]), of_heads(position[1]), of_heads(position[2]))
         slots = _Ring(*ring, (row, head), (n_row, n_heads), visibility.write_index)
-        valid = lax.dynamic_slice_in_dim(visibility.valid, row, n_row)
-        own_visibility = dataclasses.replace(visibility, valid=valid)
-        mine = _attend(part(query), part(key), part(value), slots, own_position, own_visibility, tile.key)
+        own_visibility = dataclasses.replace(visibility, valid=lax.dynamic_slice_in_dim(visibility.valid, row, n_row))
+        mine = _attend(jax.tree.map(part, operands._replace(ring=(None, None))), slots, own_visibility, tile.key)
         return lax.dynamic_update_slice(attended, mine, (row, head, 0, 0))
 
-    return lax.fori_loop(0, (batch // n_row) * (n_head // n_heads), step, jnp.zeros(value.shape, value.dtype))
+    return lax.fori_loop(0, (batch // n_row) * (n_head // n_heads), step, jnp.zeros_like(operands.value))
 
 
 def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
@@ -93,16 +80,9 @@ def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
     return max(n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * n_head * n_query <= most)), n_head
 
 
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slots: "_Ring",
-    position: Position,
-    visibility: CachedVisibility,
-    n_key: int,
-) -> jax.Array:
+def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibility, n_key: int) -> jax.Array:
     """Computes attention of a group of rows and heads, with blocks of about `n_key` keys: [B, H, L, E]."""
+    query, key, value, _, position = operands
     wide = jnp.promote_types(query.dtype, jnp.float32)
     by_distance = None if position is None else _Positions(*position, wide)
 
@@ -174,7 +154,7 @@ class _Region(NamedTuple):
     youngest: int
     n_cut: int  # Blocks at its beginning that are cut by the window or the clamp.
 
-    def oldest(self, index: int | jax.Array) -> int | jax.Array:
+    def oldest(self, index: Any) -> Any:
         """Returns the largest age of a block."""
         return self.youngest + (self.n_block - index) * self.size - 1
 
@@ -225,7 +205,6 @@ def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility,
 
     n_query, n_cut = visibility.segment_len, 0
     for oldest in map(whole.oldest, range(n_block)):
-        assert isinstance(oldest, int)  # For mypy.
         n_cut += (clamp is not None and oldest + n_query - 1 > clamp) or _is_cut(oldest, n_query, visibility.window)
     return whole._replace(n_cut=n_cut)
 
@@ -240,16 +219,14 @@ class _Positions:
     """Position scores of a group of heads, by distance."""
 
     query: jax.Array  # [B, H, L, E]
-    key: jax.Array | None  # [H, E, P]
-    score: jax.Array | None  # [H, P]
+    key: Any  # [H, E, P], or None.
+    score: Any  # [H, P], or None.
     wide: jnp.dtype  # Dtype of the scores.
 
     @property
     def clamp(self) -> int:
         """P - 1, the largest distance that has its own scores."""
-        table = self.score if self.key is None else self.key
-        assert table is not None  # For mypy.
-        return table.shape[-1] - 1
+        return (self.score if self.key is None else self.key).shape[-1] - 1
 
     def tile(self, oldest: int | jax.Array, n_key: int) -> jax.Array:
         """Computes the scores of the ages from `oldest` down: [B or 1, H, L, n]."""
@@ -286,9 +263,8 @@ class _Positions:
     def _scores(self, select: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Computes the scores of a selection of distances: [B, H, L, W]; without keys [1, H, L, W]."""
         batch, n_head, n_query, width = self.query.shape
-        score = None if self.score is None else select(self.score).astype(self.wide)[None, :, None, :]
+        score: Any = None if self.score is None else select(self.score).astype(self.wide)[None, :, None, :]
         if self.key is None:
-            assert score is not None  # For mypy.
             return jnp.broadcast_to(score, (1, n_head, n_query, score.shape[-1]))
         query_HxBLxE = self.query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)
         products = jnp.einsum("hne,hep->hnp", query_HxBLxE, select(self.key), preferred_element_type=self.wide)

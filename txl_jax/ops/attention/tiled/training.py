@@ -44,11 +44,7 @@ Carry = TypeVar("Carry")
 def tiled_attention(
     operands: Operands, visibility: Visibility, dropout: Dropout | None = None, *, tile: Tile
 ) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
-
-    Args:
-      tile: Most queries and keys of a piece of the scores.
-    """
+    """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key."""
     layout = Layout(visibility.segment_len, visibility.mem_len, visibility.window, visibility.causal, tile)
     row_head = None if dropout is None else dropout.row_heads(*operands.query.shape[:2])
     return _attention(layout, operands, _Masking(visibility.key_range(), dropout, row_head))
@@ -276,17 +272,9 @@ class _Group(NamedTuple):
     position_key: jax.Array | None  # [P', E], with zeros behind the P.
     position_score: jax.Array | None  # [P'], divided by sqrt(E), wide.
     key_range: tuple[jax.Array, jax.Array]  # int32 [G] each.
-    row_head: jax.Array | None  # int32 [G]
-
-    @property
-    def scale(self) -> float:
-        """Returns 1 / sqrt(E)."""
-        return float(self.key.shape[-1] ** -0.5)
-
-    @property
-    def wide(self) -> jnp.dtype:
-        """Returns the type of scores and sums."""
-        return _wide_type(self.content_query)
+    row_head: Any  # int32 [G], or None without dropout.
+    scale: float  # 1 / sqrt(E).
+    wide: jnp.dtype  # Of scores and sums.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,10 +311,8 @@ class _Place:
     def take(self, layout: Layout, arrays: Operands, masking: _Masking) -> _Group:
         """Returns a group of arrays whose positions were padded."""
         start, stop = (jax.lax.dynamic_slice_in_dim(x, self.first_row, self.n_rows) for x in masking.key_range)
-        query, scale = self.rows(arrays.query), float(arrays.query.shape[-1] ** -0.5)
-        position_score = None
-        if arrays.position_score is not None:
-            position_score = self.of_head(arrays.position_score).astype(_wide_type(query)) * scale
+        query, scale, wide = self.rows(arrays.query), float(arrays.query.shape[-1] ** -0.5), _wide_type(arrays.query)
+        position_key, position_score = jax.tree.map(self.of_head, (arrays.position_key, arrays.position_score))
 
         def biased(bias: jax.Array | None) -> jax.Array:
             return query if bias is None else query + self.of_head(bias)[None, None, :]
@@ -338,10 +324,12 @@ class _Place:
             position_query=biased(arrays.position_bias) * scale,
             key=self.rows(arrays.key),
             value=self.rows(arrays.value),
-            position_key=None if arrays.position_key is None else self.of_head(arrays.position_key),
-            position_score=position_score,
+            position_key=position_key,
+            position_score=None if position_score is None else position_score.astype(wide) * scale,
             key_range=(start, stop),
             row_head=None if masking.row_head is None else self.rows(masking.row_head),
+            scale=scale,
+            wide=wide,
         )
 
     def _start(self, array: jax.Array) -> list[Any]:
@@ -402,12 +390,7 @@ def _as_given(gradient: jax.Array, array: jax.Array) -> jax.Array:
 
 
 class _Block:
-    """A strip's queries with neighbouring keys, for a group.
-
-    Attributes:
-      first_key: the first key, a number or traced.
-      content_query: [G, n, E], with u, divided by sqrt(E).
-    """
+    """A strip's queries with neighbouring keys, for a group."""
 
     def __init__(self, group: _Group, strip: Strip, index: Any) -> None:
         self._group, self._strip = group, strip
@@ -437,16 +420,13 @@ class _Block:
 
     def keep(self, dropout: Dropout) -> jax.Array:
         """Returns which probabilities are kept, bool [G, n, m]."""
-        assert self._group.row_head is not None  # For mypy.
         query, key = self._pairs()
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
         """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients.
 
-        Args:
-          gradients: gradients of the group.
-          of_scores: [G, n, m], zero where hidden.
+        `of_scores` [G, n, m] are zero where hidden.
         """
         group = self._group
         if group.position_key is None and group.position_score is None:
@@ -454,9 +434,8 @@ class _Block:
         by_distance = unskew(of_scores, self._strip.width)
         if group.position_score is not None:
             of_score = jnp.sum(by_distance.astype(group.wide), axis=(0, 1)) * group.scale
-            gradients = gradients._replace(
-                position_score=_add_at(gradients.position_score, of_score, self._first_column)
-            )
+            added = _add_at(gradients.position_score, of_score, self._first_column)
+            gradients = gradients._replace(position_score=added)
         if group.position_key is None:
             return None, gradients
         flat = _flat(by_distance)

@@ -37,61 +37,43 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from txl_jax.ops.attention.masks import CachedVisibility
-from txl_jax.ops.attention.problem import Position, Tile
+from txl_jax.ops.attention.problem import CachedOperands, Problem, Tile
 from txl_jax.ops.attention.tpu.geometry import DEFAULT_VMEM, LANES, SPARE_VMEM, CachedSizes, round_up
 from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, skew_from, widen
 
 
 def tpu_cached_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    ring: tuple[jax.Array, jax.Array],
-    position: Position,
-    visibility: CachedVisibility,
-    *,
-    tile: Tile,
-    interpret: bool = False,
+    operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile, interpret: bool = False
 ) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; arguments as of the reference.
+    """Computes weighted sums of the values: [B, H, L, E].
 
-    Args:
-      tile: queries and slots per tile; queries a multiple of 16 up to 128 or a multiple of 128, slots a multiple of
-        128.
-      interpret: whether to interpret the kernel, on any device and slowly.
+    A tile has a multiple of 16 queries up to 128 or a multiple of 128, and a multiple of 128 slots.
     """
-    position_query, table = None, None
-    if position is not None:
-        position_query, table, scores = position
-        assert table is not None and scores is None, "refused: position scores without, or beside, position keys"
-    segment_len, capacity = query.shape[2], visibility.capacity
-    sizes = CachedSizes.of(
-        tile,
-        n_head=query.shape[1],
-        segment_len=segment_len,
-        width=query.shape[3],
-        capacity=capacity,
+    query, key, value, ring, position = operands
+    position_query, table, scores = position or (None, None, None)
+    assert position is None or (table is not None and scores is None), (
+        "refused: position scores without keys, or beside"
+    )
+    (batch, n_head, segment_len, width), capacity = query.shape, visibility.capacity
+    problem = Problem(
+        *("tpu", "", query.dtype.name, batch, n_head, segment_len, capacity + segment_len, width),
         n_positions=0 if table is None else table.shape[2],
         window=visibility.window,
-        itemsize=query.dtype.itemsize,
-        cache_itemsize=ring[0].dtype.itemsize,
+        capacity=capacity,
+        cache_dtype=ring[0].dtype.name,
     )
+    sizes = CachedSizes.of(problem, tile)
     padded = round_up(segment_len, sizes.query_block)
     own_len = sizes.n_own * sizes.own_block
-    operands: dict[str, jax.Array] = {
-        "query": _pad_rows(query, padded),
-        "key": _pad_rows(key, own_len),
-        "value": _pad_rows(value, own_len),
-    }
+    arrays = {"query": _pad_rows(query, padded), "key": _pad_rows(key, own_len), "value": _pad_rows(value, own_len)}
     if table is not None and position_query is not None:
-        operands |= {
+        arrays |= {
             "position_query": _pad_rows(position_query, padded),
             "position_key": table[..., -sizes.n_positions :],
         }
     if capacity:
-        operands |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}
-    result = _call(operands, visibility, sizes, interpret=interpret)
-    return result[:, :, :segment_len]
+        arrays |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}
+    return _call(arrays, visibility, sizes, interpret=interpret)[:, :, :segment_len]
 
 
 def _pad_rows(array: jax.Array, size: int) -> jax.Array:
@@ -115,11 +97,9 @@ def _call(
         scratch["table"] = pltpu.VMEM((sizes.heads, width, sizes.table_columns), operands["position_key"].dtype)
     if sizes.clamped:
         scratch["far"] = pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32)
-    stored = operands.get("ring_key", operands["key"])
-    need = sizes.vmem_bytes(operands["query"].dtype.itemsize, stored.dtype.itemsize)
     names = ("valid", "write_index", *operands, "output", *scratch)
     out = jax.ShapeDtypeStruct(operands["query"].shape, operands["value"].dtype)
-    call = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_kernel, names=names, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -132,14 +112,12 @@ def _call(
         # Rows may not be split among cores: the first row of a head makes its table.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=None if need <= DEFAULT_VMEM else need + SPARE_VMEM,
+            vmem_limit_bytes=None if sizes.vmem_bytes <= DEFAULT_VMEM else sizes.vmem_bytes + SPARE_VMEM,
         ),
         cost_estimate=_cost(operands, sizes),
         interpret=interpret,
         name="cached_attention",
-    )
-    result: jax.Array = call(visibility.valid, visibility.write_index[None], *operands.values())
-    return result
+    )(visibility.valid, visibility.write_index[None], *operands.values())
 
 
 def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
@@ -289,9 +267,7 @@ def _add(
 ) -> None:
     """Adds a block to the running softmax of each head, with its position scores.
 
-    Args:
-      scores: computes a head's scores of contents, [n, m].
-      values: of a head, reads [m, E] or [E, m], and the contraction of weights with them.
+    `scores` computes a head's scores of contents, [n, m]; `values` reads its [m, E] or [E, m], and their contraction.
     """
 
     def update(position_scores: Callable[[int], jax.Array] | None) -> None:

@@ -65,8 +65,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _training_refusal(problem: Problem, vmem: int) -> str | None:
-    need = _backward_bytes(problem, default_tile(problem))
-    if need > vmem:
+    if (need := _backward_bytes(problem, default_tile(problem))) > vmem:
         return (
             f"{problem.n_keys} keys of width {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
             f"kernel, and a core of {problem.device_kind} has {vmem // _MIB}"
@@ -80,18 +79,7 @@ def _cached_refusal(problem: Problem, vmem: int) -> str | None:
         return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, and its type is {stored}"
     if problem.d_head > _WIDEST_CACHED_HEAD:
         return f"the head width is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
-    itemsizes = {"itemsize": _ITEMSIZES[problem.dtype], "cache_itemsize": _ITEMSIZES[stored]}
-    sizes = CachedSizes.of(
-        default_tile(problem),
-        n_head=problem.n_head,
-        segment_len=problem.segment_len,
-        width=problem.d_head,
-        capacity=problem.capacity or 0,
-        n_positions=problem.n_positions,
-        window=problem.window,
-        **itemsizes,
-    )
-    need, most = sizes.vmem_bytes(**itemsizes), vmem - SPARE_VMEM
+    need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
     if need > most:
         return (
             f"{problem.n_positions} position keys of width {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
@@ -163,29 +151,19 @@ def _vmem(device_kind: str) -> int:
 
 
 def _backward_bytes(problem: Problem, tile: Tile) -> int:
-    return vmem_bytes(
-        tile,
-        segment_len=problem.segment_len,
-        n_keys=problem.n_keys,
-        width=problem.d_head,
-        has_positions=problem.n_positions > 0,
-        itemsize=4 if problem.dtype == "float32" else 2,
-        backward=True,
-    )
+    return vmem_bytes(problem, tile, itemsize=4 if problem.dtype == "float32" else 2, backward=True)
 
 
-def vmem_bytes(
-    tile: Tile, *, segment_len: int, n_keys: int, width: int, has_positions: bool, itemsize: int, backward: bool
-) -> int:
+def vmem_bytes(sizes: "Problem | Geometry", tile: Tile, *, itemsize: int, backward: bool) -> int:
     """Returns about how much VMEM a training kernel takes.
 
     Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512 at K 4096 and 31.9 at
     K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this gives 18.4, 32.4 and 29.5.
     """
-    row = round_up(width, LANES)
+    row = round_up(sizes.d_head, LANES)
     n_query, n_key = tile
-    keys = round_up(n_keys, n_key)
-    positions = round_up(segment_len, n_query) + keys + LANES if has_positions else 0
+    keys = round_up(sizes.n_keys, n_key)
+    positions = round_up(sizes.segment_len, n_query) + keys + LANES if sizes.n_positions else 0
     blocks = 2 * itemsize * row * (n_query * (4 if backward else 2) + 2 * n_key + positions)
     scratch = n_query * row * (2 * itemsize + 8) + 2 * n_query * LANES * 4
     scores = n_query * (n_key + LANES) * 4 * (3 if backward else 2) * (itemsize // 2)
@@ -221,7 +199,7 @@ class Geometry:
     n_head: int  # H
     segment_len: int  # L
     n_keys: int  # K
-    width: int  # E
+    d_head: int  # E
     n_positions: int  # P, or 0 without position keys.
     tile: Tile  # Multiples of 16 queries and 128 keys.
     causal: bool
@@ -233,7 +211,7 @@ class Geometry:
     @property
     def scale(self) -> float:
         """1 / sqrt(E)."""
-        return float(self.width**-0.5)
+        return float(self.d_head**-0.5)
 
     @property
     def mem_len(self) -> int:
@@ -281,12 +259,9 @@ class Geometry:
         return self.padded_queries - (query_tile + 1) * self.tile.query + key_tile * self.tile.key
 
     def key_tiles(self, query_tile: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first tile of keys that some query of a tile sees, and the last: an empty range if none does.
+        """Returns the first tile of the keys from `start` to `stop` that some query of a tile sees, and the last.
 
-        Args:
-          query_tile: number of the tile of queries.
-          start: first key that the row's queries may see.
-          stop: end of these keys.
+        The range is empty if none does.
         """
         start, stop = self._key_range(query_tile, start, stop, jnp.minimum, jnp.maximum)
         size = jnp.int32(self.tile.key)
@@ -348,44 +323,37 @@ class CachedSizes:
     n_positions: int  # P, at most R + L, or 0 without position keys.
     clamped: bool  # Whether some pair is further apart than P - 1.
     window: int | None  # Maximum keys of a query, or None for no limit.
+    itemsize: int  # Bytes of a number of the segment.
+    cache_itemsize: int  # Of the ring.
 
     @classmethod
-    def of(
-        cls,
-        tile: Tile,
-        *,
-        n_head: int,
-        segment_len: int,
-        width: int,
-        capacity: int,
-        n_positions: int,
-        window: int | None,
-        itemsize: int,
-        cache_itemsize: int,
-    ) -> "CachedSizes":
+    def of(cls, problem: Problem, tile: Tile) -> "CachedSizes":
         """Returns the sizes of a call, with the tile rounded up to what registers have, and no larger than the scores.
 
         A step serves two heads where their number is even and it fits: it is bound by waits for results, which the
         other head's work fills (TPU v5e, 80 queries and 768 slots of width 64: 1480 instructions for one head, 2580 for
         two).
         """
+        segment_len, capacity = problem.segment_len, problem.capacity or 0
         query_block = min(tile.query, segment_len)
         query_block = round_up(query_block, _ROWS if query_block <= LANES else LANES)
         own_block = min(round_up(segment_len, LANES), round_up(tile.key, LANES))
         sizes = cls(
             heads=1,
-            width=width,
+            width=problem.d_head,
             capacity=capacity,
             query_block=query_block,
             ring_block=max(round_up(min(tile.key, capacity), LANES), LANES),
             own_block=own_block,
             n_own=-(-segment_len // own_block),
-            n_positions=min(n_positions, capacity + segment_len),
-            clamped=0 < n_positions < capacity + segment_len,
-            window=window,
+            n_positions=min(problem.n_positions, capacity + segment_len),
+            clamped=0 < problem.n_positions < capacity + segment_len,
+            window=problem.window,
+            itemsize=jnp.dtype(problem.dtype).itemsize,
+            cache_itemsize=jnp.dtype(problem.cache_dtype or problem.dtype).itemsize,
         )
         two = dataclasses.replace(sizes, heads=2)
-        return two if n_head % 2 == 0 and two.vmem_bytes(itemsize, cache_itemsize) <= DEFAULT_VMEM else sizes
+        return two if problem.n_head % 2 == 0 and two.vmem_bytes <= DEFAULT_VMEM else sizes
 
     @property
     def n_ring(self) -> int:
@@ -412,13 +380,14 @@ class CachedSizes:
         """Columns of the table in VMEM."""
         return self.margin + round_up(self.n_positions, LANES) + self.margin + 2 * LANES
 
-    def vmem_bytes(self, itemsize: int, cache_itemsize: int) -> int:
-        """Returns about how much VMEM a step takes: two of each block that is fetched, and scratch memory."""
+    @property
+    def vmem_bytes(self) -> int:
+        """About how much VMEM a step takes: two of each block that is fetched, and scratch memory."""
         lanes, rows = round_up(self.width, LANES), round_up(self.width, _ROWS)
-        of_queries = (3 * self.query_block + 2 * self.own_block) * lanes * itemsize
-        of_ring = 2 * self.ring_block * (rows if self.value_columns else lanes) * cache_itemsize
-        of_positions = rows * round_up(self.n_positions, LANES) * itemsize
+        of_queries = (3 * self.query_block + 2 * self.own_block) * lanes * self.itemsize
+        of_ring = 2 * self.ring_block * (rows if self.value_columns else lanes) * self.cache_itemsize
+        of_positions = rows * round_up(self.n_positions, LANES) * self.itemsize
         running = (3 * LANES + lanes) * self.query_block * 4
-        table = rows * self.table_columns * itemsize if self.n_positions else 0
+        table = rows * self.table_columns * self.itemsize if self.n_positions else 0
         scores = 3 * self.query_block * (max(self.ring_block, self.own_block) + 2 * LANES) * 4
         return self.heads * (2 * (of_queries + of_ring + of_positions) + running + table + scores)

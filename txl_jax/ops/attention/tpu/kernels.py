@@ -66,11 +66,8 @@ def tpu_attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
-    Args:
-      operands: Without `position_score` (`geometry.refusal`).
-      tile: Queries and keys of a tile, rounded to what the registers take.
-      kernel: "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later): how a tile is skewed.
-      interpret: Whether to interpret the kernels, on any device.
+    `tile` is rounded to what the registers take. `kernel` says how a tile is skewed: "mosaic_roll" (TPU v5 and later)
+    or "mosaic_gather" (v4 and later). Any device can `interpret` the kernels.
     """
     assert operands.position_score is None, "refused: a score per distance"
     batch, n_head, segment_len, width = operands.query.shape
@@ -79,7 +76,7 @@ def tpu_attention(
         n_head=n_head,
         segment_len=segment_len,
         n_keys=visibility.n_keys,
-        width=width,
+        d_head=width,
         n_positions=0 if operands.position_key is None else operands.position_key.shape[1],
         tile=round_tile(tile, segment_len=segment_len, n_keys=visibility.n_keys),
         causal=visibility.causal,
@@ -88,10 +85,8 @@ def tpu_attention(
         n_drawn_head=None if dropout is None else dropout.n_head,
         interpret=interpret,
     )
-    content_bias, position_bias = (
-        None if bias is None else bias[:, None, :] for bias in (operands.content_bias, operands.position_bias)
-    )
-    arrays = _Operands(*operands[:4], content_bias, position_bias)
+    biases = (None if bias is None else bias[:, None, :] for bias in (operands.content_bias, operands.position_bias))
+    arrays = _Operands(*operands[:4], *biases)
     return _attend(geometry, arrays, _make_scalars(visibility, dropout)).astype(operands.value.dtype)
 
 
@@ -154,7 +149,7 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
 
     A query that sees no key gets zeros, and a logarithm so large that its probabilities come out as 0.
     """
-    rows, width, blocks = geometry.tile.query, geometry.width, _make_blocks(geometry)
+    rows, width, blocks = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
     dtype, wide = operands.query.dtype, jnp.float32
     scratch = _ForwardScratch(
         content_query=pltpu.VMEM((rows, width), dtype),
@@ -208,7 +203,7 @@ def _forward_kernel(
         if geometry.n_drawn_head is not None:
             weights = jnp.where(step.kept(), weights, 0)
         added = dot(weights.astype(value.dtype), value, NN)
-        scratch.weighted[...] = widen(fade, geometry.width) * scratch.weighted[...] + added
+        scratch.weighted[...] = widen(fade, geometry.d_head) * scratch.weighted[...] + added
 
     @pl.when(step.key_tile == geometry.n_key_tile - 1)
     def _end() -> None:
@@ -216,7 +211,7 @@ def _forward_kernel(
         total = jnp.broadcast_to(jnp.sum(scratch.total[...], axis=1, keepdims=True), top.shape)
         sees = top > HIDDEN
         inverse = jnp.where(sees, step.scalars.keep[1] / total, 0)
-        out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.width)).astype(out_ref.dtype)
+        out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.d_head)).astype(out_ref.dtype)
         log_sum = jnp.where(sees, top + jnp.log(total), -HIDDEN)
         log_sum_ref[0, 0, 0] = log_sum.T[:1]  # One number per row: 128 equal ones were most of the temporary memory.
 
@@ -252,7 +247,7 @@ def _backward(
 ) -> tuple[_Operands, None]:
     """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
     operands, scalars, out, log_sum = saved
-    rows, width, blocks = geometry.tile.query, geometry.width, _make_blocks(geometry)
+    rows, width, blocks = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
     dtype, wide = operands.query.dtype, jnp.float32
     has_position = geometry.n_positions > 0
     scratch = _BackwardScratch(
@@ -469,7 +464,7 @@ class _Blocks(NamedTuple):
 
 def _make_blocks(geometry: Geometry) -> _Blocks:
     """Returns the blocks; a step that is skipped names the keys of its nearest needed one, which fetches nothing."""
-    (n_query, n_key), width = geometry.tile, geometry.width
+    (n_query, n_key), width = geometry.tile, geometry.d_head
 
     def key_block(head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any) -> Any:
         first, last = geometry.key_tiles(query_tile, start[row], stop[row])
@@ -514,7 +509,7 @@ def _pad(array: jax.Array, before: int, behind: int) -> jax.Array:
 
 def _queries_shape(geometry: Geometry, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     """Returns the shape of padded queries."""
-    shape = (geometry.batch, geometry.n_head, geometry.padded_queries, geometry.width)
+    shape = (geometry.batch, geometry.n_head, geometry.padded_queries, geometry.d_head)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -539,15 +534,8 @@ def _run(
     def function(*refs: Any) -> None:
         kernel(_Scalars(*refs[: len(scalars)]), *refs[len(scalars) :])
 
-    need = vmem_bytes(
-        geometry.tile,
-        segment_len=geometry.segment_len,
-        n_keys=geometry.n_keys,
-        width=geometry.width,
-        has_positions=geometry.n_positions > 0,
-        itemsize=jax.tree.leaves(inputs)[0].dtype.itemsize,
-        backward=backward,
-    )
+    itemsize = jax.tree.leaves(inputs)[0].dtype.itemsize
+    need = vmem_bytes(geometry, geometry.tile, itemsize=itemsize, backward=backward)
     return pl.pallas_call(
         function,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -581,9 +569,9 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
     once = sum(array.size * array.dtype.itemsize for array in arrays)
     again = max(geometry.n_tile - geometry.n_key_tile, 0) if geometry.n_key_tile > 1 else 0
     return pl.CostEstimate(
-        flops=int(2 * pairs * geometry.width * (n_product + by_distance)),
+        flops=int(2 * pairs * geometry.d_head * (n_product + by_distance)),
         transcendentals=pairs,
-        bytes_accessed=once + 2 * rows * again * n_key * geometry.width * arrays[0].dtype.itemsize,
+        bytes_accessed=once + 2 * rows * again * n_key * geometry.d_head * arrays[0].dtype.itemsize,
     )
 
 
@@ -606,30 +594,11 @@ def _tile_scores(step: _Step, operands: _Operands, content_query: Any, position_
     scores = dot(content_query[...], operands.key[0, 0], NT)
     if position_query is None:
         return scores
-
-    def position_key(at: int, size: int) -> jax.Array:
-        keys: jax.Array = operands.position_key[0, step.positions(at, size), :]
-        return keys
-
-    query, n_key = position_query[...], step.geometry.tile.key
-    return scores + position_scores(query, position_key, n_key=n_key, rotate=step.geometry.rotate)
-
-
-def position_scores(
-    query: jax.Array, position_key: Callable[[int, int], jax.Array], *, n_key: int, rotate: bool
-) -> jax.Array:
-    """Computes the term by distance of a tile, shifted: [n, m] in float32.
-
-    Args:
-      query: [n, E], with v added; n is a multiple of 8.
-      position_key: (at, size) -> [size, E], the position keys of `size` distances from the one on that is `at` smaller
-        than the distance of the tile's last query and first key.
-      n_key: m, a multiple of 128.
-      rotate: as in `skew`.
-    """
-    size = n_key + LANES
-    parts = [skew(dot(query[rows], position_key(at, size), NT), rotate) for rows, at in strips(query.shape[0])]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+    query, parts = position_query[...], []
+    for rows, at in strips(query.shape[0]):
+        position_key = operands.position_key[0, step.positions(at, step.geometry.tile.key + LANES), :]
+        parts.append(skew(dot(query[rows], position_key, NT), step.geometry.rotate))
+    return scores + (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0))
 
 
 def strips(n_query: int) -> list[tuple[slice, int]]:
@@ -667,12 +636,10 @@ def _lane_sums(array: jax.Array) -> jax.Array:
 
 
 def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
-    """Moves the scores of a strip from "column = distance" to "column = key": [n, m + 128] -> [n, m].
+    """Moves the scores of a strip from "column = distance" to "column = key": [n, m + 128] -> [n, m] in float32.
 
-    Args:
-      by_distance: float32 [n, m + 128], column p of the distance that the last query and key p have; n is at most 128
-        and for a rotation a multiple of 8, m a multiple of 128.
-      rotate: whether by a rotation, or else by a gather.
+    Column p is of the distance that the last query and key p have. n is at most 128 and for a rotation (`rotate`; else
+    a gather) a multiple of 8, m a multiple of 128.
     """
     n_query, width = by_distance.shape
     if rotate:
@@ -685,13 +652,7 @@ def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
 
 
 def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
-    """Moves scores as `skew` does, from any column on: [n, m + 256] -> [n, m].
-
-    Args:
-      by_distance: float32 [n, m + 256], column `first` + p of the distance that the last query and key p have; n is at
-        most 128, m a multiple of 128.
-      first: int32 [], below 128.
-    """
+    """Moves scores as `skew` does, from any column `first` below 128 on: [n, m + 256] -> [n, m] in float32."""
     n_query = by_distance.shape[0]
     column = _lane(n_query) + _shift(n_query) + first
     lane, is_near, is_far = column & (LANES - 1), column < LANES, column >= 2 * LANES
