@@ -8,6 +8,7 @@ import io
 import random
 import tarfile
 import zipfile
+from typing import Any
 
 from txl_jax.config import CorpusName
 from txl_jax.data import published
@@ -127,22 +128,14 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 
 @functools.cache
 def facts(name: CorpusName) -> dict[str, Facts]:
-    """Facts of the miniature's parts, of the same kinds as in the corpus's table."""
-    by_split, row = texts(name), _SHIPPED[name]
-    parts = {published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
-    return {part: _facts(text, row.facts[part]) for part, text in parts.items()}
-
-
-def _facts(text: bytes, known: Facts) -> Facts:
-    """The facts of a part, of the kinds that are known of the corpus's own."""
-    found = Facts(
-        size=len(text),
-        sha256=hashlib.sha256(text).hexdigest(),
-        lines=text.count(b"\n"),
-        tokens=len(text.split()) + text.count(b"\n"),
-    )
-    unknown = [field.name for field in dataclasses.fields(Facts) if getattr(known, field.name) is None]
-    return dataclasses.replace(found, **dict.fromkeys(unknown))
+    """Facts of the miniature's parts, of the kinds that are known of the corpus's own."""
+    by_split, row, found = texts(name), _SHIPPED[name], {}
+    for part, text in ({published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split).items():
+        lines, known = text.count(b"\n"), dataclasses.asdict(row.facts[part])
+        every: dict[str, Any] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest(), "lines": lines}
+        every["tokens"] = len(text.split()) + lines
+        found[part] = Facts(**{fact: value for fact, value in every.items() if known[fact] is not None})
+    return found
 
 
 def install(url: str = NOWHERE) -> None:

@@ -303,7 +303,7 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
             # Others have several lines, of layers of libraries.
             is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError)
             failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
-        except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
+        except UserError as error:  # The file has another size, or is not an archive, and the error has its path.
             failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
     raise UserError(
@@ -316,24 +316,22 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
     """Returns the files of each part, by the first layout whose files are all there.
 
     A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
-    fits (it names what is missing and what is there), or a file is there twice.
+    fits, or a file is there twice.
     """
     holder = " and ".join(dict.fromkeys(place.path for place in places))
-    missing: list[list[str]] = []
-    for layout in layouts:
-        found = {
-            tail: [place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")]
-            for tail in itertools.chain(*layout.values())
-        }
-        missing.append([tail for tail, fitting in found.items() if not fitting])
-        if missing[-1]:
-            continue
-        if twice := next((fitting for fitting in found.values() if len(fitting) > 1), None):
-            raise UserError(f"{holder} holds {twice[0].name} and {twice[1].name}; remove one, as both could be meant")
-        return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
-    lacking, there = _some(min(missing, key=len)), _some([place.name for place in places])
     urls = " and ".join(dict.fromkeys(place.url for place in places))
-    raise UserError(f"{holder} has no {lacking} (it holds {there}); get it again from {urls}")
+    found = {
+        tail: [place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")]
+        for tail in itertools.chain(*(names for layout in layouts for names in layout.values()))
+    }
+    lacking = [[tail for tail in itertools.chain(*layout.values()) if not found[tail]] for layout in layouts]
+    least, there = _some(min(lacking, key=len)), _some([place.name for place in places])
+    require(not least, f"{holder} has no {least} (it holds {there}); get it again from {urls}")
+    layout = layouts[lacking.index([])]
+    for tail in itertools.chain(*layout.values()):
+        both = " and ".join(place.name for place in found[tail])
+        require(len(found[tail]) == 1, f"{holder} holds {both}; remove one, as both could be meant")
+    return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -344,10 +342,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and of archives their members.
-
-    Raises `UserError` if an archive is damaged or empty, or a member's name leads out of it.
-    """
+    """Opens files, given by name, path and URL, and the members of archives; raises `UserError` as `members`."""
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
@@ -391,8 +386,8 @@ Members = Iterator[tuple[str, int, Callable[[], Any]]]
 def members(path: str) -> Members:
     """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
 
-    Another file is its own only member, without a name. Raises `UserError` if a member's name leads out of the archive,
-    or it is a device, and nearly any exception if the archive is damaged.
+    Another file is its own only member, without a name. Raises `UserError` for a device and for a name that leads out
+    of the archive, and nearly any exception if the archive is damaged.
     """
     if path.endswith(".zip"):
         yield from _zip_members(path)
