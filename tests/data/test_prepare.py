@@ -484,7 +484,10 @@ PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusN
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "files"),
-    [*((name, miniature.officials(name)) for name in miniature.NAMES), (CorpusName.PTB, PTB_FILES)],
+    [
+        *((name, {file: miniature.official(name)}) for name, file in miniature.OFFICIAL.items()),
+        (CorpusName.PTB, PTB_FILES),
+    ],
     ids=lambda value: str(value)[:11],
 )
 def test_a_corpus_is_downloaded_once(name, files, server, source, tmp_path):
@@ -495,32 +498,6 @@ def test_a_corpus_is_downloaded_once(name, files, server, source, tmp_path):
     assert not (tmp_path / "data").exists()
     read(name, tmp_path)
     assert len(server.asked) == 1 + len(files)
-
-
-@pytest.mark.full
-def test_a_source_of_two_archives(server, source, tmp_path):
-    """If both have a member of one name, a layout tells them apart. One archive in the folder is not enough."""
-    texts, data = miniature.texts(CorpusName.PTB), tmp_path / "data"
-    members = {
-        "train.zip": {"README": b"1", "text": texts["train"]},
-        "heldout.tgz": {"README": b"2", "text": texts["valid"], "other": texts["test"]},
-    }
-    good, second = (serve(server, file, miniature.archive(file, parts)) for file, parts in members.items())
-    layouts = ({"train": ("train.zip/text",), "valid": ("heldout.tgz/text",), "test": ("other",)},)
-    source(CorpusName.PTB, (good, second), layouts=layouts)
-    assert contents(read(CorpusName.PTB, tmp_path)) == texts and len(server.asked) == 3
-    shutil.rmtree(tmp_path / "cache")
-    place(data, {good.file: (server.folder / good.file).read_bytes()})
-    message = refusal(CorpusName.PTB, tmp_path)
-    assert message.startswith(f"{data} has {good.file} but lacks {second.file}") and second.url in message
-    shutil.copy(server.folder / second.file, data)
-    assert contents(read(CorpusName.PTB, tmp_path)) == texts and len(server.asked) == 3
-    shutil.rmtree(tmp_path / "cache")
-    shutil.rmtree(data)
-    source(CorpusName.PTB, (good, dataclasses.replace(second, sha256="0" * 64)), layouts=layouts)
-    message = refusal(CorpusName.PTB, tmp_path)
-    wrong = rf"failed \({second.url} .*{second.sha256} and not {'0' * 64}.*put {good.url} and {second.url}"
-    assert re.search(wrong, message)
 
 
 @pytest.mark.full

@@ -60,14 +60,10 @@ class DocumentRows:
         segments_per_call: int,
         vectors: tuple[int, np.dtype] | None = None,
     ):
-        """Reads nothing yet.
+        """Reads nothing yet. A call has S = `segments_per_call` segments of B rows and L positions.
 
-        Args:
-          source: Iterator over the documents. If it raises `UserError`, the documents before it are read first.
-          batch_size: B.
-          segment_len: L.
-          segments_per_call: S.
-          vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
+        `vectors` is the size D and dtype of inputs that are vectors, or None if they are ids. If `source` raises
+        `UserError`, the documents before it are read first.
         """
         self._source, self._vectors = source, vectors
         self._rows = [self._pieces(segment_len) for _ in range(batch_size)]

@@ -250,7 +250,7 @@ class Tally:
 class Place(NamedTuple):
     """Where a file is."""
 
-    name: str  # Its path below a directory, or in its archive, after the archive's name if there are several.
+    name: str  # Its path below a directory, or in its archive.
     size: int  # Bytes.
     path: str  # Of the file, or of the archive that it is a member of.
     member: str  # Its name in the archive; empty for a plain file.
@@ -348,7 +348,7 @@ def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
         with _reading(path, url):
             n_before = len(places)
             for member, size, _ in members(path):
-                name = f"{file}/{member}" if member and len(files) > 1 else member or file
+                name = member or file
                 places.setdefault(name, Place(name, size, path, member, url))  # `read_files` takes the first too.
             if len(places) == n_before:
                 raise EOFError("it holds nothing")

@@ -29,7 +29,7 @@ import numpy as np
 
 from txl_jax.config import Roll
 from txl_jax.config.config_tree import require
-from txl_jax.data.epoch_order import EpochOrder, RandomRoll, ShuffledSentences, sequential
+from txl_jax.data.epoch_order import EpochOrder, ShuffledSentences, random_roll, sequential
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
@@ -175,10 +175,10 @@ def training_segments(
     if sentence_starts is not None:
         order = ShuffledSentences(sentence_starts, n_tokens=len(tokens), seed=seed)
     elif roll is Roll.STREAM:
-        order = RandomRoll(np.array([0, n_pairs]), seed)
+        order = random_roll(np.array([0, n_pairs]), seed)
     elif roll is Roll.ROWS:
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
-        first_B, order = edges[:-1], RandomRoll(edges, seed)
+        first_B, order = edges[:-1], random_roll(edges, seed)
     rows = RowRanges(first_B, first_B, first_B + row_len)
     return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True)
 
