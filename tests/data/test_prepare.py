@@ -1,6 +1,7 @@
 """Tests published corpora: archives, checks, places of files in miniature, records, their damage, and downloads."""
 
 import dataclasses
+import functools
 import hashlib
 import http.server
 import io
@@ -435,15 +436,11 @@ def only_to_this_machine(session, request, **options):
 class Handler(http.server.SimpleHTTPRequestHandler):
     """Serves the server's folder, and keeps what it was asked."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, directory=args[2].folder, **kwargs)
-
     def log_message(self, *args):
         pass
 
-    def send_response(self, code, message=None):
+    def log_request(self, *args):
         self.server.asked.append(f"{self.command} {self.path}")
-        super().send_response(code, message)
 
 
 @pytest.fixture
@@ -452,9 +449,10 @@ def server(tmp_path, miniatures, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # Without the proxy that the environment may name.
     monkeypatch.setattr(requests, "head", HEAD)
     monkeypatch.setattr(requests.Session, "send", only_to_this_machine)
-    (tmp_path / "served").mkdir()
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.folder, running.asked = tmp_path / "served", []
+    folder = tmp_path / "served"
+    folder.mkdir()
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+    running.folder, running.asked = folder, []
     running.url = f"http://127.0.0.1:{running.server_port}/"
     threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
     yield running

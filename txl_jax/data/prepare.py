@@ -346,12 +346,12 @@ def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
-            n_before = len(places)
-            for member, size, _ in members(path):
-                name = member or file
-                places.setdefault(name, Place(name, size, path, member, url))  # `read_files` takes the first too.
-            if len(places) == n_before:
+            found = [(member, size) for member, size, _ in members(path)]
+            if not found:
                 raise EOFError("it holds nothing")
+        for member, size in found:
+            name = member or file
+            places.setdefault(name, Place(name, size, path, member, url))  # `read_files` takes the first too.
     return list(places.values())
 
 
