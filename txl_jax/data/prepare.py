@@ -82,7 +82,7 @@ def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
 
 
 def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
-    """Returns the text of prepared records, of which both held-out shards are there: `same` validates on the test's."""
+    """Returns the text of prepared records. With `same` the test text is the validation text too."""
     builder, corpus = PublishedText(name, data_dir=folder), CORPORA[name]
     files, sums = builder.info.metadata["files"], builder.info.metadata["sha256"]
     stored = {"train": "train", "valid": "test" if same else "valid", "test": "test"}
@@ -303,7 +303,7 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
             # Others have several lines, of layers of libraries.
             is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError)
             failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
-        except UserError as error:  # The file has another size, or is not an archive, and the error has its path.
+        except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
             failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
     raise UserError(

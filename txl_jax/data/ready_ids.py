@@ -134,8 +134,8 @@ class IdVocabulary(Vocabulary):
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()
         foreign = [word[:40] for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)]
-        takes = f"this model has ids and no vocabulary, so a text is ids from 0 to {self.size - 1} with spaces between"
-        require(not foreign, f"{foreign[:1]} is not a token id; {takes} them")
+        advice = f"this model has no vocabulary: give ids from 0 to {self.size - 1} with spaces between them"
+        require(not foreign, f"{foreign[:1]} is not a token id, and {advice}")
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
 
 
