@@ -31,7 +31,7 @@ THREE = (
 )
 
 
-@pytest.mark.parametrize(("vocabulary", "expected"), zip(THREE, ["caac", "éaaé", "\na a \n"], strict=True))
+@pytest.mark.parametrize(("vocabulary", "expected"), [*zip(THREE, ["caac", "éaaé", "\na a \n"], strict=True)])
 def test_decoding_takes_any_integers_and_names_a_foreign_one(vocabulary, expected):
     for dtype in (np.uint8, np.int32, np.int64):
         assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected
