@@ -27,12 +27,7 @@ def splits(corpus):
 
 
 def texts(corpus):
-    """The three splits as bytes again."""
     return [corpus.vocabulary.decode(ids) for ids in splits(corpus)]
-
-
-def never(*args, **kwargs):
-    raise AssertionError("there is nothing to count")
 
 
 def stores(cache_dir):
@@ -73,16 +68,10 @@ def test_words(poem, read):
 # Stores
 
 
-def test_stores_lie_in_the_cache_or_the_data(poem, tmp_path):
-    read_corpus(own_text(**poem), str(tmp_path / "data"), str(tmp_path / "cache"))
-    read_corpus(own_text(**poem), str(tmp_path / "data"))
-    assert stores(tmp_path / "cache") == stores(tmp_path / "data" / "prepared") == [OWN_TEXT["byte"]]
-
-
 def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
     config = own_text(kind=Tokenizer.WORD, **poem)
     first = read(config)
-    monkeypatch.setattr(corpus, "make_vocabulary", never)  # Nothing is counted any more,
+    monkeypatch.setattr(corpus, "make_vocabulary", None)  # Nothing is counted any more,
     moved = tmp_path / "moved"
     moved.write_bytes((tmp_path / "train").read_bytes())
     again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files are.
@@ -100,9 +89,10 @@ PENN_TREEBANK_DIGEST = "9cea65498fdb6345a4cf7306b661a9c5863765a365ac91f88de7fac7
 
 
 @pytest.mark.parametrize("kind", OWN_TEXT)
-def test_the_folder_of_own_text_is_that_of_earlier_runs(kind, poem, tmp_path, read):
-    read(own_text(kind=kind, **poem))
-    assert stores(tmp_path / "cache") == [OWN_TEXT[kind]]
+def test_the_folder_of_own_text_is_that_of_earlier_runs_in_the_cache_or_the_data(kind, poem, tmp_path):
+    for cache in (str(tmp_path / "cache"), None):
+        read_corpus(own_text(kind=kind, **poem), str(tmp_path / "data"), cache)
+    assert stores(tmp_path / "cache") == stores(tmp_path / "data" / "prepared") == [OWN_TEXT[kind]]
 
 
 def test_the_folders_of_a_published_corpus_are_those_of_earlier_runs(tmp_path, miniatures):
@@ -168,9 +158,6 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
     assert texts(third)[2] == b"<unk> cow <unk> \n" * 2 and len(stores(tmp_path / "cache")) == 4
 
 
-# Python's library
-
-
 def test_python_stdlib_is_of_the_promised_size_and_the_same_each_time(tmp_path, read):
     first = read(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
     size = sum(map(len, splits(first)))
@@ -181,9 +168,6 @@ def test_python_stdlib_is_of_the_promised_size_and_the_same_each_time(tmp_path, 
     second = read_corpus(DataConfig(corpus=CorpusName.PYTHON_STDLIB), "nowhere", str(tmp_path / "another"))
     assert (first.digest, first.description) == (second.digest, second.description)
     assert all(map(np.array_equal, splits(first), splits(second)))
-
-
-# Real text
 
 
 @pytest.mark.full
@@ -202,6 +186,9 @@ def test_penn_treebank_as_own_text(data_dir, read):
     assert len(corpus.sentences) == 42_068 + 1
 
 
+# Vocabularies of a text
+
+
 def words(text, **fields):
     return list(make_vocabulary(TokenizerConfig(kind=Tokenizer.WORD, **fields), text).words)
 
@@ -210,22 +197,12 @@ def characters(text, **fields):
     return make_vocabulary(TokenizerConfig(kind=Tokenizer.CHAR, **fields), text).characters
 
 
-# Bytes
-
-
-def test_own_text_has_all_bytes():
-    for newlines in Newlines:
-        assert make_vocabulary(TokenizerConfig(newlines=newlines), text_of("ab")) == ByteVocabulary.all_bytes(newlines)
-
-
-def test_a_closed_alphabet_is_counted_over_all_splits():
-    text = text_of(["cab\n", "é"], "bax", "y\n", closed_alphabet=True)
-    for newlines, symbols in ((Newlines.KEEP, "\nabcxyé"), (Newlines.DROP, "abcxyé")):
-        expected = ByteVocabulary(bytes(sorted(symbols.encode())), newlines)
-        assert make_vocabulary(TokenizerConfig(newlines=newlines), text) == expected
-
-
-# Words
+@pytest.mark.parametrize(("newlines", "symbols"), [(Newlines.KEEP, "\nabcxyé"), (Newlines.DROP, "abcxyé")])
+def test_own_text_has_all_bytes_and_a_closed_alphabet_is_counted_over_all_splits(newlines, symbols):
+    tokenizer, files = TokenizerConfig(newlines=newlines), (["cab\n", "é"], "bax", "y\n")
+    assert make_vocabulary(tokenizer, text_of(*files)) == ByteVocabulary.all_bytes(newlines)
+    closed = make_vocabulary(tokenizer, text_of(*files, closed_alphabet=True))
+    assert closed == ByteVocabulary(bytes(sorted(symbols.encode())), newlines)
 
 
 @given(
@@ -253,9 +230,6 @@ def test_an_unknown_word_and_a_mark_in_the_text_are_those_tokens():
     assert words(text_of("a <S> b <eos>"), line_mark=LineMark.S) == ["<S>", "a", "b", "<eos>", "<unk>"]
 
 
-# Characters
-
-
 @given(texts=st.lists(st.text("abcA \n\r\\é日😀\N{LINE SEPARATOR}" + UNKNOWN)))
 @settings(max_examples=100)
 def test_characters_are_ranked_by_count_and_first_occurrence(texts):
@@ -271,20 +245,11 @@ def test_rarer_characters_count_for_the_unknown():
     assert characters(text_of("ab")) == f"ab{UNKNOWN}"
 
 
-# Given words
-
-
-@pytest.fixture
-def given_words(tmp_path):
-    """Reads a vocabulary from a file of this content."""
-
-    def read(content, **fields):
-        path = tmp_path / "vocab.txt"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        tokenizer = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path), **fields)
-        return make_vocabulary(tokenizer, text_of("never counted"))
-
-    return read
+def given_words(path, content, line_mark=LineMark.EOS):
+    """The vocabulary of a file of this content."""
+    path.write_bytes(content)
+    tokenizer = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path), line_mark=line_mark)
+    return make_vocabulary(tokenizer, text_of("never counted"))
 
 
 @pytest.mark.parametrize(
@@ -298,17 +263,17 @@ def given_words(tmp_path):
         ("the\n<UNK>\n", LineMark.EOS, ["<eos>", "the", "<UNK>"]),
     ],
 )
-def test_words_of_a_file_keep_their_order(content, line_mark, expected, given_words):
-    vocabulary = given_words(content, line_mark=line_mark)
+def test_words_of_a_file_keep_their_order(content, line_mark, expected, tmp_path):
+    vocabulary = given_words(tmp_path / "vocab.txt", content.encode(), line_mark)
     assert list(vocabulary.words) == expected
     unknown = vocabulary.encode(b"never-seen").tolist()
     assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
 
 
-@pytest.mark.parametrize("content", ["", " \r\n\t\n", b"the\n\xff"])
-def test_a_file_without_words_is_named(content, given_words, tmp_path):
+@pytest.mark.parametrize("content", [b"", b" \r\n\t\n", b"the\n\xff"])
+def test_a_file_without_words_is_named(content, tmp_path):
     with pytest.raises(UserError, match=rf"{tmp_path}/vocab\.txt\b"):
-        given_words(content)
+        given_words(tmp_path / "vocab.txt", content)
 
 
 def test_subwords_are_trained_on_the_training_split():

@@ -32,23 +32,22 @@ class Recorder:
         return [self.begun.get(timeout=SECONDS) for _ in range(n)]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 9])
 @pytest.mark.parametrize(("start", "steps"), [(0, 18), (6, 18), (0, 20)])
-def test_a_run_makes_each_block_once_and_none_past_its_end(depth, start, steps):
+def test_a_run_makes_each_block_once_and_none_past_its_end(start, steps):
     recorder = Recorder()
-    with Prefetcher(recorder, segments_per_call=3, steps=steps, depth=depth) as prefetcher:
+    with Prefetcher(recorder, segments_per_call=3, steps=steps) as prefetcher:
         assert [prefetcher(step) for step in range(start, 18, 3)] == [(step, 3) for step in range(start, 18, 3)]
     assert recorder.calls == list(range(start, 18, 3))
 
 
 def test_the_following_blocks_are_made_while_the_caller_does_something_else():
     recorder = Recorder()
-    with Prefetcher(recorder, segments_per_call=2, steps=100, depth=3) as prefetcher:
+    with Prefetcher(recorder, segments_per_call=2, steps=100) as prefetcher:
         assert prefetcher(10) == (10, 2)
-        assert recorder.await_calls(4) == [10, 12, 14, 16]
+        assert recorder.await_calls(3) == [10, 12, 14]
         assert prefetcher(12) == (12, 2)
-        assert recorder.await_calls(1) == [18]
-        assert recorder.begun.empty(), "no more than three ahead"
+        assert recorder.await_calls(1) == [16]
+        assert recorder.begun.empty(), "no more than two ahead"
     assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
 
 
@@ -66,7 +65,7 @@ def test_an_error_is_raised_where_its_block_is_asked_for_and_only_there():
 
 def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
     recorder = Recorder(hold_from=1)
-    prefetcher = Prefetcher(recorder, segments_per_call=1, steps=100, depth=9)
+    prefetcher = Prefetcher(recorder, segments_per_call=1, steps=100)
     prefetcher(0)
     assert recorder.await_calls(2) == [0, 1]
     threading.Timer(0.05, recorder.go.set).start()

@@ -62,7 +62,6 @@ def assert_equal(first, second):
 
 
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
-WARMUP = st.integers(0, 30)
 TRAINING = [name for name, (constructor, _) in KINDS.items() if constructor is training_segments]
 
 
@@ -138,25 +137,18 @@ def test_training_against_lists(kind, seed, epoch, length, batch_size, segment_l
     assert reader.skipped_tokens == length - 1 - got.targets.size < batch_size * segment_len
 
 
-@given(**SIZES, warmup=WARMUP)
-@example(length=6, batch_size=4, segment_len=3, warmup=2)  # The last row has no target of its own.
-def test_evaluation_against_lists(warmup, length, batch_size, segment_len):
+@given(**SIZES, warmup=st.integers(0, 30), beyond=st.integers(0, 20))
+@example(length=6, batch_size=4, segment_len=3, warmup=2, beyond=0)  # The last row has no target of its own.
+def test_evaluation_against_lists(warmup, beyond, length, batch_size, segment_len):
     reader = make("evaluation", length, batch_size, segment_len, warmup_tokens=warmup)
     got = reader.segments(0, reader.n_segments)
     expected = evaluation_by_hand(length, batch_size, segment_len, warmup)
     assert [rows_of(values).tolist() for values in got[:3]] == expected
     assert got.reset[0].all() and not got.reset[1:].any()
     assert (reader.tokens_per_epoch, reader.skipped_tokens) == (length - 1, 0)
-
-
-@pytest.mark.parametrize("kind", ["evaluation", "warm-up"])
-@given(**SIZES, steps_beyond=st.integers(0, 20))
-def test_evaluation_is_padding_past_the_end(kind, steps_beyond, length, batch_size, segment_len):
-    reader = make(kind, length, batch_size, segment_len)
-    got = reader.segments(reader.n_segments + steps_beyond, 3)
-    assert got.targets.shape == (3, batch_size, segment_len)
-    assert not got.weights.any() and not got.targets.any() and not got.inputs.any()
-    assert got.reset.all()
+    padding = reader.segments(reader.n_segments + beyond, 3)
+    assert padding.targets.shape == (3, batch_size, segment_len) and padding.reset.all()
+    assert not padding.weights.any() and not padding.targets.any() and not padding.inputs.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,16 +31,12 @@ THREE = (
 )
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_decoding_takes_any_integers(dtype):
-    decoded = [vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() for vocabulary in THREE]
-    assert decoded == ["caac", "éaaé", "\na a \n"]
-    assert all(vocabulary.decode([]) == b"" for vocabulary in THREE)
-
-
-@pytest.mark.parametrize("foreign", [-1, 3])
-def test_a_foreign_id_is_named(foreign):
-    for vocabulary in THREE:
+@pytest.mark.parametrize(("vocabulary", "expected"), [*zip(THREE, ["caac", "éaaé", "\na a \n"], strict=True)])
+def test_decoding_takes_any_integers_and_names_a_foreign_one(vocabulary, expected):
+    for dtype in (np.uint8, np.int32, np.int64):
+        assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected
+    assert vocabulary.decode([]) == b""
+    for foreign in (-1, 3):
         with pytest.raises(UserError, match=rf"{foreign}\b.*\b0\b.*\b2\b"):
             vocabulary.decode([0, foreign])
 
@@ -90,20 +86,15 @@ def saved(vocabulary):
     return loads(dumps(vocabulary), KINDS)
 
 
-@given(characters=AWKWARD, lower_case=st.booleans())
-@settings(max_examples=200)
-def test_saved_characters_are_the_same(characters, lower_case):
-    distinct = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
-    own = CharacterVocabulary(distinct, lower_case)
-    assert saved(own) == own
-    assert dumps(own).count("\n") == 1 + len(distinct), "a line per token"
-
-
 @given(words=st.lists(AWKWARD), line_mark=st.sampled_from(LineMark), lower_case=st.booleans())
-def test_saved_words_are_the_same(words, line_mark, lower_case):
-    own = WordVocabulary(tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"])), line_mark, lower_case, "<UNK>")
-    assert saved(own) == own
-    assert saved(own).encode(b"<eos> x").tolist() == own.encode(b"<eos> x").tolist()
+@settings(max_examples=200)
+def test_saved_words_and_characters_are_the_same(words, line_mark, lower_case):
+    distinct = tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"]))
+    characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))), lower_case)
+    for own in (WordVocabulary(distinct, line_mark, lower_case, "<UNK>"), characters):
+        assert saved(own) == own
+        assert dumps(own).count("\n") == 1 + own.size, "a line per token"
+        assert saved(own).encode(b"<eos> x").tolist() == own.encode(b"<eos> x").tolist()
 
 
 BYTE, CHAR = 'txl_jax vocabulary byte {"newlines": "keep"}\n', 'txl_jax vocabulary char {"lower_case": false}\n'

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from support.encoded_text import WORDS, in_blocks, joined, words_of
 from txl_jax.config import LineMark
+from txl_jax.data.vocabulary import MARKS
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 
@@ -41,21 +42,8 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
     blocks = list(vocabulary.blocks(in_blocks(text.encode(), size) for text in texts))
     assert joined(blocks) == plain_words(texts, line_mark, lower_case=lower_case)
     assert all(block.dtype == np.uint8 and block.ndim == 1 for block in blocks)
-
-
-@pytest.mark.parametrize("line_mark", LineMark)
-@given(
-    texts=st.lists(st.lists(st.lists(st.sampled_from(["the", "cat", "日本"])), min_size=1), min_size=1, max_size=2),
-    size=st.integers(1, 9),
-)
-def test_decoded_words_are_those_of_the_text(line_mark, texts, size):
-    files = [in_blocks("".join(" ".join(line) + "\n" for line in lines).encode(), size) for lines in texts]
-    vocabulary = words_of(line_mark)
-    decoded = vocabulary.decode(joined(vocabulary.blocks(files))).decode()
-    assert decoded.split() == [word for lines in texts for line in lines for word in line]
-    n = sum(map(len, texts))
-    marks = {LineMark.EOS: n, LineMark.S: n + 1, LineMark.DOUBLE_S: 2 * n, LineMark.NONE: 0}
-    assert decoded.count("\n") == marks[line_mark]
+    mark, found = MARKS.get(line_mark), vocabulary.decode(joined(blocks)).decode()
+    assert found == "".join("\n" if WORDS[token] == mark else f"{WORDS[token]} " for token in joined(blocks))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import io
 import random
 import tarfile
 import zipfile
+from typing import Any
 
 from txl_jax.config import CorpusName
 from txl_jax.data import published
@@ -18,16 +19,12 @@ R13 = "1-billion-word-language-modeling-benchmark-r13output"
 CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
 _SHIPPED = dict(published.CORPORA)
 NAMES = tuple(_SHIPPED)
-# The first source that is one file (an archive or the text itself) or several archives. A corpus with neither gets an
-# archive of its own.
-_SOURCES = {
-    name: next(
-        (each for each in row.sources if len(each) == 1 or each[0].is_archive), (Remote(f"{NOWHERE}{name}.zip"),)
-    )
+# The first source that is one file: an archive, or the text itself. A corpus without one gets an archive of its own.
+OFFICIAL = {
+    name: next((source[0].file for source in row.sources if len(source) == 1), f"{name}.zip")
     for name, row in _SHIPPED.items()
 }
-OFFICIAL = {name: source[0].file for name, source in _SOURCES.items()}
-PACKED = tuple(name for name, source in _SOURCES.items() if len(source) == 1 and source[0].is_archive)
+PACKED = tuple(name for name, file in OFFICIAL.items() if file.endswith(published.ARCHIVE_SUFFIXES))
 
 
 @functools.cache
@@ -96,28 +93,21 @@ def archive(file: str, members: dict[str, bytes]) -> bytes:
 
 
 @functools.cache
-def officials(name: CorpusName) -> dict[str, bytes]:
-    """The official files by name: the text itself, or archives, into which its files go in turn."""
-    source, members = _SOURCES[name], list(files(name).items())
-    if not source[0].is_archive:
-        return {OFFICIAL[name]: files(name)[OFFICIAL[name]]}
-    return {each.file: archive(each.file, dict(members[i :: len(source)])) for i, each in enumerate(source)}
-
-
 def official(name: CorpusName) -> bytes:
-    """The content of the first of them; most corpora have one."""
-    return officials(name)[OFFICIAL[name]]
+    """The content of the official file: an archive, or the text itself."""
+    file, members = OFFICIAL[name], files(name)
+    return archive(file, members) if name in PACKED else members[file]
 
 
 @functools.cache
 def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
-    """The table's row for the miniature; its only source is the official files at `url`."""
+    """The table's row for the miniature; its only source is the official file at `url`."""
     row = _SHIPPED[name]
     if name is CorpusName.LM1B:
         layouts = tuple(dict(layout, train=layout["train"][:3]) for layout in row.layouts)
         row = dataclasses.replace(row, layouts=layouts)
-    source = tuple(remote(file, content, url) for file, content in officials(name).items())
-    return dataclasses.replace(row, facts=facts(name), cuts=CUTS if row.cuts else {}, sources=(source,))
+    source = remote(OFFICIAL[name], official(name), url)
+    return dataclasses.replace(row, facts=facts(name), cuts=CUTS if row.cuts else {}, sources=((source,),))
 
 
 def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
@@ -127,22 +117,14 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 
 @functools.cache
 def facts(name: CorpusName) -> dict[str, Facts]:
-    """Facts of the miniature's parts, of the same kinds as in the corpus's table."""
-    by_split, row = texts(name), _SHIPPED[name]
-    parts = {published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
-    return {part: _facts(text, row.facts[part]) for part, text in parts.items()}
-
-
-def _facts(text: bytes, known: Facts) -> Facts:
-    """The facts of a part, of the kinds that are known of the corpus's own."""
-    found = Facts(
-        size=len(text),
-        sha256=hashlib.sha256(text).hexdigest(),
-        lines=text.count(b"\n"),
-        tokens=len(text.split()) + text.count(b"\n"),
-    )
-    unknown = [field.name for field in dataclasses.fields(Facts) if getattr(known, field.name) is None]
-    return dataclasses.replace(found, **dict.fromkeys(unknown))
+    """Facts of the miniature's parts, of the kinds that are known of the corpus's own."""
+    by_split, row, found = texts(name), _SHIPPED[name], {}
+    for part, text in ({published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split).items():
+        lines, known = text.count(b"\n"), dataclasses.asdict(row.facts[part])
+        every: dict[str, Any] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest(), "lines": lines}
+        every["tokens"] = len(text.split()) + lines
+        found[part] = Facts(**{fact: value for fact, value in every.items() if known[fact] is not None})
+    return found
 
 
 def install(url: str = NOWHERE) -> None:

@@ -45,9 +45,9 @@ def arrange(tmp_path, name, how="official"):
     files = miniature.files(name)
     match how:
         case "official":
-            members = miniature.officials(name)
+            members = {miniature.OFFICIAL[name]: miniature.official(name)}
         case "downloads/manual":
-            members = {f"{how}/{file}": content for file, content in miniature.officials(name).items()}
+            members = {f"{how}/{miniature.OFFICIAL[name]}": miniature.official(name)}
         case "unpacked":
             members = files
         case "flat":  # Without the archive's folders.

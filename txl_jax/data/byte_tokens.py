@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -36,12 +36,12 @@ class ByteVocabulary(Vocabulary):
             )
 
     @classmethod
-    def all_bytes(cls, newlines: Newlines = Newlines.KEEP) -> "ByteVocabulary":
+    def all_bytes(cls, newlines: Newlines = Newlines.KEEP) -> Self:
         """Returns the vocabulary of all 256 values, where an id is the byte itself."""
         return cls(bytes(range(256)), newlines)
 
     @classmethod
-    def of(cls, text: bytes, newlines: Newlines = Newlines.KEEP) -> "ByteVocabulary":
+    def of(cls, text: bytes, newlines: Newlines = Newlines.KEEP) -> Self:
         """Returns the vocabulary of the values that occur in `text`, without newlines if they are dropped."""
         return cls(distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines)
 
@@ -72,7 +72,7 @@ class ByteVocabulary(Vocabulary):
         return map(str, self.symbols)
 
     @classmethod
-    def load(cls, lines: list[str], **header: Any) -> "ByteVocabulary":
+    def load(cls, lines: list[str], **header: Any) -> Self:
         """Builds a vocabulary from its saved form."""
         return cls(bytes(map(int, lines)), **header)
 
@@ -88,7 +88,6 @@ class ByteVocabulary(Vocabulary):
 
     @functools.cached_property
     def _ids(self) -> bytes:
-        """Returns the id of each byte value."""
         return bytes.maketrans(self.symbols, bytes(range(self.size)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Tokenizer, TokenizerConfig
-from txl_jax.config.config_tree import setting_of
+from txl_jax.config.config_tree import require, setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data import own_text, subwords, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary, distinct
@@ -25,17 +25,10 @@ from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import SPLITS, Text, checked, file_part, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads
 from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
-from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
-KINDS: tuple[type[Vocabulary], ...] = (
-    ByteVocabulary,
-    CharacterVocabulary,
-    WordVocabulary,
-    SubwordVocabulary,
-    IdVocabulary,
-)
+KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary, IdVocabulary)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # Arrays have no single truth value; compare digests.
@@ -72,25 +65,19 @@ def read_corpus(
     """
     config.validate()
     check_file(config)
-    # The text of a config's own files needs no data_dir.
-    if is_remote(unmapped := cache_dir or ("" if config.file or config.train else data_dir)):
-        raise UserError(
-            f"the folder for prepared text would be {unmapped}, and prepared text is memory-mapped: give "
-            "--cache_dir=... a folder of this machine"
-        )
+    unmapped = cache_dir or ("" if config.file or config.train else data_dir)  # The user's own files need no data_dir.
+    advice = "prepared text is memory-mapped: give --cache_dir=... a folder of this machine"
+    require(not is_remote(unmapped), f"the folder for prepared text would be {unmapped}, and {advice}")
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
-    files_in = data_dir
-    if is_remote(data_dir) or own_text.remote_paths(config):  # Otherwise all files are on this machine already.
-        config, files_in = own_text.copied(config, data_dir, cache)
+    config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
         corpus = _encoded(config, _read_text(config, files_in, cache), cache / "tokens", vocabulary)
     for split in SPLITS:
-        if (size := len(getattr(corpus, split))) < 2:  # The first token is only an input, so there is no target.
-            raise UserError(
-                f"the {split} split of {corpus.description} has {size} tokens and needs at least 2; give a longer text"
-            )
+        size = len(getattr(corpus, split))  # The first token is only an input, no target.
+        needs = f"the {split} split of {corpus.description} has {size} tokens and needs at least 2"
+        require(size >= 2, f"{needs}; give a longer text")
     return dataclasses.replace(
         corpus,
         data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),
@@ -110,14 +97,14 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
 
 def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
     """Returns the text as the ids of a store in `folder`, in its own vocabulary or in a given one."""
-    own = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
+    settings = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
     # The text that a run was trained on needs no second store.
-    store = token_store.find_store(text, own, folder) if vocabulary is not None else None
-    if vocabulary is None or store is None or store.vocabulary != dumps(vocabulary):
-        settings = own if vocabulary is None else own | {"vocabulary": digest(vocabulary)}
-        store = token_store.open_store(
-            text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=folder
-        )
+    store = token_store.find_store(text, settings, folder) if vocabulary else None
+    if vocabulary and (store is None or store.vocabulary != dumps(vocabulary)):
+        settings, store = settings | {"vocabulary": digest(vocabulary)}, None
+    store = store or token_store.open_store(
+        text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=folder
+    )
     described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
     train, valid, test = (store.splits[split] for split in SPLITS)
@@ -189,8 +176,7 @@ def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     lines = "".join(text_blocks([file], close_lines=True)).split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
-    if not words:
-        raise UserError(f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words")
+    require(words, f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words")
     unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
 

@@ -48,15 +48,6 @@ class Call(NamedTuple):
     parts: list[Part]
 
 
-class _Piece(NamedTuple):
-    """At most L positions of a document."""
-
-    number: int
-    pairs: Pairs
-    begins: bool
-    ends: bool
-
-
 class DocumentRows:
     """Segments of an iterator's documents. The iterator is asked for the next one when a row becomes free."""
 
@@ -69,19 +60,14 @@ class DocumentRows:
         segments_per_call: int,
         vectors: tuple[int, np.dtype] | None = None,
     ):
-        """Reads nothing yet.
+        """Reads nothing yet. A call has S = `segments_per_call` segments of B rows and L positions.
 
-        Args:
-          source: Iterator over the documents. If it raises `UserError`, the documents before it are read first.
-          batch_size: B.
-          segment_len: L.
-          segments_per_call: S.
-          vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
+        `vectors` is the size D and dtype of inputs that are vectors, or None if they are ids. If `source` raises
+        `UserError`, the documents before it are read first.
         """
-        self._source = source
+        self._source, self._vectors = source, vectors
         self._rows = [self._pieces(segment_len) for _ in range(batch_size)]
         self._shape = segments_per_call, batch_size, segment_len
-        self._vectors = vectors
         self._begun = 0
         self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
         self.ended = False  # Whether no more documents come.
@@ -94,38 +80,41 @@ class DocumentRows:
             busy = False
             for row, pieces in enumerate(self._rows):
                 while (piece := next(pieces)) is not None:
-                    length = len(piece.pairs.inputs)
-                    call.parts.append(Part(piece.number, segment, row, length, piece.ends))
+                    number, first, pairs, ends = piece
+                    length = len(pairs.inputs)
+                    call.parts.append(Part(number, segment, row, length, ends))
                     if length:  # Documents without positions take no place.
                         busy = True
-                        call.segments.inputs[segment, row, :length] = piece.pairs.inputs
-                        call.segments.targets[segment, row, :length] = piece.pairs.targets
+                        call.segments.inputs[segment, row, :length] = pairs.inputs
+                        call.segments.targets[segment, row, :length] = pairs.targets
                         call.segments.weights[segment, row, :length] = 1
-                        call.segments.reset[segment, row] = piece.begins
+                        call.segments.reset[segment, row] = first == 0
                         break
             if not busy:
                 return call._replace(n_segments=segment) if call.parts else None
         return call
 
-    def _pieces(self, size: int) -> Iterator[_Piece | None]:
-        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin."""
+    def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
+        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin.
+
+        A piece is the document's number, the piece's first position and pairs, and whether the document ends with it.
+        """
         while True:
             if (document := self._next_document()) is None:
                 yield None
                 continue
             number, length = self._begun - 1, len(document.inputs)
             for first in range(0, max(length, 1), size):
-                pairs = Pairs(document.inputs[first : first + size], document.targets[first : first + size])
-                yield _Piece(number, pairs, first == 0, first + size >= length)
+                pairs = Pairs(*(array[first : first + size] for array in document))
+                yield number, first, pairs, first + size >= length
 
     def _next_document(self) -> Pairs | None:
         if self.ended or self._begun >= self.delivered + _LOOKAHEAD * len(self._rows):
             return None
-        document = None
         try:
             document = next(self._source, None)
         except UserError as error:  # The documents before it are read first.
-            self.error = error
+            document, self.error = None, error
         self.ended = document is None
         self._begun += not self.ended
         return document

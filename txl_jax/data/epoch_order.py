@@ -1,16 +1,13 @@
 """Order of the training tokens in an epoch: sequential, rolled, or shuffled by sentences.
 
-All published rows but lm1b read the text in its own order (`sequential`): their reader may skip the rest of this file.
-
-A stream of T tokens holds T - 1 *pairs*: pair q has the stream's token q as input and token q + 1 as target. An
+A stream of T tokens has T - 1 *pairs*: pair q has the stream's token q as input and token q + 1 as target. An
 `EpochOrder` maps pairs of the epoch's stream to positions in the text, as a pure function of (seed, epoch, pair).
 
 Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will always produce the
-same random integer stream" (its docstring). numpy promises no such thing of `Generator` (NEP 19), whose `permutation`
-and `integers` may change with a version, so neither is used: a resumed run keeps its order after numpy is upgraded.
+same random integer stream" (its docstring), unlike `Generator`, whose methods may change with a version (NEP 19). So a
+resumed run keeps its order after numpy is upgraded.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -26,36 +23,29 @@ def sequential(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, 
     return place, place + 1
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RandomRoll:
-    """A rotation of each range of pairs by a random number of its own in each epoch.
+def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
+    """Rotates each range r of pairs, edges[r] .. edges[r + 1] - 1, by a random number of its own in each epoch.
 
     With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
-    improve language models"); with a single range the whole stream is rotated. With pairs 0 .. 4 and 5 .. 10 as two
-    ranges, rotated by 3 and 1, the targets are
+    improve language models"); with a single range the whole stream is rotated. The input of each target is still the
+    token before it in the text, also where a range wraps: no transition is invented. Only the context jumps there, from
+    the range's last token to its first, without a reset bit. (Press's own code rotates tokens instead of pairs, and so
+    asks for a row's first token after its last one.)
 
-        4 5 1 2 3 | 7 8 9 10 11 6
-
-    and the input of each is still the token before it in the text, also where a range wraps: no transition is invented.
-    Only the context jumps there, from the range's last token to its first, without a reset bit. (Press's own code
-    rotates tokens instead of pairs, and so asks for a row's first token after its last one.)
-
-    >>> order = RandomRoll(np.array([0, 5, 11]), seed=3)
+    >>> order = random_roll(np.array([0, 5, 11]), seed=3)
     >>> order(0, np.array([0, 5]), 5)[1].tolist()
     [[5, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
     """
+    size = np.diff(edges)
 
-    edges: np.ndarray  # int64 [R + 1], increasing: range r holds the pairs edges[r] .. edges[r + 1] - 1.
-    seed: int
-
-    def __call__(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Is an `EpochOrder`; consecutive pairs must lie within one range."""
-        index = np.searchsorted(self.edges, first, side="right") - 1
-        start, size = self.edges[index], np.diff(self.edges)
-        shift = (random_words(self.seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
-        column = (first - start + shift[index])[..., None] + np.arange(length)
-        place = start[..., None] + column % size[index][..., None]
+    def order(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        index = np.searchsorted(edges, first, side="right") - 1
+        shift = (random_words(seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
+        column = (first - edges[index] + shift[index])[..., None] + np.arange(length)
+        place = edges[index][..., None] + column % size[index][..., None]
         return place, place + 1
+
+    return order
 
 
 class ShuffledSentences:

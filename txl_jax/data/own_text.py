@@ -1,7 +1,7 @@
 """Text of this machine: the user's own files, parts of a corpus, and the source of Python's standard library.
 
-Ids are memory-mapped and archives are read at random, so remote files are copied first, to `fetched` in the cache, and
-again when the object was replaced. You can delete the directory at any time.
+Remote files are first copied to `fetched` in the cache, which you can delete at any time: ids are memory-mapped, and
+archives are read at random.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
 from txl_jax.data.text import SPLITS, File, Text, checked, digest_of, expanded, file_part, with_bar
-from txl_jax.errors import UserError
 from txl_jax.runtime.storage import as_path, download, is_remote, matching, modified, names, remote_error, size
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
@@ -60,11 +60,8 @@ def read_python_stdlib(config: DataConfig) -> Text:
         subfolders[:] = set(subfolders) - STDLIB_SKIPPED_DIRS
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     paths = sorted(filter(os.path.isfile, paths))  # Some distributions leave dangling links behind.
-    if not paths:
-        raise UserError(
-            f"the standard library at {root} holds no .py files (it may be packed in an archive); "
-            "use a Python that is installed as source files, or another --data.corpus"
-        )
+    advice = "use a Python that is installed as source files, or another --data.corpus"
+    require(paths, f"the standard library at {root} holds no .py files (it may be packed in an archive); {advice}")
     total = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {total:,} bytes"
     return _split_text("python_stdlib", described, paths, config)
@@ -114,30 +111,25 @@ def _line_start(paths: Sequence[str], border: int) -> int:
 
 def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
     """Raises `UserError` for an array, and for empty lines at the end of a file if each would be a token."""
-    marked = config.tokenizer.kind is Tokenizer.WORD and config.tokenizer.line_mark is not LineMark.NONE
+    kind, line_mark = config.tokenizer.kind, config.tokenizer.line_mark
+    marked = kind is Tokenizer.WORD and line_mark is not LineMark.NONE
     for path in paths:
         with open(path, "rb") as file:
-            if file.read(len(_NPY_MAGIC)) == _NPY_MAGIC:
-                raise UserError(
-                    f"{path} is an array of NumPy and data.tokenizer.kind is {config.tokenizer.kind}; read ids with "
-                    "--data.tokenizer.kind=id"
-                )
+            is_array = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
             file.seek(max(os.path.getsize(path) - _BORDER_WINDOW, 0))
             end = file.read()
+        wrong = f"{path} is an array of NumPy and data.tokenizer.kind is {kind}; read ids with --data.tokenizer.kind=id"
+        require(not is_array, wrong)
         white = end[len(end.rstrip()) :]
         empty = white.count(b"\n") - white.endswith(b"\n")  # A newline ends a line; what follows is another one.
-        if marked and empty > 0:
-            raise UserError(
-                f"{path} ends in {empty} empty line{'s' if empty > 1 else ''}, each of which would be scored as a "
-                "line; remove them"
-            )
+        wrong = f"{path} ends in {empty} empty line(s), each of which would be scored as a line; remove them"
+        require(not marked or empty <= 0, wrong)
 
 
 def _digest(files: Iterable[File]) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        for block in file.blocks():
-            digest.update(block)
+    for block in itertools.chain.from_iterable(file.blocks() for file in files):
+        digest.update(block)
     return digest.hexdigest()
 
 
@@ -145,17 +137,11 @@ def _digest(files: Iterable[File]) -> str:
 
 
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
-    """Returns a config and a `data_dir` of files on this machine: remote ones are copied into the cache.
-
-    Raises `UserError` if one cannot be read.
-    """
-    local: dict[str, Any] = {}
+    """Returns a config and `data_dir` with copies in the cache instead of remote files; raises `UserError`."""
+    settings = (leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path)
+    given = {name: value for name in settings if (value := config_tree.get(config, name))}
     try:
-        for name, paths in remote_paths(config).items():
-            is_list = isinstance(config_tree.get(config, name), tuple)
-            urls = itertools.chain(*(_expanded(path) if is_list and is_remote(path) else [path] for path in paths))
-            copies = tuple(_copy(as_path(url), cache) if is_remote(url) else url for url in urls)
-            local[name] = copies if is_list else copies[0]
+        local = {name: _copies(value, cache) for name, value in given.items()}
         if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
             data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
     except OSError as error:
@@ -163,20 +149,17 @@ def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, 
     return config_tree.replace(config, local), data_dir
 
 
-def remote_paths(config: DataConfig) -> dict[str, tuple[str, ...]]:
-    """Returns the paths of each setting that names remote files, by its dotted name."""
-    names = (leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path)
-    given = {name: config_tree.get(config, name) or () for name in names}
-    paths = {name: (value,) if isinstance(value, str) else value for name, value in given.items()}
-    return {name: each for name, each in paths.items() if any(map(is_remote, each))}
+def _copies(value: str | tuple[str, ...], cache: Path) -> Any:
+    """Returns a path, or a list of paths and patterns, with copies instead of the remote ones."""
+    if isinstance(value, str):
+        return _copy(as_path(value), cache) if is_remote(value) else value
+    return tuple(_copies(path, cache) for pattern in value for path in _expanded(pattern))
 
 
 def _expanded(pattern: str) -> list[str]:
-    if not glob.has_magic(pattern):
-        return [pattern]
-    if not (urls := matching(as_path(pattern))):
-        raise UserError(f"no object matches {pattern}; check the pattern")
-    return urls
+    found = matching(as_path(pattern)) if is_remote(pattern) and glob.has_magic(pattern) else [pattern]
+    require(found, f"no object matches {pattern}; check the pattern")
+    return found
 
 
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:

@@ -9,6 +9,8 @@ from typing import Self
 
 from txl_jax.recurrence import Segments
 
+DEPTH = 2  # Number of blocks to prefetch beyond the one asked for.
+
 
 class Prefetcher:
     """A prefetcher of blocks of S segments by their first step; a context manager.
@@ -17,7 +19,7 @@ class Prefetcher:
     step that was asked for. Ask for steps in order, S apart.
     """
 
-    def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int, depth: int = 2):
+    def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int):
         """Starts no work yet.
 
         Args:
@@ -25,15 +27,14 @@ class Prefetcher:
             block on the devices, but must enter its own jax context, such as a mesh.
           segments_per_call: S.
           steps: No block that ends after this step is prefetched.
-          depth: Number of blocks to prefetch beyond the one asked for. 0 disables prefetching.
         """
-        self._segments, self._count, self._steps, self._depth = segments, segments_per_call, steps, depth
+        self._segments, self._count, self._steps = segments, segments_per_call, steps
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="segments")
 
     def __call__(self, step: int) -> Segments:
         """Returns the S segments from `step` on."""
-        ahead = range(step + self._count, self._steps - self._count + 1, self._count)[: self._depth]
+        ahead = range(step + self._count, self._steps - self._count + 1, self._count)[:DEPTH]
         for first in (step, *ahead):
             if first not in self._pending:
                 self._pending[first] = self._thread.submit(self._segments, first, self._count)

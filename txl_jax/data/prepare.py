@@ -1,13 +1,8 @@
 """Published corpora: files are found or downloaded, checked, and kept as records of tensorflow-datasets.
 
-A record is a block of bytes, and a split's records in order are its files. (Lines would be the simpler record, but
-reading a million of them one by one takes seconds.) Next to the records, metadata.json stores:
-
-sha256   by part: of its file, or of its files' sha256 in order
-files    by split: name, bytes and records of each file, in the order of the records
-
-Archives are read as streams. Nothing is unpacked, but an archive with a member that would leave its directory is
-rejected all the same, because no corpus has one.
+A record is a block of a file's bytes (reading a million lines one by one takes seconds). Next to the records,
+metadata.json stores each part's sha256, and by split the name, bytes and records of each file in their order.
+Archives are read as streams and never unpacked.
 """
 
 import codecs
@@ -34,6 +29,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from txl_jax.config import CorpusName, Heldout
+from txl_jax.config.config_tree import require
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layout, PublishedCorpus, Remote
 from txl_jax.data.text import File, Text, bar, digest_of
 from txl_jax.errors import UserError
@@ -54,8 +50,8 @@ _FACTS = {  # In the order in which they are checked.
 def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
     """Reads a published corpus, prepared in the directory `tfds` of `cache_dir` from files in `data_dir` or downloaded.
 
-    Raises `UserError` if the files are missing and cannot be downloaded, or are not the published ones, if the prepared
-    corpus is corrupted, or `cache_dir` cannot be written to.
+    Raises `UserError` if the files are missing, cannot be downloaded or are not the published ones, if the prepared
+    corpus is corrupted, or if `cache_dir` cannot be written to.
     """
     corpus, folder = CORPORA[name], Path(cache_dir, "tfds").absolute()
     records = folder / f"txl_{name}" / str(PublishedText.VERSION)
@@ -65,7 +61,7 @@ def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = 
             if not done.is_file():  # Otherwise another process has prepared it while this one waited.
                 _prepare(name, folder, data_dir)
     with _reading_records(records):
-        return _open(name, folder, records, heldout)
+        return _open(name, folder, records, same=heldout is Heldout.PUBLISHED)
 
 
 def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
@@ -85,48 +81,54 @@ def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _open(name: CorpusName, folder: Path, records: Path, heldout: Heldout) -> Text:
-    """Returns the text of prepared records."""
-    builder, corpus, same = PublishedText(name, data_dir=folder), CORPORA[name], heldout is Heldout.PUBLISHED
-    metadata = builder.info.metadata
-    # Both held-out shards are in the cache.
+def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
+    """Returns the text of prepared records. With `same` the test text is the validation text too."""
+    builder, corpus = PublishedText(name, data_dir=folder), CORPORA[name]
+    files, sums = builder.info.metadata["files"], builder.info.metadata["sha256"]
     stored = {"train": "train", "valid": "test" if same else "valid", "test": "test"}
     source = functools.cache(builder.as_data_source)  # Opened when a text is first read.
+
+    def blocks(of: str, numbers: range) -> Iterator[bytes]:
+        with _reading_records(records):
+            for start in range(0, len(numbers), _RECORDS_PER_BLOCK):
+                yield b"".join(source(of)[i]["block"] for i in numbers[start : start + _RECORDS_PER_BLOCK])
+
     splits = {
-        split: tuple(_files(f"{name} {of}", metadata["files"][of], functools.partial(source, of), records))
-        for split, of in stored.items()
+        split: tuple(_files(f"{name} {of}", files[of], functools.partial(blocks, of))) for split, of in stored.items()
     }
-    sums = metadata["sha256"]
     digest = sums[WHOLE] if corpus.cuts else digest_of(sums[of] for of in stored.values())
     size = sum(file.size for split, of in stored.items() if split == of for file in splits[split])
     description = f"{corpus.title}, {size:,} bytes{', validation on the test text' if same else ''}"
     return Text(str(name), description, digest, splits, closed_alphabet=corpus.closed_alphabet)
 
 
-def _files(name: str, stored: list[tuple[str, int, int]], source: Callable[[], Any], records: Path) -> Iterator[File]:
+def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[range], Iterator[bytes]]) -> Iterator[File]:
     """Yields the files of a split in the order of their names, which may differ from the order of their records."""
     starts = itertools.accumulate((count for _, _, count in stored), initial=0)
     for (file, size, count), first in sorted(zip(stored, starts, strict=False)):
-        blocks = functools.partial(_stored_blocks, source, range(first, first + count), records)
-        yield File(f"{name}, {file}" if len(stored) > 1 else name, size, blocks)
+        name_of = f"{name}, {file}" if len(stored) > 1 else name
+        yield File(name_of, size, functools.partial(blocks, range(first, first + count)))
 
 
-def _stored_blocks(source: Callable[[], Any], numbers: range, records: Path) -> Iterator[bytes]:
-    with _reading_records(records):
-        for start in range(0, len(numbers), _RECORDS_PER_BLOCK):
-            yield b"".join(source()[i]["block"] for i in numbers[start : start + _RECORDS_PER_BLOCK])
+def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return _refusing_damage(f"the prepared text in {folder} is corrupted", "remove this directory to prepare it again")
+
+
+def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
+    advice = f"it may be damaged or only partly downloaded, get it again from {url}"
+    return _refusing_damage(f"{path} cannot be read", advice)
 
 
 @contextlib.contextmanager
-def _reading_records(folder: Path) -> Iterator[None]:
-    """Turns any error into a `UserError`: damage to records, and to the files beside them, raises nearly any type."""
+def _refusing_damage(what: str, advice: str) -> Iterator[None]:
+    """Turns any error into a `UserError`: a damaged archive, or damaged records, raise nearly any type."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(
-            f"the prepared text in {folder} is corrupted ({reason}). Remove this directory to prepare it again"
-        ) from error
+        raise UserError(f"{what} ({reason}); {advice}") from error
 
 
 # Records
@@ -166,13 +168,12 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
             self._check(part, Facts(size=sum(place.size for place in places)))  # Before any is read.
             sizes = {place: tuple(corpus.cuts.values()) or (place.size,) for place in places}
             records = self._records(part, sizes)
-            for i, split in enumerate(corpus.cuts or [part]):
-                counts = [-(-sizes[place][i] // RECORD_BYTES) for place in places]
+            for split, of_files in zip(corpus.cuts or [part], zip(*sizes.values(), strict=True), strict=True):
+                counts = [-(-size // RECORD_BYTES) for size in of_files]
                 names = (posixpath.basename(place.name) for place in places)
-                stored[split] = [*zip(names, (sizes[place][i] for place in places), counts, strict=True)]
-                firsts = range(0, max(sum(counts), 1), SHARD_RECORDS)
-                of_shards = (min(SHARD_RECORDS, sum(counts) - first) for first in firsts)
-                shards[split] = [functools.partial(itertools.islice, records, count) for count in of_shards]
+                stored[split] = [*zip(names, of_files, counts, strict=True)]
+                lefts = range(sum(counts), 0, -SHARD_RECORDS) or [0]  # A split has at least one file of records.
+                shards[split] = [functools.partial(itertools.islice, records, min(SHARD_RECORDS, n)) for n in lefts]
         self.info.metadata["files"] = stored
         return shards
 
@@ -190,7 +191,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         tallies, known = self._tallies[part], self._corpus.facts[part]
         sums = sorted((posixpath.basename(place.name), tally.sha256.hexdigest()) for place, tally in tallies.items())
         digest = sums[0][1] if len(sums) == 1 else digest_of(sha256 for _, sha256 in sums)
-        lines, words = (sum(counts) for counts in zip(*((t.lines, t.words) for t in tallies.values()), strict=True))
+        lines, words = (sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words"))
         self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
         if known.tokens is not None and known.sha256 not in (None, digest):
             print(
@@ -249,7 +250,7 @@ class Tally:
 class Place(NamedTuple):
     """Where a file is."""
 
-    name: str  # Its path below a directory, or in its archive, after the archive's name if there are several.
+    name: str  # Its path below a directory, or in its archive.
     size: int  # Bytes.
     path: str  # Of the file, or of the archive that it is a member of.
     member: str  # Its name in the archive; empty for a plain file.
@@ -261,7 +262,7 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
 
     Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or they are not official.
     """
-    folders, partly = corpus.places(data_dir), list[str]()
+    folders, partly = corpus.places(data_dir), ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):
             paths = {name: os.path.join(folder, name) for name in names}
@@ -273,25 +274,24 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
                 return open_files([(name, path, corpus.url_of(name)) for name, path in paths.items()])
             if len(lacking) < len(names):
                 there, urls = min(set(names) - set(lacking)), " and ".join(dict.fromkeys(map(corpus.url_of, lacking)))
-                partly.append(f"{folder} has {there} but lacks {_some(lacking)} of {corpus.title}; add it from {urls}")
-    if partly:
-        raise UserError(partly[0])
+                lacks = f"{folder} has {there} but lacks {_some(lacking)} of {corpus.title}; add it from {urls}"
+                partly = partly or lacks
+    require(not partly, partly)
     return _download(corpus, folders, manager)
 
 
 def _check_official(path: str, official: Remote) -> None:
     """Raises `UserError` if a file is not the official one."""
     found = Facts(size=os.path.getsize(path), sha256=official.sha256 and storage.sha256(path))
-    if wrong := _difference(official, found):
-        raise UserError(f"{path} has {wrong}; get it again from {official.url}")
+    wrong = _difference(official, found)
+    require(not wrong, f"{path} has {wrong}; get it again from {official.url}")
 
 
 def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
     """Downloads the first source that can be; raises `UserError` if none can."""
     failed = []
     for source in corpus.sources:
-        files: list[tuple[str, str, str]] = []
-        remote = source[0]
+        files, remote = list[tuple[str, str, str]](), source[0]
         try:
             # Asked first, as the manager retries for minutes.
             requests.head(remote.url, timeout=_ASK_SECONDS, allow_redirects=True).raise_for_status()
@@ -316,24 +316,22 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
     """Returns the files of each part, by the first layout whose files are all there.
 
     A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
-    fits (it names what is missing and what is there), or a file is there twice.
+    fits, or a file is there twice.
     """
     holder = " and ".join(dict.fromkeys(place.path for place in places))
-    missing: list[list[str]] = []
-    for layout in layouts:
-        found = {
-            tail: [place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")]
-            for tail in itertools.chain(*layout.values())
-        }
-        missing.append([tail for tail, fitting in found.items() if not fitting])
-        if missing[-1]:
-            continue
-        if twice := next((fitting for fitting in found.values() if len(fitting) > 1), None):
-            raise UserError(f"{holder} holds {twice[0].name} and {twice[1].name}; remove one, as both could be meant")
-        return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
-    lacking, there = _some(min(missing, key=len)), _some([place.name for place in places])
     urls = " and ".join(dict.fromkeys(place.url for place in places))
-    raise UserError(f"{holder} has no {lacking} (it holds {there}); get it again from {urls}")
+    found = {
+        tail: [place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")]
+        for tail in itertools.chain(*(names for layout in layouts for names in layout.values()))
+    }
+    lacking = [[tail for tail in itertools.chain(*layout.values()) if not found[tail]] for layout in layouts]
+    least, there = _some(min(lacking, key=len)), _some([place.name for place in places])
+    require(not least, f"{holder} has no {least} (it holds {there}); get it again from {urls}")
+    layout = layouts[lacking.index([])]
+    for tail in itertools.chain(*layout.values()):
+        both = " and ".join(place.name for place in found[tail])
+        require(len(found[tail]) == 1, f"{holder} holds {both}; remove one, as both could be meant")
+    return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -344,21 +342,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and of archives their members.
-
-    Raises `UserError` if an archive is damaged or empty, or a member's name leads out of it.
-    """
+    """Opens files, given by name, path and URL, and the members of archives; raises `UserError` as `members`."""
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
-            n_before = len(places)
-            for member, size, _ in members(path):
-                name = f"{file}/{member}" if member and len(files) > 1 else member or file
-                places.setdefault(
-                    name, Place(name, size, path, member, url)
-                )  # `read_files` takes the first of two too.
-            if len(places) == n_before:
+            found = [(member, size) for member, size, _ in members(path)]
+            if not found:
                 raise EOFError("it holds nothing")
+        for member, size in found:
+            name = member or file
+            places.setdefault(name, Place(name, size, path, member, url))  # `read_files` takes the first too.
     return list(places.values())
 
 
@@ -387,27 +380,14 @@ def _blocks(stream: IO[bytes], size: int) -> Iterator[bytes]:
         yield block
 
 
-@contextlib.contextmanager
-def _reading(path: str, url: str) -> Iterator[None]:
-    """Turns the error of a damaged archive, nearly any type, or of a file that became shorter into a `UserError`."""
-    try:
-        yield
-    except (UserError, PermissionError):
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); it may be damaged or only partly downloaded, get it again from {url}"
-        ) from error
-
-
 Members = Iterator[tuple[str, int, Callable[[], Any]]]
 
 
 def members(path: str) -> Members:
     """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
 
-    Another file is its own only member, without a name. Raises `UserError` if a member's name leads out of the archive,
-    or it is a device, and nearly any exception if the archive is damaged.
+    Another file is its own only member, without a name. Raises `UserError` for a device and for a name that leads out
+    of the archive, and nearly any exception if the archive is damaged.
     """
     if path.endswith(".zip"):
         yield from _zip_members(path)

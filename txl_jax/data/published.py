@@ -58,7 +58,7 @@ class PublishedCorpus:
     folders: tuple[str, ...]  # Possible names of its own folder in the data directory; of archives too.
     layouts: tuple[Layout, ...]  # Paths of its files below a directory or in an archive; the first that fits counts.
     facts: Mapping[str, Facts]  # By part.
-    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: archives, or all files, unpacked.
+    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: an archive, or all files.
     defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
     vocab_size: int  # V of the whole corpus with these settings, <eos> and <unk> included, as `prepare` prints it.
     program: str = ""  # Program in experiments/ that trains on it. Empty means the program of the corpus's name.

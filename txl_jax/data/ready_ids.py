@@ -7,16 +7,16 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from txl_jax.config import DataConfig
+from txl_jax.config.config_tree import require
 from txl_jax.data.subwords import given_tokenizer
 from txl_jax.data.text import SPLITS, digest_of, expanded, file_part, with_bar
 from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError
-from txl_jax.metrics import Measure
 
 Document = str | bytes | Sequence[int] | np.ndarray  # A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
 Token = str | bytes | int  # A token's text or id.
@@ -31,22 +31,19 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
-    arrays = {name: _open(name, paths) for name, paths in named.items() if paths}
+    arrays: dict[str, Any] = {name: _open(name, paths) for name, paths in named.items() if paths}
     digests, each_largest = zip(*(_scan(array, name) for name, array in arrays.items()), strict=True)
     largest = max(each_largest)
     if vocabulary is None and tokenizer.hf_file:
         vocabulary = given_tokenizer(tokenizer.hf_file)
     vocabulary = vocabulary or IdVocabulary(tokenizer.vocab_size or largest + 1)
-    if largest >= vocabulary.size:
-        raise UserError(
-            f"the largest id is {largest} and the vocabulary has {vocabulary.size} tokens, from 0 on; give the ids "
-            "of this vocabulary, or another --data.tokenizer.vocab_size or --data.tokenizer.hf_file"
-        )
+    advice = "give the ids of this vocabulary, or another --data.tokenizer.vocab_size or --data.tokenizer.hf_file"
+    found = f"the largest id is {largest} and the vocabulary has {vocabulary.size} tokens, from 0 on"
+    require(largest < vocabulary.size, f"{found}; {advice}")
     if config.file:
         borders = [len(arrays["file"]) * percent // 100 for percent in (90, 95)]
-        splits = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
-    else:
-        splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
+        arrays = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
+    splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
     sizes = " + ".join(f"{len(ids):,}" for ids in splits.values())
     is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
     counted = " (the largest id and one)" if is_counted else ""
@@ -62,8 +59,7 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
 def _open(name: str, paths: Sequence[str]) -> np.memmap:
     """Maps the one file of a split."""
     path, *others = expanded(paths, flag=f"--data.{name}")
-    if others:
-        raise UserError(f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
+    require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
     known = "ids are read from .npy files of integers along one axis (numpy.save) and .bin files of uint16"
     try:
         array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
@@ -104,11 +100,10 @@ class IdVocabulary(Vocabulary):
     size: int = 0  # V. A default, because a dataclass would take the property of `Vocabulary` for one.
 
     kind: ClassVar[str] = "id"
-    measure: ClassVar[Measure] = Measure.PPL
 
     def __post_init__(self) -> None:
-        if type(self.size) is not int or self.size < 1:
-            raise UserError(f"a vocabulary of ids has size {self.size!r}; it must be a whole number from 1 on")
+        is_size = type(self.size) is int and self.size >= 1
+        require(is_size, f"a vocabulary of ids has size {self.size!r}; it must be a whole number from 1 on")
 
     @property
     def start(self) -> np.ndarray:
@@ -132,18 +127,15 @@ class IdVocabulary(Vocabulary):
         return ()
 
     @classmethod
-    def load(cls, lines: list[str], **header: Any) -> "IdVocabulary":
+    def load(cls, lines: list[str], **header: Any) -> Self:
         """Builds a vocabulary from its `header`."""
         return cls(**header)
 
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()
-        foreign = next((word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)), None)
-        if foreign is not None:
-            raise UserError(
-                f"{foreign[:40]!r} is no token id; this model has ids and no vocabulary, so that a text is ids from "
-                f"0 to {self.size - 1} with spaces between them"
-            )
+        foreign = [word[:40] for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)]
+        advice = f"this model has no vocabulary: give ids from 0 to {self.size - 1} with spaces between them"
+        require(not foreign, f"{foreign[:1]} is not a token id, and {advice}")
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
 
 
@@ -153,22 +145,25 @@ class IdVocabulary(Vocabulary):
 def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
     """Returns the token ids [T] of a document; raises `UserError` for text or ids that the vocabulary lacks."""
     if isinstance(document, str | bytes):
-        content = document.encode() if isinstance(document, str) else document
+        content = _bytes(document)
         try:
             return vocabulary.encode(content)
         except ValueError as error:
             raise UserError(f"the text {content[:40]!r} cannot be read by this model: {error}") from None
     ids = np.asarray(document)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise UserError(f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")
+    is_ids = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
+    require(is_ids, f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")
     return check_ids(ids, vocabulary.size).astype(np.int32)
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     """Returns the ids [1] of a token by its id or text; raises `UserError` for a text of another number of tokens."""
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
-    if len(ids) != 1:
-        raise UserError(f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
+    require(len(ids) == 1, f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
     return ids
 
 
@@ -201,8 +196,7 @@ def joined(vocabulary: Vocabulary, context: Document, continuation: Document) ->
     Two texts are encoded together, as a word may begin in the context, which counts as many ids as it has alone.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
-        text = b"".join(part.encode() if isinstance(part, str) else part for part in (context, continuation))
-        ids = token_ids(vocabulary, text)
+        ids = token_ids(vocabulary, _bytes(context) + _bytes(continuation))
         return ids, max(len(ids) - len(token_ids(vocabulary, context)), 0)
     parts = token_ids(vocabulary, context), token_ids(vocabulary, continuation)
     return np.concatenate(parts), len(parts[1])

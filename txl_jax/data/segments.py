@@ -28,9 +28,12 @@ from typing import NamedTuple
 import numpy as np
 
 from txl_jax.config import Roll
-from txl_jax.data.epoch_order import EpochOrder, RandomRoll, ShuffledSentences, sequential
+from txl_jax.config.config_tree import require
+from txl_jax.data.epoch_order import EpochOrder, ShuffledSentences, random_roll, sequential
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
+
+Rows = Sequence[int] | np.ndarray | None  # Indices of the rows of a process, ascending, or None for all.
 
 
 class RowRanges(NamedTuple):
@@ -50,7 +53,7 @@ class SegmentReader:
     segment_len: int  # L
     stride: int  # New positions of each segment after a row's first; those before were read already.
     rows: RowRanges  # Of all processes.
-    own: Sequence[int] | np.ndarray | None  # Indices of the rows that are returned, or None for all.
+    own: Rows  # The rows that are returned.
     order: EpochOrder = sequential  # From an epoch's pairs to positions in the text.
     repeats: bool = False  # Whether another epoch follows a pass; otherwise only padding does.
 
@@ -74,10 +77,8 @@ class SegmentReader:
         """Returns the segments of `count` steps from `first_step` on, of this process's rows: [S, own rows, L].
 
         Training steps continue through epochs of `n_segments` steps, and rows are reset where one begins. In
-        evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
-
-        Raises:
-          ValueError: If a step is negative or a count below 1.
+        evaluation, steps from `n_segments` on are padding, so all blocks have one shape. Raises ValueError if a step
+        is negative or a count below 1.
         """
         if first_step < 0 or count < 1:
             raise ValueError(f"count must be at least 1 and first_step at least 0, got {count} and {first_step}")
@@ -132,7 +133,7 @@ def training_segments(
     seed: int = 0,
     roll: Roll = Roll.NONE,
     sentence_starts: np.ndarray | None = None,
-    own: Sequence[int] | np.ndarray | None = None,
+    own: Rows = None,
 ) -> SegmentReader:
     """Builds the training segments: whole ones only, so targets that fill none are skipped.
 
@@ -159,15 +160,14 @@ def training_segments(
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
-    if not 1 <= stride <= segment_len:
-        raise UserError(f"stride must lie between 1 and {segment_len=}, got {stride=}")
+    require(1 <= stride <= segment_len, f"stride must lie between 1 and {segment_len=}, got {stride=}")
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
-    if row_len < segment_len:
-        raise UserError(
-            f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}, "
-            f"got {len(tokens)}. Lower --train.batch_size or --train.segment_len, or give a longer text."
-        )
+    require(
+        row_len >= segment_len,
+        f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}, got "
+        f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or give a longer text.",
+    )
     if sentence_starts is not None and roll is not Roll.NONE:
         raise ValueError(f"sentence_starts need no roll, got roll={roll}")
     first_B = np.arange(batch_size) * row_len
@@ -175,21 +175,16 @@ def training_segments(
     if sentence_starts is not None:
         order = ShuffledSentences(sentence_starts, n_tokens=len(tokens), seed=seed)
     elif roll is Roll.STREAM:
-        order = RandomRoll(np.array([0, n_pairs]), seed)
+        order = random_roll(np.array([0, n_pairs]), seed)
     elif roll is Roll.ROWS:
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
-        first_B, order = edges[:-1], RandomRoll(edges, seed)
+        first_B, order = edges[:-1], random_roll(edges, seed)
     rows = RowRanges(first_B, first_B, first_B + row_len)
     return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True)
 
 
 def evaluation_segments(
-    tokens: np.ndarray,
-    *,
-    batch_size: int,
-    segment_len: int,
-    warmup_tokens: int = 0,
-    own: Sequence[int] | np.ndarray | None = None,
+    tokens: np.ndarray, *, batch_size: int, segment_len: int, warmup_tokens: int = 0, own: Rows = None
 ) -> SegmentReader:
     """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once; rows are padded.
 
@@ -198,20 +193,16 @@ def evaluation_segments(
     [[[4, 5, 6], [10, 11, 0]]]
 
     Args:
-      tokens: Integer ids [T], may be memory-mapped.
-      batch_size: B, over all processes.
-      segment_len: L.
+      tokens, batch_size, segment_len, own: As in `training_segments`.
       warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
         fewer, and a row without targets of its own reads none.
-      own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
       UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.
       ValueError: If own rows are outside the batch.
     """
     _check(tokens, batch_size, segment_len, own)
-    if warmup_tokens < 0:
-        raise UserError(f"warmup_tokens must be at least 0, got {warmup_tokens}")
+    require(warmup_tokens >= 0, f"warmup_tokens must be at least 0, got {warmup_tokens}")
     n_pairs = len(tokens) - 1
     row_len = -(-n_pairs // batch_size)
     scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
@@ -220,7 +211,7 @@ def evaluation_segments(
     return SegmentReader(tokens, batch_size, segment_len, segment_len, RowRanges(first_B, scored_B, end_B), own)
 
 
-def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Sequence[int] | np.ndarray | None) -> None:
+def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Rows) -> None:
     if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(f"tokens must be at least 2 integer ids [T], got {tokens.dtype} of shape {tokens.shape}")
     if batch_size < 1 or segment_len < 1:

@@ -1,8 +1,7 @@
 """Subword tokens of the optional package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
 
 Padding, truncation, templates ("[CLS] ... [SEP]") and dropout in the file have no effect. A special token in the text,
-such as <|endoftext|>, is that token. Training is byte-level BPE (Sennrich et al., 2016; Radford et al., 2019), because
-it finds the same merges each time, on any number of threads, so that all hosts get the same vocabulary.
+such as <|endoftext|>, is that token.
 """
 
 import dataclasses
@@ -16,10 +15,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from txl_jax.config.config_tree import require
 from txl_jax.data.text import File, checked, text_blocks
-from txl_jax.data.vocabulary import Vocabulary, escape, id_type, unescape
+from txl_jax.data.vocabulary import Vocabulary, escape, id_type
 from txl_jax.errors import MissingPackageError, UserError
-from txl_jax.metrics import Measure
 
 # What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -40,11 +39,9 @@ class SubwordVocabulary(Vocabulary):
     _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)  # Were checked.
 
     kind: ClassVar[str] = "hf"  # The name in portable folders since 0.2.0.
-    measure: ClassVar[Measure] = Measure.PPL
 
     def __post_init__(self) -> None:
-        if not self.size:
-            raise UserError("it has no tokens")
+        require(self.size, "it has no tokens")
 
     @functools.cached_property
     def size(self) -> int:
@@ -54,9 +51,8 @@ class SubwordVocabulary(Vocabulary):
     @property
     def start(self) -> np.ndarray:
         """Returns the token that ends documents, else the newline's, else the id 0."""
-        ends = (self._tokenizer.token_to_id(token) for token in _ENDS)
-        end = next((token for token in ends if token is not None), None)
-        return np.array([end] if end is not None else (self._ids("\n") or [0])[-1:])
+        ends = [token for name in _ENDS if (token := self._tokenizer.token_to_id(name)) is not None]
+        return np.array((ends or self._ids("\n")[-1:] or [0])[:1])
 
     @property
     def unknown_id(self) -> int | None:
@@ -76,11 +72,6 @@ class SubwordVocabulary(Vocabulary):
     def lines(self) -> list[str]:
         """Returns the file's content as one line."""
         return [escape(self.content)]
-
-    @classmethod
-    def load(cls, lines: list[str], **header: Any) -> "SubwordVocabulary":
-        """Builds a vocabulary from its saved form."""
-        return cls(unescape(lines[0]), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         self._check_characters(text)
@@ -153,12 +144,12 @@ class SubwordVocabulary(Vocabulary):
 
 
 def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
-    """Trains a byte-level BPE vocabulary of V = `size` tokens, 256 bytes among them; a short text may give fewer.
+    """Trains byte-level BPE (Radford et al., 2019) of V = `size` tokens, 256 bytes among them, or fewer on short texts.
 
-    Any UTF-8 text comes back from its tokens exactly. Raises `UserError` if size is below 256 or the text is not UTF-8.
+    It finds the same merges each time, on any number of threads, so all hosts get the same vocabulary. Raises
+    `UserError` if size is below 256 or the text is not UTF-8.
     """
-    if size < 256:
-        raise UserError(f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}")
+    require(size >= 256, f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}")
     lib = package()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -30,7 +30,8 @@ class Vocabulary(Protocol):
     """
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
-    measure: ClassVar[Measure]  # Usual measure of a loss per token.
+    measure: ClassVar[Measure] = Measure.PPL  # Usual measure of a loss per token.
+    join: ClassVar[Any] = "".join  # Makes the value of the first field from the saved tokens.
 
     @property
     def _tokens(self) -> Sequence[Any]:
@@ -105,6 +106,7 @@ class Vocabulary(Protocol):
     @classmethod
     def load(cls, lines: list[str], **header: Any) -> Self:
         """Builds a vocabulary from its `lines` and its `header`."""
+        return cls(cls.join(map(unescape, lines)), **header)  # type: ignore[call-arg]
 
 
 def id_type(size: int) -> np.dtype:
@@ -177,9 +179,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Any], bytes], stop: Sequence[str]):
         """Begins an empty text, from `Vocabulary.decode` and stop strings that are not empty."""
-        self._decode = decode
-        self._stop = [text.encode() for text in stop]
-        self._held = b""
+        self._decode, self._stop, self._held = decode, [text.encode() for text in stop], b""
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.ended = False  # Whether a stop string was found.
 
@@ -193,7 +193,10 @@ class TextStream:
             self.ended = True
             self._held = self._held[: min(found)[1]]
             return self.finish()
-        certain = len(self._held) - self._begun()
+        # The longest end that begins a stop string is held back.
+        ends = range(max(len(self._held) - max(map(len, self._stop), default=0), 0), len(self._held))
+        begun = (n for n in ends if any(stop.startswith(self._held[n:]) for stop in self._stop))
+        certain = next(begun, len(self._held))
         piece, self._held = self._held[:certain], self._held[certain:]
         return self._characters.decode(piece)
 
@@ -201,9 +204,3 @@ class TextStream:
         """Returns the text that was held back, when no more tokens come. Bytes that are not UTF-8 become U+FFFD."""
         piece, self._held = self._held, b""
         return self._characters.decode(piece, final=True)
-
-    def _begun(self) -> int:
-        """Returns the length of the longest end of the held text that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        ends = range(min(longest, len(self._held)), 0, -1)
-        return next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self._stop)), 0)

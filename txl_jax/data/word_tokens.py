@@ -10,7 +10,7 @@ import numpy as np
 
 from txl_jax.config import LineMark
 from txl_jax.data.text import File, text_blocks
-from txl_jax.data.vocabulary import MARKS, Vocabulary, id_type, unescape
+from txl_jax.data.vocabulary import MARKS, Vocabulary, id_type
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -28,7 +28,7 @@ class WordVocabulary(Vocabulary):
     unknown: str = UNKNOWN_WORD  # One of `words`: encodes all words that are not.
 
     kind: ClassVar[str] = "word"
-    measure: ClassVar[Measure] = Measure.PPL
+    join: ClassVar[Any] = tuple
 
     def __post_init__(self) -> None:
         _check_distinct(self.words, self.unknown, self.kind)
@@ -47,7 +47,7 @@ class WordVocabulary(Vocabulary):
 
     @property
     def unknown_id(self) -> int:
-        """Returns the id of tokens that the vocabulary lacks."""
+        """Returns the id of words that the vocabulary lacks."""
         return self._ids[self.unknown]
 
     def names(self) -> list[bytes]:
@@ -70,11 +70,6 @@ class WordVocabulary(Vocabulary):
                 pending = ids
         # Where a line's end opens the next line too, the last one opens nothing.
         yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
-
-    @classmethod
-    def load(cls, lines: list[str], **header: Any) -> "WordVocabulary":
-        """Builds a vocabulary from its saved form."""
-        return cls(tuple(map(unescape, lines)), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
@@ -117,11 +112,6 @@ class CharacterVocabulary(Vocabulary):
     def unknown_id(self) -> int:
         """Returns the id of tokens that the vocabulary lacks."""
         return self.characters.index(UNKNOWN_CHARACTER)
-
-    @classmethod
-    def load(cls, lines: list[str], **header: Any) -> "CharacterVocabulary":
-        """Builds a vocabulary from its saved form."""
-        return cls("".join(map(unescape, lines)), **header)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
