@@ -101,7 +101,7 @@ def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
         assert not run(base, tmp_path, stop_requested=StopAfter(calls)).finished
     outcome = run(base, tmp_path)
     assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
-    assert find_steps(Run(tmp_path).latest)[0].step == find_steps(Run(whole[0]).latest)[0].step
+    assert find_steps(Run(tmp_path).latest)[0][0] == find_steps(Run(whole[0]).latest)[0][0]
     for name in NAMES:
         assert records(tmp_path, name) == records(whole[0], name)
         found, expected = (runs.state_of(Run(folder, member=name))[1] for folder in (tmp_path, whole[0]))

@@ -248,8 +248,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
             storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
 
     def stopping(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `stop_requested` preceded by a check that the lock is still ours; after `begin`."""
-        return stop_requested if self._lock is None else self._lock.checking(stop_requested)
+        """Returns `stop_requested` preceded by a check that the lock is still ours."""
+
+        def check_first() -> Any:
+            if self._lock is not None:
+                self._lock.check()
+            return stop_requested()
+
+        return check_first
 
     def confirm(self) -> None:
         """Makes sure of the lock before a checkpoint; raises `UserError` if another run has it."""

@@ -84,15 +84,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             self._look()
         self.check()
 
-    def checking(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `stop_requested` preceded by `check`."""
-
-        def check_first() -> Any:
-            self.check()
-            return stop_requested()
-
-        return check_first
-
     def _refused(self, holder: str) -> UserError:
         return UserError(f"another run ({holder}) is training in {self._folder}; stop it, or give another --workdir")
 
