@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from support.full_disk import largest_file
-from txl_jax.errors import LogError, UserError
+from txl_jax.errors import LogError
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.log import RunLog, read_appended, read_metrics, replace_appended
@@ -220,49 +220,28 @@ def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket
     killed._sinks[0].close()
 
 
-class Uploads:
-    """Uploads of parts that wait until they may go on, by an event."""
-
-    def __init__(self, monkeypatch):
-        self.written, self.go_on = {}, threading.Event()
-        for name, fake in {"write": self._write, "names": lambda *unused, **also_unused: [], "as_path": str}.items():
-            monkeypatch.setattr(files, name, fake)
-        monkeypatch.setattr(log_lib, "is_remote", lambda path: True)
-        monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
-        monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
-        monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
-
-    def _write(self, path, data):
-        assert self.go_on.wait(20)
-        self.written[path] = data
-
-
 def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
-    uploads, sealed = Uploads(monkeypatch), threading.Event()
+    written, go_on, sealed = {}, threading.Event(), threading.Event()
+
+    def write(path, data):
+        assert go_on.wait(20)
+        written[path] = data
+
+    for name, fake in {"write": write, "names": lambda *unused, **also_unused: [], "as_path": str}.items():
+        monkeypatch.setattr(files, name, fake)
+    monkeypatch.setattr(log_lib, "is_remote", lambda path: True)
+    monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
+    monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
+    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
     with RunLog(tmp_path).open() as log:
         for step in (1, 2):
             log.record("train", step, {"loss": 1.0})
-        assert not uploads.written, "the steps go on while the first record is uploaded"
+        assert not written, "the steps go on while the first record is uploaded"
         sealing = threading.Thread(target=lambda: (log.seal(), sealed.set()))
         sealing.start()
         assert not sealed.wait(0.2)
-        uploads.go_on.set()
+        go_on.set()
         sealing.join()
-    [data] = uploads.written.values()
+    [data] = written.values()
     assert sealed.is_set() and data.count(b"\n") == 2
-
-
-def test_what_the_lock_forbids_is_not_uploaded(monkeypatch, tmp_path):
-    def lost():
-        raise UserError("another run has taken it over")
-
-    uploads = Uploads(monkeypatch)
-    uploads.go_on.set()
-    log = RunLog(tmp_path, confirm=lost).open()
-    log.record("train", 1, {"loss": 1.0})
-    for act in (log._wait, log.seal, log.close):
-        with pytest.raises(UserError, match="taken it over"):
-            act()
-    log.close()
-    assert not uploads.written

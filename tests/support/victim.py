@@ -139,7 +139,7 @@ def operation_of(event: str, args: tuple) -> str | None:
 
 
 def text(path) -> str:
-    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+    return str(path) if isinstance(path, int) else os.fsdecode(path)
 
 
 if __name__ == "__main__":

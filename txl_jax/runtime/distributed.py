@@ -80,10 +80,7 @@ def first_error(own: str | None) -> str | None:
 
 
 def assert_same_on_all(value: str, complaint: Callable[[str, str], str]) -> None:
-    """Raises `UserError` in all processes if one holds another value than process 0, and names that process.
-
-    `complaint` makes a sentence of process 0's value and the other.
-    """
+    """Raises `UserError` in all processes if one has another value than process 0: its complaint about the two."""
     for number, other in enumerate(values := _gather_texts(value)) if is_multiprocess() else ():
         if other != values[0]:
             raise _known_to_all(UserError(f"process {number}: {complaint(values[0], other)}"))
@@ -95,10 +92,7 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
-    """Raises `UserError`, with the complaint, in a process whose folder is not process 0's.
-
-    It waits `seconds` for the caches of a network file system.
-    """
+    """Raises `UserError`, the complaint, in a process that does not see process 0's folder within some seconds."""
     if not is_multiprocess():
         return
     marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))

@@ -139,8 +139,7 @@ class TensorBoard(Sink):
 
     def _open(self) -> None:
         """Begins the next file; the first one of a start hides the later steps of earlier files."""
-        is_first = self._number == 0
-        if is_first:
+        if is_first := self._number == 0:
             if is_remote(self._folder):
                 self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorboard-"))
             make_folder(self._local)
