@@ -40,9 +40,8 @@ found["broadcast"] = distributed.broadcast_from_primary(lambda: {"loss": 0.1, "o
 found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(lambda: fail_in(0)))
 found["all"] = outcome(lambda: distributed.run_on_all(lambda: me * 10))
 found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1)))
-found["same"] = outcome(lambda: distributed.assert_same_on_all("text", lambda first, other: "differs"))
-complaint = "{1}, not {0}".format
-found["other"] = outcome(lambda: distributed.assert_same_on_all("text"[me:], complaint))
+found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
+found["other"] = outcome(lambda: distributed.assert_same_on_all({"text": me, "same": None}, "mend it"))
 found["errors"] = [distributed.first_error(None), distributed.first_error("no network" if me else None)]
 mesh = sharding.make_mesh(MeshConfig())
 sharding_of_rows = sharding.named_sharding(mesh, "batch", None)
@@ -65,7 +64,7 @@ def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all():
     for found in (first, second):
         assert found["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
         assert found["same"] is None
-        assert found["other"] == ["UserError", "process 1: ext, not text", True]
+        assert found["other"] == ["UserError", "process 1: text is 1 there and 0 in process 0; mend it", True]
         assert found["errors"] == [None, "process 1: no network"]
         assert found["sharded"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert (first["all"], second["all"]) == (0, 10)

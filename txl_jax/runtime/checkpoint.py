@@ -309,7 +309,7 @@ def find_damage(folder: AnyPath) -> str | None:
                 return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
     except OSError as error:
         if is_remote(folder) and not isinstance(error, FileNotFoundError):  # An outage is not damage.
-            raise UserError(f"cannot read {path} ({error.strerror}); start again once it can be reached") from error
+            raise storage.access_error("read", path, error) from error
         return NO_DIGESTS if name == DIGESTS else f"the file {name} cannot be read ({error.strerror})"
     except (ValueError, AttributeError):  # Digests that cannot be read vouch for nothing.
         return NO_DIGESTS

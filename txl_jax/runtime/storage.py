@@ -377,10 +377,12 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     return OSError(number, os.strerror(number) if number in (errno.ENOENT, errno.EEXIST) else line, url)
 
 
-def remote_error(what: str, path: AnyPath, error: OSError) -> UserError:
-    """Returns the sentence for an error of object storage; `what` cannot be done, such as "read"."""
+def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
+    """Returns the sentence for an error of files or objects; `what` cannot be done, such as "read"."""
     reason, advice = error.strerror or str(error), "start again once it can be reached"
-    if isinstance(error, FileNotFoundError):
+    if not is_remote(path):
+        advice = "check its permissions and the space on its disk, or give another --workdir"
+    elif isinstance(error, FileNotFoundError):
         reason, advice = "no such bucket or object", "make the bucket, or give the name of one that is there"
     elif isinstance(error, PermissionError):
         advice = (
