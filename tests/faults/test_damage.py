@@ -31,7 +31,7 @@ def flip(path):
 
 
 def resumed_from_12(name, place, undisturbed):
-    """The output of a run that ends as if undisturbed; it names the damaged checkpoint, and the step it resumes from."""
+    """The output of a run that ends as if undisturbed. It names the damaged checkpoint and the step before."""
     out = finished(place.train(name)).out
     assert f"{place.workdir(name)}/checkpoints/latest/18" in out and re.search(r"resum\w+\D*\b12\b", out)
     assert_equal_runs(place.workdir(name), undisturbed)
