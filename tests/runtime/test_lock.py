@@ -45,7 +45,8 @@ def test_one_holder_at_a_time(bucket):
         second.close()
 
 
-def test_a_holder_elsewhere_that_renews_is_left_alone(bucket, elsewhere):
+def test_a_holder_elsewhere_that_renews_is_left_alone(bucket, elsewhere, monkeypatch):
+    monkeypatch.setattr(lock_lib, "STALE_SECONDS", 60.0)  # A busy machine may renew late.
     with elsewhere as first:
         first.acquire()
         with pytest.raises(UserError, match="another run"):
