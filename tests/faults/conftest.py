@@ -32,7 +32,7 @@ def undisturbed(place):
 @pytest.fixture(scope="session")
 def undisturbed_ensemble(place):
     """The workdir of an ensemble that nothing happened to."""
-    finished(place.train_ensemble("undisturbed-ensemble"))
+    finished(place.train("undisturbed-ensemble", program="ensemble"))
     return place.workdir("undisturbed-ensemble")
 
 

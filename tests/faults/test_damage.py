@@ -21,12 +21,7 @@ def killed(place, undisturbed):
 @pytest.fixture
 def copy(killed, place):
     """Makes another run of it, by its name."""
-
-    def copy(name):
-        shutil.copytree(killed.parent, place.folder / name)
-        return place.workdir(name)
-
-    return copy
+    return lambda name: shutil.copytree(killed.parent, place.folder / name) / killed.name
 
 
 def flip(path):
@@ -35,9 +30,12 @@ def flip(path):
     path.write_bytes(data)
 
 
-def assert_resumed_from_12(out, workdir):
-    """The damaged checkpoint is named, and the step that the run goes on from."""
-    assert str(workdir / "checkpoints/latest/18") in out and re.search(r"resum\w+\D*\b12\b", out)
+def resumed_from_12(name, place, undisturbed):
+    """The output of a run that ends as if undisturbed. It names the damaged checkpoint and the step before."""
+    out = finished(place.train(name)).out
+    assert f"{place.workdir(name)}/checkpoints/latest/18" in out and re.search(r"resum\w+\D*\b12\b", out)
+    assert_equal_runs(place.workdir(name), undisturbed)
+    return out
 
 
 def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
@@ -45,12 +43,9 @@ def test_a_flipped_bit_in_any_file(copy, killed, place, undisturbed):
     files = sorted(path.relative_to(killed) for path in newest.rglob("*") if path.is_file())
     assert len(files) > 8
     for n, file in enumerate(files):
-        workdir = copy(f"flipped-{n}")
-        flip(workdir / file)
-        out = finished(place.train(f"flipped-{n}")).out
-        assert_resumed_from_12(out, workdir)
+        flip(copy(f"flipped-{n}") / file)
+        out = resumed_from_12(f"flipped-{n}", place, undisturbed)
         assert file.name == "digests.json" or str((killed / file).relative_to(newest)) in out
-        assert_equal_runs(workdir, undisturbed)
 
 
 def cut(newest):
@@ -69,11 +64,8 @@ def without_digests(newest):
 
 @pytest.mark.parametrize("damage", [cut, emptied, without_digests])
 def test_other_damage(damage, copy, place, undisturbed):
-    workdir = copy(damage.__name__)
-    damage(workdir / "checkpoints" / "latest" / "18")
-    out = finished(place.train(damage.__name__)).out
-    assert_resumed_from_12(out, workdir)
-    assert_equal_runs(workdir, undisturbed)
+    damage(copy(damage.__name__) / "checkpoints" / "latest" / "18")
+    resumed_from_12(damage.__name__, place, undisturbed)
 
 
 def test_damage_to_all(copy, place):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from support.faults import NIGHTLY, Place, assert_equal_runs, assert_one_sentence, few_or_all, finished
-from txl_jax.runtime.checkpoint import find_damage
+from txl_jax.runtime.checkpoint import find_damage, find_steps
 
 # When the disk fills up: before which file operation, how large files may still become, and words of the error.
 MOMENTS = {
@@ -24,10 +24,9 @@ FAST = ("a checkpoint", "results")
 
 
 def whole_steps(workdir):
-    """The newest checkpoint of each kind that is whole; 0: there is none."""
-    found = ((workdir / "checkpoints" / kind).glob("*") for kind in ("latest", "best"))
-    whole = ([each for each in paths if each.name.isdigit() and find_damage(each) is None] for paths in found)
-    return [max((int(path.name) for path in paths), default=0) for paths in whole]
+    """The latest checkpoint of each kind that is whole, or 0."""
+    found = (find_steps(workdir / "checkpoints" / kind) for kind in ("latest", "best"))
+    return [max((step for step, path in steps if find_damage(path) is None), default=0) for steps in found]
 
 
 @pytest.mark.parametrize("moments", few_or_all(FAST, tuple(MOMENTS)))
@@ -58,18 +57,15 @@ def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
     here = Place(small_disk, place.environment)
     (small_disk / "data").symlink_to(place.folder / "data")
     ballast = small_disk / "ballast"
-    free, stops = 8_000, 0
-    while stops < 40:
+    for stops in range(40):
         ballast.write_bytes(b"")
         space = os.statvfs(small_disk)
-        ballast.write_bytes(b"\0" * max(space.f_bavail * space.f_frsize - free, 0))
+        ballast.write_bytes(b"\0" * max(space.f_bavail * space.f_frsize - 8_000 - 30_000 * stops, 0))
         ended = here.train("run").end()
         if ended.code == 0:
             break
         assert ended.code == 1
         assert_one_sentence(ended.err, "space")
-        free += 30_000
-        stops += 1
     assert stops >= 5, "the disk was large enough at once"
     print(f"a disk with 8 kB, 38 kB, ... of space: {stops} sentences, then the end")
     assert_equal_runs(here.workdir("run"), undisturbed)

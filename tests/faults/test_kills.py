@@ -1,6 +1,7 @@
 """Tests `kill -9` and signals at chosen and random moments: the run resumes, every number is as if undisturbed."""
 
 import collections
+import functools
 import random
 import signal
 import time
@@ -34,26 +35,8 @@ OPERATIONS = 200  # What a whole run does in files; a start that goes on from a 
 FAST = ("before the tokens have their name", "while arrays are written", "between a checkpoint and its digests")
 FAST += ("between the best parameters and their digests", "before the test scores are written")
 
-
-@pytest.mark.parametrize("moments", few_or_all(FAST, tuple(MOMENTS)))
-def test_kills_before_chosen_file_operations(moments, place, undisturbed):
-    name = f"chosen-{len(moments)}"
-    for moment in moments:
-        assert place.train(name, fault="kill", at=MOMENTS[moment]).end().code == KILLED, f"no kill {moment}"
-    finished(place.train(name))
-    assert_equal_runs(place.workdir(name), undisturbed)
-    assert_nothing_left_over(place, name)
-
-
-def assert_nothing_left_over(place, name):
-    """Asserts that files of killed training starts are removed; those of scoring may be of one that is under way."""
-    workdir = place.workdir(name)
-    left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
-    assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
-
-
 # Best parameters are written per member: the second's at step 8 only, the first's at steps 8, 16 and 24.
-ENSEMBLE_MOMENTS = {
+OF_ENSEMBLE = {
     "before config.json has its name": "os.rename *config.json*",
     "while the best of the second member are written": "os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*",
     "between the best of the first member and their digests": "open *best/seed=1/16/.digests.json.*",
@@ -61,18 +44,34 @@ ENSEMBLE_MOMENTS = {
     "between the last checkpoint and its digests": "open *latest/24/.digests.json*",
     "before results.json has its name": "os.rename *results.json*",
 }
-FAST_ENSEMBLE = ("while the best of the second member are written", "between the last checkpoint and its digests")
+FAST_OF_BOTH = ("while the best of the second member are written", "between the last checkpoint and its digests")
 
 
-@pytest.mark.parametrize("moments", few_or_all(FAST_ENSEMBLE, tuple(ENSEMBLE_MOMENTS)))
-def test_kills_of_an_ensemble(moments, place, undisturbed_ensemble):
-    name = f"ensemble-{len(moments)}"
-    for moment in moments:
-        victim = place.train_ensemble(name, fault="kill", at=ENSEMBLE_MOMENTS[moment])
-        assert victim.end().code == KILLED, f"no kill {moment}"
-    finished(place.train_ensemble(name))
-    assert_equal_runs(place.workdir(name), undisturbed_ensemble)
+def kill_at_each(moments, name, train, place, undisturbed):
+    """Kills a start at each moment, and lets the next one end."""
+    for at in moments:
+        assert train(name, fault="kill", at=at).end().code == KILLED, f"no kill at {at}"
+    finished(train(name))
+    assert_equal_runs(place.workdir(name), undisturbed)
     assert_nothing_left_over(place, name)
+
+
+@pytest.mark.parametrize("moments", few_or_all([MOMENTS[each] for each in FAST], MOMENTS.values()))
+def test_kills_before_chosen_file_operations(moments, place, undisturbed):
+    kill_at_each(moments, f"chosen-{len(moments)}", place.train, place, undisturbed)
+
+
+@pytest.mark.parametrize("moments", few_or_all([OF_ENSEMBLE[each] for each in FAST_OF_BOTH], OF_ENSEMBLE.values()))
+def test_kills_of_an_ensemble(moments, place, undisturbed_ensemble):
+    train = functools.partial(place.train, program="ensemble")
+    kill_at_each(moments, f"ensemble-{len(moments)}", train, place, undisturbed_ensemble)
+
+
+def assert_nothing_left_over(place, name):
+    """Asserts that files of killed training starts are removed; those of scoring may be of one that is under way."""
+    workdir = place.workdir(name)
+    left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
+    assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
 
 
 @pytest.mark.parametrize("kills", few_or_all(2, 50))

@@ -5,7 +5,6 @@ What nothing happened to is the same run in a folder: equal to the last bit, as 
 
 import random
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from support import BUCKET, processes, programs
 from support.compiled_programs import cache_in
 from support.faults import NIGHTLY, assert_equal_runs
 from support.remote import Remote
+from support.waiting import wait_until
 from txl_jax.runtime import checkpoint
 
 STEPS = 12
@@ -45,9 +45,7 @@ def undisturbed(start, tmp_path_factory):
 def killed_at(storage, started, victim, number):
     """Kills one of the processes at the write of this number that either makes; returns how the processes ended."""
     storage.kill_at_write(started[victim].pid, number)
-    until = time.monotonic() + processes.SECONDS
-    while not storage.killed and time.monotonic() < until and started[victim].poll() is None:
-        time.sleep(0.05)
+    wait_until(lambda: storage.killed or started[victim].poll() is not None)
     assert storage.killed, processes.finish(started)
     storage.calm()  # What the other one writes is done.
     return processes.finish(started)

@@ -22,7 +22,7 @@ from support.waiting import wait_until
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runtime import checkpoint, distributed
 from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer
-from txl_jax.runtime.storage import names, sha256
+from txl_jax.runtime.storage import sha256, upload
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -47,16 +47,25 @@ def step_names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
+def assert_restores(checkpoints, step, *, seed=None):
+    """Restores a step whose state was drawn from a seed, by default the step; returns the notes."""
+    found, state, notes = checkpoints.restore(abstract(make_state()))
+    assert found == step
+    assert_equal(state, make_state(step if seed is None else seed))
+    return notes
+
+
+LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
+
+
 def process_wide_hooks():
-    filters = [[*logging.getLogger(name).filters] for name in ("absl", "asyncio")]
-    return filters, [*warnings.filters], sys.unraisablehook
+    return [[*logger.filters] for logger in LOGGERS], [*warnings.filters], sys.unraisablehook
 
 
 @pytest.fixture
 def quiet(monkeypatch):
     """Orbax as programs have it; afterwards the hooks are as they were."""
-    for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
+    for logger in LOGGERS:
         monkeypatch.setattr(logger, "filters", [*logger.filters])
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     with warnings.catch_warnings():
@@ -90,6 +99,19 @@ def two_steps(two_steps_template, tmp_path):
     return Path(shutil.copytree(two_steps_template, tmp_path / "latest"))
 
 
+@pytest.fixture
+def steps_in_bucket(two_steps_template, bucket):
+    """The same in a bucket."""
+    upload(two_steps_template, bucket)
+    return bucket
+
+
+@pytest.fixture
+def saved(steps_in_bucket, lines):
+    with Checkpointer(steps_in_bucket, keep=2, log=lines.append) as checkpoints:
+        yield checkpoints
+
+
 # Whole
 
 
@@ -110,22 +132,16 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
     assert process_wide_hooks() == hooks, "a library changes no filters and hooks of the process"
 
 
-def test_sweeping_removes_what_killed_runs_left_and_no_step(two_steps, open_checkpoints):
-    for name in ("300.orbax-checkpoint-tmp", "50.deleted"):
+def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(two_steps, open_checkpoints):
+    for name in ("300.orbax-checkpoint-tmp-1", "50.deleted"):  # The first one is also how a running job writes.
         shutil.copytree(two_steps / "100", two_steps / name)
-    (two_steps / "200").rename(two_steps / "200.replaced-1")
-    with open_checkpoints() as checkpoints:
-        checkpoints.sweep()
-    assert step_names(two_steps) == ["100", "200.replaced-1"]
-
-
-def test_reading_changes_nothing(two_steps, open_checkpoints):
-    (two_steps / "300.orbax-checkpoint-tmp-1").mkdir()  # As a running job has it while it writes.
     before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")}
     with open_checkpoints(keep=1) as checkpoints:
-        assert checkpoints.restore(abstract(make_state()))[0] == 200
-        checkpoints.notes()
-    assert {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")} == before
+        assert_restores(checkpoints, 200)
+        assert checkpoints.notes() == {"loss": 2.0}
+        assert {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")} == before
+        checkpoints.sweep()
+    assert step_names(two_steps) == ["100", "200"]
 
 
 def test_keeps_the_newest_and_vouches_for_every_file(open_checkpoints, tmp_path):
@@ -138,7 +154,6 @@ def test_keeps_the_newest_and_vouches_for_every_file(open_checkpoints, tmp_path)
     path = tmp_path / "latest" / "100"
     files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert json.loads((path / DIGESTS).read_bytes()).keys() == files - {DIGESTS}
-    assert {"notes", "state"} <= {name.partition("/")[0] for name in files}
 
 
 def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tmp_path, monkeypatch):
@@ -196,10 +211,8 @@ def test_damage_to_any_file_falls_back_and_is_logged(damage, two_steps, open_che
         data = file.read_bytes()
         damage(file)
         with open_checkpoints() as checkpoints:
-            step, restored, notes = checkpoints.restore(abstract(make_state()))
+            assert assert_restores(checkpoints, 100) == {"loss": 1.0}, f"{file} was damaged and not noticed"
         file.write_bytes(data)
-        assert (step, notes) == (100, {"loss": 1.0}), f"{file} was damaged and not noticed"
-        assert_equal(restored, make_state(100))
         assert len(lines) == 1 and str(two_steps / "200") in lines[0]
         if file.name != DIGESTS:
             assert str(file.relative_to(two_steps / "200")) in lines[0]
@@ -208,10 +221,10 @@ def test_damage_to_any_file_falls_back_and_is_logged(damage, two_steps, open_che
 def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_checkpoints, lines):
     (two_steps / "200" / DIGESTS).unlink()
     with open_checkpoints() as checkpoints:
-        assert checkpoints.restore(abstract(make_state()))[0] == 100
+        assert_restores(checkpoints, 100)
         assert str(two_steps / "200") in lines[-1]
         (two_steps / "100" / DIGESTS).rename(two_steps / "kept")
-        assert checkpoints.restore(abstract(make_state()))[0] == 200
+        assert_restores(checkpoints, 200)
         assert str(two_steps / "200") in lines[-1]
         (two_steps / "kept").rename(two_steps / "100" / DIGESTS)
     with open_checkpoints(keep=2) as checkpoints:  # They are kept longer, too.
@@ -224,7 +237,7 @@ def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(two_steps, ope
         (two_steps / step / DIGESTS).unlink()
     shutil.rmtree(two_steps / "200" / "state" / "d")  # Small arrays are here, not in ocdbt.process_0.
     with open_checkpoints() as checkpoints:
-        assert checkpoints.restore(abstract(make_state()))[0] == 100
+        assert_restores(checkpoints, 100)
     assert any(str(two_steps / "200") in line and "Orbax" in line for line in lines)
 
 
@@ -241,37 +254,37 @@ def test_steps_and_none_restores(two_steps, open_checkpoints):
 def test_a_fallen_back_run_replaces_the_damaged_step(two_steps, open_checkpoints, lines):
     flip_byte(two_steps / "200" / "notes" / "metadata")
     with open_checkpoints(keep=2) as checkpoints:
-        assert checkpoints.restore(abstract(make_state()))[0] == 100
+        assert_restores(checkpoints, 100)
         checkpoints.save(150, make_state(150), {})
         checkpoints.wait()
         assert "200" in lines[-1] and "150" in lines[-1]
         assert step_names(two_steps) == ["100", "150"], "the damaged step took the place of a good one"
         checkpoints.save(200, make_state(201), {})
         checkpoints.save(250, make_state(250), {})
-        assert checkpoints.restore(abstract(make_state()))[0] == 250
+        assert_restores(checkpoints, 250)
     assert step_names(two_steps) == ["200", "250"]
 
 
-def test_saving_an_existing_step_replaces_it(two_steps, open_checkpoints):
-    with open_checkpoints() as checkpoints:
-        checkpoints.save(200, make_state(201), {"loss": 9.0})
-        step, restored, notes = checkpoints.restore(abstract(make_state()))
-    assert (step, notes) == (200, {"loss": 9.0})
-    assert_equal(restored, make_state(201))
-    assert step_names(two_steps) == ["100", "200"]
+@pytest.mark.parametrize("place", ["two_steps", pytest.param("steps_in_bucket", marks=pytest.mark.full)])
+def test_the_same_step_again_replaces_it_once_it_is_verified(place, request):
+    directory = request.getfixturevalue(place)
+    with Checkpointer(directory, keep=2, log=print) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(200, make_state(number), {"at": number})
+            checkpoints.wait()
+            assert step_names(directory) == ["100", f"200.again-{number}"] and checkpoints.notes() == {"at": number}
+        assert_restores(checkpoints, 200, seed=2)
 
 
-def test_a_replacement_cut_short_leaves_the_earlier_step(two_steps, open_checkpoints):
-    (two_steps / "200").rename(two_steps / "200.replaced-1")
-    (two_steps / "200.orbax-checkpoint-tmp-5").mkdir()
+def test_of_two_folders_of_a_step_the_later_counts(two_steps, open_checkpoints):
+    """As after a kill between the digests of the new one and the removal of the old."""
+    for number in (9, 10):
+        shutil.copytree(two_steps / "100", two_steps / f"200.again-{number}")
+    found = [os.path.basename(path) for _, path in checkpoint.find_steps(two_steps)]
+    assert found == ["200.again-10", "200.again-9", "200", "100"]
     with open_checkpoints() as checkpoints:
-        assert checkpoints.latest_step() == 200
-        assert checkpoints.notes() == {"loss": 2.0}
-        step, restored, _ = checkpoints.restore(abstract(make_state()))
-        assert step == 200
-        assert_equal(restored, make_state(200))
-        checkpoints.save(300, make_state(300), {})
-    assert step_names(two_steps) == ["100", "300"]
+        assert [checkpoints._prepare(step) for step in (100, 200, 300)] == ["100.again-1", "200.again-11", "300"]
+        assert_restores(checkpoints, 200, seed=100)
 
 
 def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, lines):
@@ -280,11 +293,7 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
     del other["params"]["layers"]
     with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(abstract(other))
-    for part in (
-        str(two_steps / "200"),
-        r"params/q\b.*float32\[3, 5\].*float32\[3, 8\]",
-        r"params/layers/.*float32\[7\]",
-    ):
+    for part in (f"{two_steps}/200", r"params/q\b.*float32\[3, 5\].*\[3, 8\]", r"params/layers/.*float32\[7\]"):
         assert re.search(part, str(caught.value))
     assert (step_names(two_steps), lines) == (["100", "200"], [])
 
@@ -306,7 +315,7 @@ def test_full_disk(two_steps, open_checkpoints, capfd, caplog):
         with largest_file(100_000), refused:
             checkpoints.save(300, state, {})
             checkpoints.wait()
-        assert checkpoints.restore(abstract(make_state()))[0] == 200
+        assert_restores(checkpoints, 200)
         checkpoints.save(300, make_state(300), {})
         checkpoints.wait()
     assert step_names(two_steps) == ["100", "200", "300"]
@@ -368,65 +377,26 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoin
 # Object storage
 
 
-@pytest.fixture
-def saved(bucket, lines):
-    """Steps 200 and 300 in a bucket."""
-    with Checkpointer(bucket, keep=2, log=lines.append) as checkpoints:
-        for step in (100, 200, 300):
-            checkpoints.save(step, make_state(step), {"at": step})
-        checkpoints.wait()
-        yield checkpoints
-
-
-def restored(checkpoints):
-    """The step that is restored, and the number that its state was drawn from."""
-    step, state, notes = checkpoints.restore(abstract(make_state()))
-    assert_equal(state, make_state(notes["at"]))
-    return step, notes["at"]
-
-
 @pytest.mark.full
-def test_damage_ends_in_the_step_before(saved, bucket, lines):
-    name, _ = max(json.loads((bucket / "300" / "digests.json").read_bytes()).items())
-    (bucket / "300" / name).write_bytes(b"damaged")
-    assert restored(saved) == (200, 200)
+def test_damage_ends_in_the_step_before(saved, steps_in_bucket, lines):
+    name, _ = max(json.loads((steps_in_bucket / "200" / DIGESTS).read_bytes()).items())
+    (steps_in_bucket / "200" / name).write_bytes(b"damaged")
+    assert_restores(saved, 100)
     assert name in lines[-1]
 
 
 @pytest.mark.full
-def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, bucket, storage):
+def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, steps_in_bucket, storage):
     storage.refuse("DELETE|batch")
     with pytest.raises(PermissionError):  # A deletion begins with the commit.
-        checkpoint.delete_step(bucket / "300")
+        checkpoint.delete_step(steps_in_bucket / "200")
     storage.calm()
-    assert saved.latest_step() == 300
-    (bucket / "300" / checkpoint.COMMIT).unlink()
-    assert saved.latest_step() == 200 and restored(saved) == (200, 200)
+    assert saved.latest_step() == 200
+    (steps_in_bucket / "200" / checkpoint.COMMIT).unlink()
+    assert saved.latest_step() == 100
+    assert_restores(saved, 100)
     saved.sweep()
-    assert names(bucket) == ["200"]
-
-
-@pytest.mark.full
-def test_the_same_step_again_replaces_it_once_it_is_verified(saved, bucket):
-    for number in (1, 2):
-        saved.save(200, make_state(number), {"at": number})
-        saved.wait()
-        assert names(bucket) == [f"200.again-{number}"] and saved.notes() == {"at": number}
-    assert restored(saved) == (200, 2)
-
-
-@pytest.mark.full
-def test_a_folder_is_never_named_before_one_that_is_there(bucket):
-    """After a kill between the digests of the new one and the removal of the old the new one must count."""
-    for name in ("200.again-1", "300"):
-        (bucket / name / checkpoint.COMMIT).write_bytes(b"")
-    written = [checkpoint.new_step_folder(bucket, step) for step in (100, 200, 300)]
-    assert written == ["100", "200.again-2", "300.again-1"]
-    for name in written:
-        (bucket / name / checkpoint.COMMIT).write_bytes(b"")
-    assert [os.path.basename(path) for _, path in checkpoint.find_steps(bucket)] == [
-        *("300.again-1", "300", "200.again-2", "200.again-1", "100")
-    ]
+    assert step_names(steps_in_bucket) == ["100"]
 
 
 @pytest.mark.full
@@ -435,6 +405,6 @@ def test_an_outage_is_no_damage(saved, storage):
     for pattern in ("digests.json", "state/manifest"):
         storage.refuse(f"GET .*{pattern}", status=503)
         with pytest.raises(UserError, match="start again"):
-            restored(saved)
+            assert_restores(saved, 200)
     storage.calm()
-    assert restored(saved) == (300, 300)
+    assert_restores(saved, 200)

@@ -31,30 +31,24 @@ def test_patterns_and_lists(bucket, tmp_path):
         read("data", tmp_path, train=(str(bucket / "*.no"),), valid=(valid,), test=(valid,))
 
 
-def test_a_folder_of_corpora(bucket, tmp_path):
-    name = CorpusName.PTB
-    for folder in ("", "ptb"):
-        (bucket / folder / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
+def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, tmp_path, storage):
+    name, corpus = miniature.OFFICIAL[CorpusName.PTB], CORPORA[CorpusName.PTB]
+    for each in (name, f"ptb/{name}"):
+        (bucket / each).write_bytes(b"first text")
     (bucket / "unrelated.bin").write_bytes(b"1")
-    local = own_text.local_folder(CORPORA[name], str(bucket), tmp_path)
-    found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
-    assert found == sorted([miniature.OFFICIAL[name], f"ptb/{miniature.OFFICIAL[name]}"])
-
-
-def test_a_file_is_copied_again_when_it_changes(bucket, tmp_path, storage):
-    name = CorpusName.PTB
-    (bucket / miniature.OFFICIAL[name]).write_bytes(b"first text")
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 40)
-    folder = own_text.local_folder(CORPORA[name], str(bucket), tmp_path)
+    local = own_text.local_folder(corpus, str(bucket), tmp_path)
+    found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
+    assert found == sorted([name, f"ptb/{name}"])
     book = read("data", tmp_path, file=str(bucket / "book.txt"))
     requests = len(storage.requests)
-    assert own_text.local_folder(CORPORA[name], str(bucket), tmp_path) == folder
+    assert own_text.local_folder(corpus, str(bucket), tmp_path) == local
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest == book.digest
     assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
     time.sleep(1.1)  # Times of objects are read in whole seconds.
-    (bucket / miniature.OFFICIAL[name]).write_bytes(b"other text")  # As long as the first.
-    own_text.local_folder(CORPORA[name], str(bucket), tmp_path)
-    assert pathlib.Path(folder, miniature.OFFICIAL[name]).read_bytes() == b"other text"
+    (bucket / name).write_bytes(b"other text")  # As long as the first.
+    own_text.local_folder(corpus, str(bucket), tmp_path)
+    assert pathlib.Path(local, name).read_bytes() == b"other text"
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 41)
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != book.digest
 

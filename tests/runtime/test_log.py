@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from support.full_disk import largest_file
-from txl_jax.errors import LogError, UserError
+from txl_jax.errors import LogError
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.log import RunLog, read_appended, read_metrics, replace_appended
@@ -25,36 +25,33 @@ def log_steps(workdir, steps, first_step=0):
             log.record("train", step, {"loss": step / 4, "tokens": step})
 
 
+def steps_of(workdir):
+    return [record["step"] for record in read_metrics(workdir)]
+
+
 def test_records_come_back_in_order(tmp_path):
     assert read_metrics(tmp_path) == []
     with RunLog(tmp_path / "new" / "run").open() as log:
         log.record("train", 1, {"loss": np.float32(0.5), "rate": 1e-9})
         log.record("valid", np.int64(1), {"bpc": 2, "a": math.nan, "b": -math.inf})  # JSON cannot hold these.
         first = read_metrics(tmp_path / "new" / "run")  # Each line is with the system before the next.
+        with pytest.raises(ValueError, match=r"kind.*member.*step"):
+            log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
     assert first == read_metrics(tmp_path / "new" / "run")
     valid = {"kind": "valid", "step": 1, "bpc": 2, "a": "nan", "b": "-inf"}
     assert first == [{"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9}, valid]
 
 
-def test_names_that_the_record_uses(tmp_path):
-    with RunLog(tmp_path).open() as log, pytest.raises(ValueError, match=r"kind.*member.*step"):
-        log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
-
-
 def test_resuming_drops_later_steps(tmp_path):
     log_steps(tmp_path, [10, 20, 30, 40])
     log_steps(tmp_path, [30], first_step=20)
-    assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 30]
+    assert steps_of(tmp_path) == [10, 20, 30]
     before = (tmp_path / "metrics.jsonl").stat()
     log_steps(tmp_path, [], first_step=30)  # Nothing to drop: the file is left alone.
     after = (tmp_path / "metrics.jsonl").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    log_steps(tmp_path, [], first_step=0)
-    assert read_metrics(tmp_path) == []
 
-
-def test_what_is_done_again_is_dropped_at_the_first_step_too(tmp_path):
-    with RunLog(tmp_path).open() as log:
+    with RunLog(tmp_path).open() as log:  # What is done again is dropped at the first step too.
         for kind, step in (("valid", 10), ("train", 20), ("valid", 20), ("test", 20)):
             log.record(kind, step, {"loss": 1.0})
     with RunLog(tmp_path).open(20, redone={"valid", "test"}):
@@ -67,9 +64,9 @@ def test_a_torn_last_line_is_no_record(cut, tmp_path):
     log_steps(tmp_path, [10, 20])
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    assert [record["step"] for record in read_metrics(tmp_path)] == [10]
+    assert steps_of(tmp_path) == [10]
     log_steps(tmp_path, [30], first_step=20)
-    assert [record["step"] for record in read_metrics(tmp_path)] == [10, 30]
+    assert steps_of(tmp_path) == [10, 30]
 
 
 def test_a_damaged_line_further_up_is_named_and_kept(tmp_path):
@@ -171,7 +168,7 @@ def parts(path):
 
 
 @pytest.mark.full
-def test_parts_are_joined_in_order(bucket):
+def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket, storage):
     path = bucket / "log.txt"
     with pytest.raises(FileNotFoundError):
         read_appended(path)
@@ -179,6 +176,15 @@ def test_parts_are_joined_in_order(bucket):
     append(path, "more")
     assert read_appended(path).decode().split() == [*map(str, range(12)), "more"]
     assert parts(path) == [f"{number:06}" for number in range(1, 14)]
+    replace_appended(path, ["new ", "text "])
+    assert (read_appended(path), parts(path)) == (b"new text ", ["000014.all"])
+    files.write(f"{path}.parts/000013", b"of a removal that was killed")
+    append(path, "end")
+    assert (read_appended(path), parts(path)) == (b"new text end\n", ["000013", "000014.all", "000015"])
+    storage.refuse("POST /upload")
+    with pytest.raises(LogError, match="permission"):
+        replace_appended(path, ["lost"])
+    assert read_appended(path) == b"new text end\n"
 
 
 @pytest.mark.full
@@ -193,21 +199,6 @@ def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_replaced_text_counts_as_a_whole(bucket, storage):
-    path = bucket / "log.txt"
-    append(path, "one", "two")
-    replace_appended(path, ["new ", "text "])
-    assert (read_appended(path), parts(path)) == (b"new text ", ["000003.all"])
-    files.write(f"{path}.parts/000002", b"of a removal that was killed")
-    append(path, "end")
-    assert (read_appended(path), parts(path)) == (b"new text end\n", ["000002", "000003.all", "000004"])
-    storage.refuse("POST /upload")
-    with pytest.raises(LogError, match="permission"):
-        replace_appended(path, ["lost"])
-    assert read_appended(path) == b"new text end\n"
-
-
-@pytest.mark.full
 def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket):
     killed = RunLog(bucket).open()
     for step in (1, 2, 3):
@@ -215,69 +206,42 @@ def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket
         killed.print(f"step {step}")
         if step < 3:
             killed.seal()
-    assert [record["step"] for record in read_metrics(str(bucket))] == [1, 2]
+    assert steps_of(str(bucket)) == [1, 2]
     assert len(list((bucket / "tensorboard").iterdir())) == 2
     with RunLog(bucket).open(1) as log:
-        assert [record["step"] for record in read_metrics(bucket)] == [1]
+        assert steps_of(bucket) == [1]
         log.record("train", 2, {"loss": 1.5})
         log.print("again")
-    assert read_metrics(bucket) == [
-        {"kind": "train", "step": 1, "loss": 0.5},
-        {"kind": "train", "step": 2, "loss": 1.5},
-    ]
+    assert [(record["step"], record["loss"]) for record in read_metrics(bucket)] == [(1, 0.5), (2, 1.5)]
     assert read_appended(bucket / "log.txt") == b"step 1\nstep 2\nagain\n"
     events = (event for event in read_events(bucket / "tensorboard") if not event.file_version)
     seen = [(event.step, bool(event.summary.value)) for event in events]
     assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]
-    with RunLog(bucket).open(2):
-        pass
-    assert len(read_metrics(bucket)) == 2
     killed._sinks[0].close()
-
-
-class Uploads:
-    """Uploads of parts that wait until they may go on, by an event."""
-
-    def __init__(self, monkeypatch):
-        self.written, self.go_on = {}, threading.Event()
-        for name, fake in {"write": self._write, "names": lambda *unused, **also_unused: [], "as_path": str}.items():
-            monkeypatch.setattr(files, name, fake)
-        monkeypatch.setattr(log_lib, "is_remote", lambda path: True)
-        monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
-        monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
-        monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
-
-    def _write(self, path, data):
-        assert self.go_on.wait(20)
-        self.written[path] = data
 
 
 def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
-    uploads, sealed = Uploads(monkeypatch), threading.Event()
+    written, go_on, sealed = {}, threading.Event(), threading.Event()
+
+    def write(path, data):
+        assert go_on.wait(20)
+        written[path] = data
+
+    for name, fake in {"write": write, "names": lambda *unused, **also_unused: [], "as_path": str}.items():
+        monkeypatch.setattr(files, name, fake)
+    monkeypatch.setattr(log_lib, "is_remote", lambda path: True)
+    monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
+    monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
+    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
     with RunLog(tmp_path).open() as log:
         for step in (1, 2):
             log.record("train", step, {"loss": 1.0})
-        assert not uploads.written, "the steps go on while the first record is uploaded"
+        assert not written, "the steps go on while the first record is uploaded"
         sealing = threading.Thread(target=lambda: (log.seal(), sealed.set()))
         sealing.start()
         assert not sealed.wait(0.2)
-        uploads.go_on.set()
+        go_on.set()
         sealing.join()
-    [data] = uploads.written.values()
+    [data] = written.values()
     assert sealed.is_set() and data.count(b"\n") == 2
-
-
-def test_what_the_lock_forbids_is_not_uploaded(monkeypatch, tmp_path):
-    def lost():
-        raise UserError("another run has taken it over")
-
-    uploads = Uploads(monkeypatch)
-    uploads.go_on.set()
-    log = RunLog(tmp_path, confirm=lost).open()
-    log.record("train", 1, {"loss": 1.0})
-    for act in (log._wait, log.seal, log.close):
-        with pytest.raises(UserError, match="taken it over"):
-            act()
-    log.close()
-    assert not uploads.written

@@ -58,19 +58,15 @@ def test_the_calls_that_hold_the_updates_are_profiled(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_that_ends_early_and_one_that_is_resumed(tmp_path):
+def test_a_run_that_ends_early_one_that_is_resumed_and_one_in_a_bucket(tmp_path, bucket):
     lines, _ = profiled(tmp_path / "early", (7, 20), calls=2)
     assert step_markers(*traces(tmp_path / "early")) == [6] and "6 to 10" in lines[0]
     profiled(tmp_path / "left", (3, 12), first_step=10, calls=2)
     assert step_markers(*traces(tmp_path / "left")) == [11]
     lines, _ = profiled(tmp_path / "done", (3, 10), first_step=10)
     assert not traces(tmp_path / "done") and len(lines) == 1
-
-
-@pytest.mark.full
-def test_a_profile_on_object_storage(bucket):
-    profiled(bucket / "profile", (7, 11))
-    assert any(name.endswith(".xplane.pb") for name in files_below(bucket / "profile" / "plugins" / "profile"))
+    profiled(bucket, (7, 11))
+    assert any(name.endswith(".xplane.pb") for name in files_below(bucket / "plugins" / "profile"))
 
 
 def test_steps_outside_the_run_are_refused(tmp_path):

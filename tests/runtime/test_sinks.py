@@ -12,13 +12,7 @@ from txl_jax.errors import UserError
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 
-SETTINGS = {
-    "model.n_layer": 3,
-    "model.dtype": "bfloat16",
-    "train.same_length": True,
-    "model.cutoffs": [1, 2],
-    "a": None,
-}
+SETTINGS = {"model.n_layer": 3, "train.same_length": True, "model.cutoffs": [1, 2], "a": None}
 RECORDS = [
     ("train", 10, {"loss": 2.0, "tokens_per_second": 900.0}, None),
     ("train", 20, {"loss": 1.5, "tokens_per_second": 800.0}, None),
@@ -57,7 +51,7 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
     with RunLog(tmp_path, sinks=[broken, sound]).open() as log:
         report_all(log)
         log.record("train", 30, {"loss": 1.0})
-    assert getattr(broken, fails).call_count == (2 if fails == "close" else 1)
+    assert getattr(broken, fails).call_count == 1
     assert broken.mock_calls[-1] == mock.call.close()  # It may hold a connection.
     assert sound.record.call_count == 4
     assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 20, 30]
@@ -80,9 +74,8 @@ def test_tensorboard_reads_back_scalars_settings_and_texts(tmp_path):
     found.Reload()
     assert set(found.Tags()["scalars"]) == {"train/loss", "speed/tokens_per_second", "seed_2/valid/loss"}
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(10, 2.0), (20, 1.5)]
-    [settings] = found.Tensors("settings/text_summary")
+    [settings], [sample] = (found.Tensors(f"{name}/text_summary") for name in ("settings", "sample"))
     assert b"| model.n_layer | 3 |" in settings.tensor_proto.string_val[0]
-    [sample] = found.Tensors("sample/text_summary")
     assert sample.step == 20 and sample.tensor_proto.string_val == [b"    a b\n    *c*\n"]
 
 

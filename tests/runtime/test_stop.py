@@ -17,14 +17,14 @@ from txl_jax.runtime.stop import StopRequest
 
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 CALM = {"maintenance_event": "NONE", "preempted": "FALSE"}
-NAMES = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.fixture
 def arrivals():
     """The signals that reach the handlers from before the request, instead of ending the tests."""
     seen: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in NAMES.values()}
+    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in SIGNALS}
     yield seen
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -34,25 +34,25 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("second", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("first", NAMES)
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first, second):
     with StopRequest() as stop:
         assert not stop and stop.signal_number == 0
-        send(NAMES[first])
-        assert stop and stop.signal_number == NAMES[first]
+        send(first)
+        assert stop and stop.signal_number == first
         assert arrivals == []
         send(second)
         assert arrivals == [second]
-    assert stop.signal_number == NAMES[first]
+    assert stop.signal_number == first
 
 
 def test_handlers_come_back(arrivals):
     with pytest.raises(KeyError), StopRequest():
         raise KeyError
-    for number in NAMES.values():
+    for number in SIGNALS:
         send(number)
-    assert arrivals == [*NAMES.values()]
+    assert arrivals == SIGNALS
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
@@ -181,9 +181,8 @@ from txl_jax.runtime import stop as stop_lib
 other_hosts.join(other_hosts.announced(os.environ))
 if sys.argv[1:] == ["noticed"]:
     stop_lib.act_on_notices()
-watched, saved = stop_lib.is_watched_by_all(), []
+watched, saved, step = stop_lib.is_watched_by_all(), [], 0
 with stop_lib.StopRequest() as stop:
-    step = 0
     while not stop:
         step += 1
         multihost_utils.process_allgather(np.zeros(1))
@@ -198,11 +197,6 @@ print(step, watched, saved, file=sys.stderr)
 """
 
 
-def wait_for(word, process, started):
-    while word not in (line := process.stderr.readline()):
-        assert line, processes.finish(started)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("watching", [{1}, {0, 1}], ids=["one", "both"])
 def test_notices_reach_both_processes_at_the_same_step(watching):
@@ -210,10 +204,15 @@ def test_notices_reach_both_processes_at_the_same_step(watching):
     with MetadataServer(**CALM) as server:
         words = [("noticed",) if number in watching else () for number in range(2)]
         started = processes.start("-c", SCRIPT, devices=1, of_process=words.__getitem__, GCE_METADATA_HOST=server.host)
-        wait_for("ready", started[1], started)
+
+        def wait_for(word):
+            while word not in (line := started[1].stderr.readline()):
+                assert line, processes.finish(started)
+
+        wait_for("ready")
         if len(watching) == 2:
             server.change("maintenance-event", TERMINATE)
-            wait_for("saved", started[1], started)
+            wait_for("saved")
         server.change("preempted", "TRUE")
         ended = processes.finish(started)
     assert [code for code, _, _ in ended] == [0, 0], ended

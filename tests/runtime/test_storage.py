@@ -47,8 +47,7 @@ def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     folder = request.getfixturevalue("bucket") if place == "bucket" else str(tmp_path / "folder")
     text, data, deep = (os.path.join(folder, name) for name in ("a.txt", "c.bin", "b/d.json"))
     assert not files.exists(folder) and not files.is_dir(folder) and files.files_below(folder) == []
-    for name in (folder, os.path.dirname(deep)):
-        files.make_folder(name)
+    files.make_folder(os.path.dirname(deep))
     files.write_lines(text, ["é\n"])
     files.write(data, b"12")
     files.write_json(deep, {"n": 1})
@@ -122,10 +121,9 @@ def test_what_another_process_writes_is_seen_at_once(bucket, storage):
     """As TensorStore's objects are, which fsspec does not see."""
     files.write(bucket / "one", b"1")
     assert files.names(bucket) == ["one"]
-    objects = storage.storage
-    name = (bucket / "one").split("/", 3)[3]
-    found = dict(objects.get_file_obj("bucket-one", name)) | {"name": name.replace("one", "two")}
-    objects.create_file("bucket-one", found["name"], b"2", found)
+    name = (bucket / "two").split("/", 3)[3]
+    found = storage.storage.get_file_obj("bucket-one", name.replace("two", "one"))
+    storage.storage.create_file("bucket-one", name, b"2", found | {"name": name})
     assert files.names(bucket) == ["one", "two"] and files.exists(bucket / "two")
 
 
@@ -170,14 +168,10 @@ def test_a_lock_keeps_others_out_until_it_is_released(tmp_path, capsys):
 
 
 def test_an_error_of_writing_names_what_the_folder_and_the_flag(tmp_path):
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "new" / "file"))
-
-    with (
-        pytest.raises(UserError, match=r"tokens.*/new\b.*No space.*--cache_dir"),
-        files.writable(tmp_path / "new", what="tokens"),
-    ):
-        full()
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "new" / "file"))
+    refused = pytest.raises(UserError, match=r"tokens.*/new\b.*No space.*--cache_dir")
+    with refused, files.writable(tmp_path / "new", what="tokens"):
+        raise full
     elsewhere = FileNotFoundError(errno.ENOENT, "No such file", "/elsewhere/file")
     with pytest.raises(FileNotFoundError) as caught, files.writable(tmp_path, what="tokens"):
         raise elsewhere

@@ -80,8 +80,8 @@ def pairs(request, computed):
 
 def named_pairs(runs):
     """(name of the mesh, the run on one device, the run on the mesh) of all runs on several devices."""
-    split = {name: name.split(", ") for name in runs}
-    return [(mesh, runs[f"{kind}, one"], runs[name]) for name, (kind, mesh) in split.items() if mesh != "one"]
+    split = (name.split(", ") for name in runs)
+    return [(mesh, runs[f"{kind}, one"], runs[f"{kind}, {mesh}"]) for kind, mesh in split if mesh != "one"]
 
 
 SIZES = {"data": [8, 1, 1], "mixed": [2, 2, 2], "fsdp": [1, 8, 1], "tensor": [1, 1, 8]}

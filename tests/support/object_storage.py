@@ -35,7 +35,7 @@ class _Handler(emulator.RequestHandler):
             return
         with self._server.lock:
             if status := self._server.intercepted(method, self.path):
-                self._drop_body()
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 self.send_response(status)
                 body = b'{"error": {"code": %d, "message": "made by a test"}}' % status
                 self.send_header("Content-Type", "application/json")
@@ -53,9 +53,6 @@ class _Handler(emulator.RequestHandler):
         if self.command == "GET" and (match := _OBJECT.fullmatch(urlsplit(self.path).path)) and match[2]:
             self.send_header("x-goog-generation", self._server.generation(unquote(match[2])))
         super().end_headers()
-
-    def _drop_body(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
 
 def _served(method):

@@ -51,17 +51,15 @@ def main() -> None:
     _, marks, faults, program, *flags = sys.argv
     sys.argv = [program, *flags]
     miniature.install()
-    mark = functools.partial(write_mark, int(marks))
+
+    def mark(name):
+        os.write(int(marks), f"{name}\n".encode())  # One write: after a kill all of the line is there or nothing.
+
     watch_phases(mark)
     for fault in json.loads(faults):
         sys.addaudithook(AuditHook(fault, mark))
     mark("ready")
     runpy.run_module(f"experiments.{program}", run_name="__main__", alter_sys=True)
-
-
-def write_mark(descriptor: int, name: str) -> None:
-    """One write for one line: after a kill all of it is there or nothing."""
-    os.write(descriptor, f"{name}\n".encode())
 
 
 def watch_phases(mark) -> None:
@@ -141,7 +139,7 @@ def operation_of(event: str, args: tuple) -> str | None:
 
 
 def text(path) -> str:
-    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+    return str(path) if isinstance(path, int) else os.fsdecode(path)
 
 
 if __name__ == "__main__":

@@ -111,10 +111,8 @@ def check_same(plan: Any) -> None:
     """
     leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
     values = {leaf.name: config_tree.get(plan, leaf.name) for leaf in leaves if leaf.name != "compilation_cache"}
-    distributed.assert_same_on_all(
-        " ".join(f"--{name}={config_tree.format_value(value)}" for name, value in values.items()),
-        lambda first, other: f"the flags are {other}, and {first} in process 0; give all processes the same",
-    )
+    given = {f"--{name}": config_tree.format_value(value) for name, value in values.items()}
+    distributed.assert_same_on_all(given, "give all processes the same")
 
 
 def leave(code: int, *, together: bool) -> int:

@@ -19,7 +19,7 @@ from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_t
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
 from txl_jax.data.text import SPLITS, File, Text, checked, digest_of, expanded, file_part, with_bar
-from txl_jax.runtime.storage import as_path, download, is_remote, matching, modified, names, remote_error, size
+from txl_jax.runtime.storage import access_error, as_path, download, is_remote, matching, modified, names, size
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -145,7 +145,7 @@ def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, 
         if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
             data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
     except OSError as error:
-        raise remote_error("read", error.filename or "a remote file", error) from error
+        raise access_error("read", error.filename or "a remote file", error) from error
     return config_tree.replace(config, local), data_dir
 
 

@@ -25,7 +25,7 @@ from txl_jax.runs.build import AttentionChoice
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS
-from txl_jax.runtime.storage import is_remote, remote_error
+from txl_jax.runtime.storage import access_error
 
 RESULTS = "results.json"
 FORMAT = 3  # Of config.json; raised when settings, parameters or draws change meaning.
@@ -248,8 +248,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
             storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
 
     def stopping(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `stop_requested` preceded by a check that the lock is still ours; after `begin`."""
-        return stop_requested if self._lock is None else self._lock.checking(stop_requested)
+        """Returns `stop_requested` preceded by a check that the lock is still ours."""
+
+        def check_first() -> Any:
+            if self._lock is not None:
+                self._lock.check()
+            return stop_requested()
+
+        return check_first
 
     def confirm(self) -> None:
         """Makes sure of the lock before a checkpoint; raises `UserError` if another run has it."""
@@ -275,7 +281,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                     return None
                 raise self._damaged(name, error) from error
             except OSError as error:
-                raise _failed("read", path, error) from error
+                raise access_error("read", path, error) from error
         return texts
 
     def _parse(self, record: str, vocabulary: str) -> None:
@@ -319,7 +325,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         try:
             storage.probe(self.path)
         except OSError as error:
-            raise _failed("write to", self.path, error) from error
+            raise access_error("write to", self.path, error) from error
         lock = RunLock(self.path)
         lock.acquire()
         self._lock = lock
@@ -336,7 +342,7 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
     try:
         return storage.exists(os.path.join(path, _CONFIG))
     except OSError as error:
-        raise _failed("read", path, error) from error
+        raise access_error("read", path, error) from error
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
@@ -347,13 +353,6 @@ def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
         return results | own
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def _failed(what: str, path: str, error: OSError) -> UserError:
-    if is_remote(path):
-        return remote_error(what, path, error)
-    advice = "check its permissions and the space on its disk, or give another --workdir"
-    return UserError(f"cannot {what} {path} ({error.strerror}); {advice}")
 
 
 def member_name(differences: Mapping[str, float]) -> str:
@@ -377,28 +376,18 @@ def short_name(setting: str) -> str:
 def check_same_settings(config: ExperimentConfig) -> None:
     """Raises `UserError` in all processes if one has other settings than process 0, except for the places of files."""
     settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
-    _check_same(settings, "start all hosts with the same command")
+    distributed.assert_same_on_all(settings, "start all hosts with the same command")
 
 
 def check_same_text(text: Corpus) -> None:
     """Raises `UserError` in all processes if one has another text, of which each reads its own rows."""
     found = f"{text.description} (sha256 {text.digest[:12]}...)"
     facts = {"the text": found, "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}..."}
-    _check_same(facts, "give all hosts the same files and the same versions of the libraries")
+    distributed.assert_same_on_all(facts, "give all hosts the same files and the same versions of the libraries")
 
 
 def check_same_attention(choice: AttentionChoice | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
     facts = {} if choice is None else {f"attention in {use}": name for use, name in choice.record().items()}
     advice = "start all hosts with the same devices and versions of the libraries, or choose with --model.attention"
-    _check_same(facts, advice)
-
-
-def _check_same(facts: Mapping[str, Any], advice: str) -> None:
-    def complaint(first: str, other: str) -> str:
-        ours, theirs = json.loads(first), json.loads(other)
-        names = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
-        found = (f"{name} is {theirs.get(name)} there and {ours.get(name)} in process 0" for name in names[:3])
-        return f"{', '.join(found)}; {advice}"
-
-    distributed.assert_same_on_all(json.dumps(facts), complaint)
+    distributed.assert_same_on_all(facts, advice)

@@ -6,11 +6,11 @@ fallback to an earlier step are added here, because a flipped byte in Orbax's fi
     <directory>/200/state/...          arrays, as Orbax lays them out
     <directory>/200/notes/...          a small JSON object
     <directory>/200/digests.json       sha256 of every other file of the step; written last, so it vouches for them
-    <directory>/200.replaced-1/        the earlier 200, while a run that fell back past it writes 200 again
+    <directory>/200.again-1/           step 200, written again by a run that fell back past it; then 200 is deleted
     <directory>/100.deleted/           a step that is being deleted
 
 Object storage has no rename. A step there is complete once Orbax has written `commit_success.txt`, which is the last
-object that it writes and the first that is deleted. A step that exists already is written again as 200.again-1.
+object that it writes and the first that is deleted.
 
 Old steps are deleted only after the new one has its digests, so at no time is there less to go back to than before the
 save. That is why Orbax's CheckpointManager is not used: it deletes right after the commit, and its list of steps goes
@@ -45,21 +45,16 @@ DIGESTS = "digests.json"
 NO_DIGESTS = "it has no digests"
 COMMIT = "commit_success.txt"  # Orbax's name.
 _NOTES = "metadata"
-_STEP = re.compile(r"(0|[1-9]\d*)(?:\.(replaced|again)-(\d+))?")
+_STEP = re.compile(r"(0|[1-9]\d*)(?:\.again-(\d+))?")
 _LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.deleted")
 _SAVE_TIMEOUT_SECONDS = 30 * 86400
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
-    """The checkpoints in one directory. Use it as a context manager, in every process of a run alike.
+    """The checkpoints in one directory, of which the latest `keep` stay. A context manager, for all processes alike.
 
-    `latest_step` and `notes` may be called by one process alone; all else must be called by all processes.
-
-    Args:
-      directory: On a file system that all processes see, or a URL such as gs://bucket/run/checkpoints; made by the
-        first save.
-      keep: How many of the latest steps are kept; at least 1, else `UserError`.
-      log: Takes one line, such as why a step was skipped.
+    All processes must see the directory, which the first save makes. One process alone may call `latest_step` and
+    `notes`. `log` takes one line, such as why a step was skipped.
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
@@ -92,9 +87,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         An existing checkpoint of this step is replaced, and later steps are deleted, once the new one is verified: they
         belong to a run that was given up when this one fell back.
 
-        Raises:
-          CheckpointError: If this save cannot start, or the one before it failed.
-          RemoteProcessError: If one of these is raised in another process.
+        Raises `CheckpointError` if this save cannot start or the one before it failed, and `RemoteProcessError` if that
+        happened in another process.
         """
         distributed.run_on_all(self.wait)
         path = os.path.join(self._directory, distributed.broadcast_from_primary(lambda: self._prepare(step)))
@@ -130,13 +124,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with self._writing(step):
             storage.make_folder(self._directory)
             self.sweep()
-            if newer := sorted({other for other, _ in find_steps(self._directory) if other > step}):
+            found = _steps(self._directory)
+            if newer := sorted({other for other, _, _ in found if other > step}):
                 self._log(
                     f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step} "
                     "that is being saved: they are of a run that was given up, and are deleted when the new one is "
                     "verified"
                 )
-            return new_step_folder(self._directory, step)
+            again = next((number + 1 for other, number, _ in found if other == step), 0)
+            return f"{step}.again-{again}" if again else str(step)
 
     def _finish(self, writer: ocp.AsyncCheckpointer, step: int, path: str) -> None:
         """Waits for the commit, writes the digests, then deletes steps no longer kept; runs in the background."""
@@ -146,8 +142,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         digests = {os.path.relpath(file, path): storage.sha256(file) for file in storage.files_below(path)}
         storage.write_json(os.path.join(path, DIGESTS), digests)
         found = find_steps(self._directory)
-        whole = [each for each in reversed(found) if ".replaced-" not in os.path.basename(each[1])]
-        older = {other: folder for other, folder in whole if other < step}
+        older = {other: folder for other, folder in reversed(found) if other < step}
         # Steps without digests are deleted first.
         best = sorted(older, key=lambda step: (storage.exists(os.path.join(older[step], DIGESTS)), step), reverse=True)
         kept = {path, *(older[step] for step in best[: self._keep - 1])}
@@ -170,7 +165,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     # Reading
 
     def latest_step(self) -> int | None:
-        """Returns the latest step on disk, verified or not; None if there is none."""
+        """Returns the latest step, verified or not, or None if there are no steps."""
         self.wait()
         return next((step for step, _ in find_steps(self._directory)), None)
 
@@ -193,11 +188,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Each step that is skipped is logged in a line. Nothing on disk is changed. `abstract_state` is a pytree like the
         saved one, of jax.ShapeDtypeStruct with shardings, or of arrays.
 
-        Returns:
-          (step, state with the shardings of `abstract_state`, notes), or None if there is no step at all.
-
-        Raises:
-          CheckpointError: If there are steps and none restores, or they are of another model.
+        Returns (step, state with the shardings of `abstract_state`, notes), or None if there are no steps. Raises
+        `CheckpointError` if none of the steps restores, or they are of another model.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
@@ -269,20 +261,6 @@ def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
     return [(step, os.path.join(directory, name)) for step, _, name in found]
 
 
-def new_step_folder(directory: AnyPath, step: int) -> str:
-    """Returns the name under which a step is to be written; on this machine an earlier folder of it is renamed."""
-    earlier = [abs(order) for other, order, _ in _steps(directory) if other == step]
-    if not earlier:
-        return str(step)
-    number = max(earlier) + 1  # A free number below an earlier one would make the new folder the older.
-    if is_remote(directory):
-        return f"{step}.again-{number}"
-    path = os.path.join(directory, str(step))
-    if storage.exists(path):
-        os.rename(path, f"{path}.replaced-{number}")
-    return str(step)
-
-
 def delete_step(path: str) -> None:
     """Deletes a step; a kill halfway does not leave half a step that counts."""
     if is_remote(path):
@@ -294,13 +272,9 @@ def delete_step(path: str) -> None:
 
 
 def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
-    """Returns (step, order among folders of this step, name) of all steps, complete or not, the latest first."""
-    found = []
-    for name in storage.names(directory, missing_ok=True):
-        if match := _STEP.fullmatch(name):
-            step, kind, number = match.groups()
-            found.append((int(step), int(number or 0) * (1 if kind == "again" else -1), name))
-    return sorted(found, reverse=True)
+    """Returns (step, how many times it was written before, name) of all steps, complete or not, the latest first."""
+    found = map(_STEP.fullmatch, storage.names(directory, missing_ok=True))
+    return sorted(((int(match[1]), int(match[2] or 0), match[0]) for match in found if match), reverse=True)
 
 
 def _is_left_over(directory: AnyPath, name: str) -> bool:
@@ -323,10 +297,9 @@ def _reading(directory: AnyPath) -> Iterator[None]:
 
 
 def find_damage(folder: AnyPath) -> str | None:
-    """Reads every file of a checkpoint and compares its digest.
+    """Compares the digests of all files; returns None, `NO_DIGESTS`, or a clause that names a damaged file.
 
-    Returns None if all files are as they were written, `NO_DIGESTS` if that cannot be known, else one clause that names
-    the damaged file. Raises `UserError` if object storage cannot be reached, so that nothing is known.
+    Raises `UserError` if object storage cannot be reached, so that nothing is known.
     """
     name, path = DIGESTS, os.path.join(folder, DIGESTS)
     try:
@@ -336,7 +309,7 @@ def find_damage(folder: AnyPath) -> str | None:
                 return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
     except OSError as error:
         if is_remote(folder) and not isinstance(error, FileNotFoundError):  # An outage is not damage.
-            raise UserError(f"cannot read {path} ({error.strerror}); start again once it can be reached") from error
+            raise storage.access_error("read", path, error) from error
         return NO_DIGESTS if name == DIGESTS else f"the file {name} cannot be read ({error.strerror})"
     except (ValueError, AttributeError):  # Digests that cannot be read vouch for nothing.
         return NO_DIGESTS
@@ -377,9 +350,7 @@ def _restore_empty(tree: Any, abstract_tree: Any) -> Any:
     def restored(wanted: Any, found: Any) -> Any:
         if np.size(wanted):
             return found
-        if isinstance(wanted, np.ndarray):
-            return np.zeros_like(wanted)
-        return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
+        return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
 
     return jax.tree.map(restored, abstract_tree, tree)
 

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -79,14 +79,14 @@ def first_error(own: str | None) -> str | None:
     return next((f"process {number}: {error}" for number, error in enumerate(errors) if error), None)
 
 
-def assert_same_on_all(value: str, complaint: Callable[[str, str], str]) -> None:
-    """Raises `UserError` in all processes if one holds another value than process 0, and names that process.
-
-    `complaint` makes a sentence of process 0's value and the other.
-    """
-    for number, other in enumerate(values := _gather_texts(value)) if is_multiprocess() else ():
-        if other != values[0]:
-            raise _known_to_all(UserError(f"process {number}: {complaint(values[0], other)}"))
+def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
+    """Raises `UserError` in all processes if facts, as JSON, differ from process 0's; names the first that differ."""
+    first, *others = map(json.loads, _gather_texts(json.dumps(facts))) if is_multiprocess() else [{}]
+    for number, other in enumerate(others, start=1):
+        names = [name for name in first | other if other.get(name) != first.get(name)][:3]
+        if names:
+            found = (f"{name} is {other.get(name)} there and {first.get(name)} in process 0" for name in names)
+            raise _known_to_all(UserError(f"process {number}: {', '.join(found)}; {advice}"))
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -95,10 +95,7 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
-    """Raises `UserError`, with the complaint, in a process whose folder is not process 0's.
-
-    It waits `seconds` for the caches of a network file system.
-    """
+    """Raises `UserError`, the complaint, in a process that does not see process 0's folder within some seconds."""
     if not is_multiprocess():
         return
     marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))

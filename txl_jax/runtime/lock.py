@@ -17,7 +17,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,13 @@ _SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
-    """The lock of a workdir, not taken yet. Use it as a context manager, or call `close`.
+    """The lock of a workdir, not taken yet. Use it as a context manager, or call `close`."""
 
-    Attributes:
-      notes: Lines for the log of the run.
-    """
-
-    def __init__(self, folder: AnyPath, *, log: Callable[[str], None] = print):
-        self.notes: list[str] = []
+    def __init__(self, folder: AnyPath):
+        self.notes: list[str] = []  # Lines for the log of the run.
         self._folder = os.fspath(folder)
         self._scheme = self._folder.partition("://")[0] if is_remote(self._folder) else None
         self._path = os.path.join(self._folder, NAME)
-        self._log = log
         self._record = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "machine": _machine(),
@@ -83,15 +77,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         if self._scheme == "gs":
             self._look()
         self.check()
-
-    def checking(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `stop_requested` preceded by `check`."""
-
-        def check_first() -> Any:
-            self.check()
-            return stop_requested()
-
-        return check_first
 
     def _refused(self, holder: str) -> UserError:
         return UserError(f"another run ({holder}) is training in {self._folder}; stop it, or give another --workdir")
@@ -135,7 +120,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
                     self.notes.append(f"the lock of {holder} was taken over: it has ended, or did not renew its lock")
                 continue
             if first is None:
-                self._log(
+                print(
                     f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: {holder} renewed the lock of {self._folder} "
                     f"{age:.0f} s ago, and may be training"
                 )

@@ -72,7 +72,7 @@ def read_appended(path: AnyPath) -> bytes:
 
 
 def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
-    """Replaces a whole text that nobody appends to meanwhile, at once or not at all; raises `LogError` if it cannot."""
+    """Replaces a text that nobody appends to meanwhile, whole or not at all; raises `LogError` if it cannot."""
     path = os.fspath(path)
     before = _parts(path)
     storage.write_lines(f"{_part(path, _next(before))}.all" if is_remote(path) else path, texts)
@@ -109,10 +109,8 @@ class _Text:
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """Records and lines of one run. `open` returns it as a context manager; before that, lines wait.
 
-    Args:
-      folder: The run's, made if missing. None keeps and prints nothing: with several processes only process 0 logs.
-      sinks: Get everything too, in addition to TensorBoard's files in the folder.
-      confirm: Called before something is uploaded; raises if another run writes here.
+    Without a folder it keeps and prints nothing: with several processes only process 0 logs. TensorBoard and the sinks
+    get everything too. `confirm` is called before an upload, and raises if another run writes here.
 
     Every method raises LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A
     sink that fails is left out, with a line.
@@ -133,12 +131,9 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._closing = contextlib.ExitStack()
 
     def open(self, step: int = 0, *, redone: Collection[str] = (), opening: Sequence[str] = ()) -> Self:
-        """Opens the files, and writes the lines that have waited.
+        """Opens the files, and writes the lines `opening` and those that have waited.
 
-        Args:
-          step: The step that the run starts after, of the checkpoint it resumes from. Later records are dropped.
-          redone: Kinds of records that this start makes again at `step` itself; those are dropped too.
-          opening: Lines that come before those that have waited.
+        Records after `step`, which the run starts after, are dropped, and at `step` those of the kinds `redone`.
         """
         waiting, self._waiting = [*opening, *(self._waiting or ())], None
         if self._folder is None:
@@ -152,8 +147,10 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 self._closing.enter_context(text.file)
         self._sinks.insert(0, TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step))
         # The last one is called first, and each even if one before it fails. A sink that fails adds a line.
-        for act in (self._texts.clear, self._threads.shutdown, self._upload_all, self._close_sinks, self._flush):
+        for act in (self._texts.clear, self._threads.shutdown, self._upload_all):
             self._closing.callback(act)
+        self._closing.callback(self._each, "close")
+        self._closing.callback(self._flush)
         for line in waiting:
             self.print(line)
         return self
@@ -171,7 +168,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._each("settings", values)
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds one record: a line `{"kind": kind, "step": step, **values}`, with `member` if it is given."""
+        """Adds a line `{"kind": kind, "step": step, **values}`, with `member` if it is given."""
         if taken := {"kind", "step", "member"} & values.keys():
             raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
@@ -251,19 +248,16 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._make_sure()
         self._each("flush")
 
-    def _close_sinks(self) -> None:
-        self._each("close")
-        for sink in self._failed:
-            with contextlib.suppress(Exception):
-                sink.close()
-
     def _each(self, method: str, *arguments: Any) -> None:
-        """Calls a method of each sink that has not failed yet."""
-        for sink in tuple(self._sinks) if self._texts else ():
+        """Calls a method of each sink; one that has failed is only closed."""
+        for sink in self._sinks if self._texts else ():
+            if sink in self._failed and method != "close":
+                continue
             try:
                 getattr(sink, method)(*arguments)
             except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
-                self._sinks.remove(sink)
+                if sink in self._failed:
+                    continue
                 self._failed.append(sink)
                 reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
                 self.note(

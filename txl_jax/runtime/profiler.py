@@ -1,7 +1,6 @@
 """A profile of some training steps: a trace that TensorBoard and xprof open."""
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ import jax
 
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import files_below, is_remote, upload
+from txl_jax.runtime.storage import is_remote, upload
 
 PROFILE = "profile"
 
@@ -28,17 +27,10 @@ def check_steps(first: int, last: int, *, steps: int) -> None:
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """A train step that profiles some of its calls; a context manager, which ends a trace that is still open.
 
-    Each call is marked with the number of its first update, so that tools show the steps of a trace. Process 0 alone
-    writes one. A trace that cannot be written is reported, and the run goes on.
-
-    Args:
-      train_step: Takes a state and segments; returns a state and metrics.
-      folder: Gets the trace.
-      first_step: Updates done before the first call.
-      segments_per_call: Updates of a call.
-      profile_steps: First and last update, counted from 1, or None. Calls that hold one of them are profiled.
-      log: Takes one line.
-      exclude: Takes the seconds that starting and writing a trace took.
+    The calls that hold one of the updates `profile_steps`, first and last counted from 1, are profiled into a folder.
+    Each call is marked with the number of its first update, so that tools show the steps of a trace. Only process 0
+    writes. A trace that cannot be written is reported, and the run goes on. `exclude` takes the seconds that starting
+    and writing took.
     """
 
     def __init__(
@@ -111,5 +103,5 @@ def _traced(folder: str) -> Iterator[None]:
         jax.profiler.start_trace(local, profiler_options=options)
         yield
         jax.profiler.stop_trace()
-        for path in files_below(local) if is_remote(folder) else ():
-            upload(path, os.path.join(folder, os.path.relpath(path, local)))
+        if is_remote(folder):
+            upload(local, folder)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import AnyPath, files_below, is_remote, make_folder, names, upload
+from txl_jax.runtime.storage import AnyPath, is_remote, make_folder, names, upload
 
 # Values of a "train" record that the clock and the device decide: a resumed run repeats all others bit for bit.
 MEASURED = (
@@ -70,23 +70,21 @@ _RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/perplexity")
 
 
 class TensorBoard(Sink):
-    """A new TensorBoard file in a folder, made when it is first used; it hides the later steps of the files before it.
+    """A TensorBoard file, made in a folder when first used. It hides steps after `first_step` in earlier files.
 
     tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
     queue is full and the training loop waits forever. Names contain numbers because TensorBoard reads files in the
     order of their names, also if a run is resumed within the same second or after the clock went back.
 
-    Every method raises OSError if the file cannot be written.
-
-    Args:
-      folder: Made if missing. For object storage, files are written on this machine and uploaded by `flush`.
-      first_step: Later steps in earlier files are hidden.
+    Files for object storage are written on this machine, and uploaded by `flush`. Every method raises OSError if the
+    file cannot be written.
     """
 
     def __init__(self, folder: str, *, first_step: int):
         self._folder = self._local = folder
         self._first_step = first_step
         self._number = 0  # Of the latest file; 0 if nothing was written yet.
+        self._path = ""
         self._file: Any = None
         self._settings: Mapping[str, Any] | None = None  # Not written yet.
         self._stack = contextlib.ExitStack()  # Removes the folder on this machine.
@@ -110,9 +108,8 @@ class TensorBoard(Sink):
         if is_remote(self._folder) and self._file is not None:
             self._file.close()
             self._file = None
-            for path in files_below(self._local):
-                upload(path, os.path.join(self._folder, os.path.basename(path)))
-                os.unlink(path)
+            upload(self._path, os.path.join(self._folder, os.path.basename(self._path)))
+            os.unlink(self._path)
 
     def close(self) -> None:
         """Closes the file, without a flush."""
@@ -142,8 +139,7 @@ class TensorBoard(Sink):
 
     def _open(self) -> None:
         """Begins the next file; the first one of a start hides the later steps of earlier files."""
-        is_first = self._number == 0
-        if is_first:
+        if is_first := self._number == 0:
             if is_remote(self._folder):
                 self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorboard-"))
             make_folder(self._local)
@@ -151,7 +147,8 @@ class TensorBoard(Sink):
             self._number = max((int(match[1]) for match in found if match), default=0)
         self._number += 1
         name = f"events.{self._number:06}.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._file = _tensorboard("record_writer").RecordWriter(os.path.join(self._local, name))
+        self._path = os.path.join(self._local, name)
+        self._file = _tensorboard("record_writer").RecordWriter(self._path)
         self._add(file_version="brain.Event:2")
         if is_first:
             session = _tensorboard("proto.event_pb2").SessionLog
@@ -169,12 +166,11 @@ def _tensorboard(module: str) -> Any:
 
 
 class WeightsAndBiases(Sink):
-    """One run of a W&B project (extra `wandb`); the same workdir continues the same run.
+    """One run of a W&B project (extra `wandb`), named after its workdir; the same workdir continues the same run.
 
-    wandb's own variables decide where it writes: WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
-
-    The project is made if missing. The workdir names the run; wandb's own files go to `wandb/` in it, or in the current
-    folder if it is a URL. Raises `UserError` if wandb is not installed.
+    wandb's own variables decide where it sends it (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL).
+    Its files go to `wandb/` in the workdir, or in the current folder if that is a URL. Raises `UserError` if wandb is
+    not installed.
     """
 
     def __init__(self, project: str, workdir: AnyPath):

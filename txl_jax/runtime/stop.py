@@ -124,9 +124,8 @@ def act_on_notices() -> None:
     """
     if server := metadata_server():
         maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
-        for key, final, act in (maintenance, ("preempted", "TRUE", request_stop)):
-            notice = server, key, final, act
-            threading.Thread(target=_watch, args=notice, name=f"notice of {key}", daemon=True).start()
+        for notice in (maintenance, ("preempted", "TRUE", request_stop)):
+            threading.Thread(target=_watch, args=(server, *notice), name=f"notice of {notice[0]}", daemon=True).start()
         _watching.set()
 
 

@@ -43,8 +43,6 @@ _FINAL_ERRORS = {  # Every other error has the number EIO.
     PermissionError: errno.EACCES,
 }
 
-_SHOWN: set[str] = set()  # Lines that the packages have logged.
-
 T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
 
@@ -200,8 +198,7 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
-    is_taken = names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder)
-    if is_taken:
+    if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
         raise UserError(
             f"{folder} is a file or a folder that is not empty, and nothing is written over; give the path of a new one"
         )
@@ -217,9 +214,7 @@ def _replacing(path: AnyPath) -> Iterator[Path]:
         with writing(path), tempfile.TemporaryDirectory() as folder:
             made = os.path.join(folder, "made")
             yield Path(made)
-            files = files_below(made) if os.path.isdir(made) else [made]
-            for file in sorted(files, key=lambda file: os.stat(file).st_mtime_ns):
-                upload(file, f"{path}{file.removeprefix(made)}")
+            upload(made, path)
         return
     parent, name = os.path.split(path)
     temporary = Path(parent, f".{name}.{os.getpid()}.tmp")
@@ -282,9 +277,12 @@ def probe(folder: AnyPath) -> None:
 
 
 def upload(local: AnyPath, path: AnyPath) -> None:
-    """Replaces an object by a file of this machine."""
-    url = os.fspath(path)
-    patiently(lambda: file_system(url.partition("://")[0]).put_file(os.fspath(local), url), url)
+    """Replaces an object by a file of this machine, or objects by all files of a directory, the oldest first."""
+    source, url = os.fspath(local), os.fspath(path)
+    if not os.path.isdir(source):
+        return patiently(lambda: file_system(url.partition("://")[0]).put_file(source, url), url)
+    for file in sorted(files_below(source), key=lambda file: os.stat(file).st_mtime_ns):
+        upload(file, f"{url}{file.removeprefix(source)}")
 
 
 def make_folder(folder: AnyPath) -> None:
@@ -379,10 +377,12 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     return OSError(number, os.strerror(number) if number in (errno.ENOENT, errno.EEXIST) else line, url)
 
 
-def remote_error(what: str, path: AnyPath, error: OSError) -> UserError:
-    """Returns the sentence for an error of object storage; `what` cannot be done, such as "read"."""
+def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
+    """Returns the sentence for an error of files or objects; `what` cannot be done, such as "read"."""
     reason, advice = error.strerror or str(error), "start again once it can be reached"
-    if isinstance(error, FileNotFoundError):
+    if not is_remote(path):
+        advice = "check its permissions and the space on its disk, or give another --workdir"
+    elif isinstance(error, FileNotFoundError):
         reason, advice = "no such bucket or object", "make the bucket, or give the name of one that is there"
     elif isinstance(error, PermissionError):
         advice = (
@@ -394,14 +394,14 @@ def remote_error(what: str, path: AnyPath, error: OSError) -> UserError:
 
 def shorten_storage_logs() -> None:
     """Shows what gcsfs, s3fs and Google's login log once, in a line: they log every try, gcsfs with its traceback."""
+    shown = set()
+
+    def is_first(record: logging.LogRecord) -> bool:
+        line = record.getMessage().partition("\n")[0]
+        is_new = line not in shown
+        shown.add(line)
+        record.msg, record.args, record.exc_info = line, None, None
+        return is_new
+
     for name in (*(module for module, _ in _SCHEMES.values()), "google.auth._default"):
-        logging.getLogger(name).addFilter(_is_first)
-
-
-def _is_first(record: logging.LogRecord) -> bool:
-    """A filter that passes the first line of each message once, without its traceback."""
-    line = record.getMessage().partition("\n")[0]
-    is_first = line not in _SHOWN
-    _SHOWN.add(line)
-    record.msg, record.args, record.exc_info = line, None, None
-    return is_first
+        logging.getLogger(name).addFilter(is_first)
