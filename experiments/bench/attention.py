@@ -80,11 +80,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Checks and times the paths of each configuration and task, and prints a table.
-
-    Raises:
-      UserError: If a configuration has another attention, or a path computes other numbers than the reference.
-    """
+    """Checks and times the paths of each configuration and task, and prints a table."""
     dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     cases = [
         make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype)

@@ -204,7 +204,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
-    """Compiles a task, prints what it needs on a device, and returns whether it fits, or is not possible at all."""
+    """Compiles a task, prints what it needs on a device, and returns whether it fits or is impossible."""
     start = time.monotonic()
     try:
         sizes = compile_task(components, task).memory_analysis()

@@ -34,11 +34,7 @@ class HuggingFaceModel:
     """
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
-        """Makes the model with our parameters (`final_norm` off).
-
-        Raises:
-          UserError: If a package is missing, or Hugging Face's class does not support the model.
-        """
+        """Makes the model with our parameters; raises `UserError` if a package is missing or the class lacks it."""
         require(
             config.model.dtype is DType.FLOAT32,
             f"model.dtype must be float32, in which Hugging Face's model computes, got {config.model.dtype}",
@@ -155,8 +151,7 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
 def checked_peer(components: Built) -> HuggingFaceModel:
     """Returns the peer with our untrained parameters and full memories, and prints the losses' largest difference.
 
-    Raises:
-      UserError: If a token's loss, scored from zeros in the memory, differs by more nats than rounding explains.
+    Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than rounding.
     """
     config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
     ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)
