@@ -314,9 +314,9 @@ def slices(name: str) -> list[str]:
 
 def compiler_of(topology: str) -> tuple[str, str | None]:
     """Returns the name and the version of a topology's compiler; the version is None if it is not installed."""
-    name, packages = "libtpu", ("libtpu",)
+    name, packages = "libtpu", ["libtpu"]
     if CHIPS[parse(slices(topology)[0]).generation].gpu:
-        name, packages = "CUDA plugin", ("jax_cuda13_plugin", "jax_cuda12_plugin")
+        name, packages = "CUDA plugin", ["jax_cuda13_plugin", "jax_cuda12_plugin"]
     found = next(filter(importlib.util.find_spec, packages), None)
     return name, found and importlib.metadata.version(found)
 

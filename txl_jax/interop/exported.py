@@ -3,8 +3,8 @@
     score(weights, memory, tokens, targets, reset) -> (nats, memory)
     generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
 
-Weights and memory are dictionaries, {"layers.0.output": array}, because trees of this package's classes cannot be
-deserialized without it. A memory begins as zeros with `reset` set in every row. docs/export.md describes the files.
+Weights and memory are dictionaries, {"layers.0.output": array}. A memory begins as zeros with `reset` set in every row.
+docs/export.md describes the files.
 """
 
 import hashlib

@@ -1,8 +1,5 @@
 """Hugging Face's `TransfoXLLMHeadModel` (transformers 4.35): its arguments, and a directory for `from_pretrained`.
 
-    tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)    # every name of the model's state_dict
-    TransfoXLConfig(**config_of(config, eval_config, vocab_size=204))
-
 The preset "hf" of `CompatConfig` gives the same numbers.
 """
 

@@ -1,9 +1,8 @@
 """Infers a model's configuration from the names and shapes of its tensors, and from what a file records.
 
-Names are the authors' PyTorch release's. Shapes give almost everything. The facts, the keyword arguments of the
-release's MemTransformerLM in a config.json, a pickled module or NVIDIA's model_config, add the place of the layer norm,
-the cutoffs of a softmax whose clusters have one width, the number of heads with added sinusoids, and the evaluation
-lengths. Reading the tensors finds facts that contradict them.
+Names are the authors' PyTorch release's. Shapes give almost everything. The facts, MemTransformerLM's keyword arguments
+as a file records them, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the
+number of heads with added sinusoids, and the evaluation lengths. Reading the tensors finds contradictions.
 """
 
 import itertools

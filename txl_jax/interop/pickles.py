@@ -1,13 +1,11 @@
 """Reads pickles without running anything that they name.
 
-A pickle is a program for a stack machine. `pickletools.genops` splits it into instructions, and the machine here has
-neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions
-in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not need is a
-`UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
+`pickletools.genops` splits a pickle into instructions, and the stack machine here has neither an import nor a call. A
+name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions in `calls`, which build plain
+values, take arguments from a pickle. Anything that files of weights do not need is a `UserError` that names it.
 
-The file's size bounds time and memory: `genops` reads no more bytes than the file has, calls may copy a few times its
-size in total, and keys are flat. Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not
-ASCII.
+The file's size bounds time and memory: calls may copy a few times its size in total, and keys are flat. Before Python
+3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
 """
 
 # ruff: noqa: N802  # The machine's methods have the names that pickletools gives to instructions.

@@ -1,9 +1,8 @@
 """Checkpoints of the authors' TensorFlow release, read with TensorFlow (the extra `tensorflow`).
 
 Each variable becomes the PyTorch release's tensor: matrices are transposed, and the clusters' biases are joined if they
-share one table. The rows of the head's clusters are in order. A cluster as wide as the model may have no projections
-(One Billion Word): it gets identities, which give the same numbers. The optimizer's moments, averages and counters are
-omitted.
+share one table. A cluster as wide as the model without projections (One Billion Word) gets identities. The optimizer's
+moments, averages and counters are omitted.
 """
 
 import contextlib

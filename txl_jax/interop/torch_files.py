@@ -1,7 +1,6 @@
 """Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
 
-There are two formats: the zip archive of torch 1.6 and later, and the older sequence of pickles followed by the
-storages' bytes, which the published transfo-xl weights have.
+It reads the zip archive of torch 1.6, and the older sequence of pickles and storages of the published weights.
 
     file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
     tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
