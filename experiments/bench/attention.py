@@ -3,11 +3,10 @@
     python -m experiments.bench.attention
     python -m experiments.bench.attention --configs=enwik8_24l --tasks=training --batch_size=16 --dtype=bfloat16
 
-Training is forward and backward, evaluation forward over a full KV cache. Arrays are random. Each path is first
-compared with the reference in float32, on one row with the same dropout mask: the table shows the largest difference of
-the output and all gradients. Then timings are interleaved. The table shows a path's median, its speedup over the
-reference, its time as a multiple of only the matmuls of all pairs, the operations per second on visible pairs, and
-scratch by the compiler's account.
+Training is forward and backward, evaluation forward over a full KV cache. Arrays are random. Each path's output and
+gradients are first compared with the reference in float32, on one row with the same dropout mask. Then timings are
+interleaved. The table shows each path's median, its speedup over the reference, its time as a multiple of only the
+matmuls of all pairs, the operations per second on visible pairs, and scratch by the compiler's account.
 """
 
 import collections
@@ -73,7 +72,7 @@ class Plan(cli.Plan):
     calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
 
     def validate(self) -> None:
-        """Raises `UserError` for no configuration, or an unknown task or path."""
+        """Raises `UserError` for unknown names."""
         super().validate()
         require(self.configs, f"configs must name one configuration or more, such as {CONFIGS[0]}, got none")
         timing.check_names("tasks", self.tasks, TASKS)
@@ -81,11 +80,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Checks and times the paths of each configuration and task, and prints a table.
-
-    Raises:
-      UserError: If a configuration has another attention, or a path computes other numbers than the reference.
-    """
+    """Checks and times the paths of each configuration and task, and prints a table."""
     dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     cases = [
         make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype)
@@ -102,7 +97,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 class Case(Problem):
     """Attention of one layer of a configuration, in training or over a KV cache."""
 
-    config: str = ""  # Name of the configuration.
+    config: str = ""  # Its name.
     mem_len: int = 0  # M.
     dropout_rate: float = 0.0  # Of the probabilities in training.
 
@@ -128,10 +123,7 @@ class Case(Problem):
 
 
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str) -> Case:
-    """Returns the sizes of a configuration's attention on the first device; `batch` is the batch size of training.
-
-    Raises `UserError` for another attention.
-    """
+    """Returns a configuration's sizes on the first device, or raises `UserError` if it has another attention."""
     model = config.model
     require(
         model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
@@ -142,10 +134,11 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
     config = config_tree.replace(config, {**rows, "model.dtype": dtype, "eval.cache_dtype": None})
     mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
     if task == "training":
-        sizes, rate = vars(training_problem(config, mesh)), float(model.dropout.attention)
-        return Case(**sizes, config=name, mem_len=config.train.mem_len, dropout_rate=rate)
-    sizes = vars(evaluation_problem(config, mesh)) | {"cache_dtype": None}
-    return Case(**sizes, config=name, mem_len=config.eval.mem_len)
+        problem, mem_len, rate = training_problem(config, mesh), config.train.mem_len, float(model.dropout.attention)
+    else:
+        problem, mem_len, rate = evaluation_problem(config, mesh), config.eval.mem_len, 0.0
+    sizes = vars(problem) | {"cache_dtype": None}
+    return Case(**sizes, config=name, mem_len=mem_len, dropout_rate=rate)
 
 
 class NotHereError(Exception):
@@ -192,10 +185,8 @@ def measure(case: Case, plan: Plan, refused: dict[tuple[str, str], list[str]]) -
 def largest_difference(case: Case, path: str, implementation: Implementation) -> float:
     """Returns the largest relative difference from the reference in float32, of one row: output and all gradients.
 
-    An array's difference is its elements' largest, divided by the reference's largest element.
-
-    Raises:
-      UserError: If the difference is too large to be rounding.
+    An array's difference is its elements' largest, divided by the reference's largest element. Raises `UserError` if it
+    is too large to be rounding.
     """
     case = dataclasses.replace(case, batch=1)
     tolerance = _TOLERANCE if case.dtype == "float32" else _TOLERANCE_OF_16_BITS
@@ -282,8 +273,7 @@ def make_function(
     return evaluation if case.cached else training
 
 
-# Operands with their axes: L queries, K and P keys, own keys M and R slots of the KV cache in evaluation, E. Scores or
-# probabilities ("by_") are the same for all heads, and in the order that the product reads.
+# Operands with the letters of `Case.lengths`. Scores ("by_") are the same for all heads, in the order of reading.
 _PRODUCTS = {
     "training": (
         "query:le key:ke, query:le position_key:pe, by_key:lk value:ke, by_query:kl cotangent:le, "
@@ -298,35 +288,35 @@ _PRODUCTS = {
 
 
 def products(case: Case) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
-    """Returns the matrix products of all pairs, which no implementation leaves out: a function and random inputs.
+    """Returns the matrix products of all pairs, which no implementation omits: a function and random inputs.
 
-    On a CPU they are done head by head into arrays that stay in the cache (written to memory for all heads at once,
-    512 x 1024 scores of 16 heads took 2.5 times as long), on other devices for all rows and heads in one product.
+    On a CPU each head's results stay in the cache (512 x 1024 scores of 16 heads took 2.5 times as long in memory).
+    Other devices do all rows and heads in one product.
     """
     pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task].split(", ")]
     heads = case.batch * case.n_head
     group = 1 if case.platform == "cpu" else heads
-    per_group: Arrays = {}
-    scores: Arrays = {}
+    arrays: tuple[Arrays, Arrays] = {}, {}  # Of each group, and scores.
     for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):
-        arrays, leading = (scores, (group,)) if name.startswith("by_") else (per_group, (heads // group, group))
-        arrays[name] = jax.random.normal(jax.random.key(number), (*leading, *case.lengths(axes)), case.dtype)
-
-    def of_group(scores: Arrays, own: Arrays) -> list[jax.Array]:
-        arrays, results = scores | own, []
-        for (left, a), (right, b) in pairs:
-            result = "".join(axis for axis in a + b if (axis in a) != (axis in b))
-            results.append(jnp.einsum(f"g{a},g{b}->g{result}", arrays[left], arrays[right]))
-        return results
+        shared = name.startswith("by_")
+        shape = (*(() if shared else (heads // group,)), group, *case.lengths(axes))
+        arrays[shared][name] = jax.random.normal(jax.random.key(number), shape, case.dtype)
 
     def all_groups(inputs: tuple[Arrays, Arrays]) -> list[jax.Array]:
         per_group, scores = inputs
-        shapes = jax.eval_shape(of_group, scores, {name: array[0] for name, array in per_group.items()})
-        empty = [jnp.zeros(each.shape, each.dtype) for each in shapes]
-        # The last group's results are what is returned; a loop's state is overwritten in place.
-        return jax.lax.scan(lambda _, own: (of_group(scores, own), None), empty, per_group)[0]
 
-    return all_groups, (per_group, scores)
+        def of_group(own: Arrays) -> list[jax.Array]:
+            found, results = own | scores, []
+            for (left, a), (right, b) in pairs:
+                result = "".join(axis for axis in a + b if (axis in a) != (axis in b))
+                results.append(jnp.einsum(f"g{a},g{b}->g{result}", found[left], found[right]))
+            return results
+
+        empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_group, {k: each[0] for k, each in per_group.items()}))
+        # The last group's results are what is returned; a loop's state is overwritten in place.
+        return jax.lax.scan(lambda _, own: (of_group(own), None), empty, per_group)[0]
+
+    return all_groups, arrays
 
 
 if __name__ == "__main__":

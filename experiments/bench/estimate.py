@@ -1,16 +1,13 @@
 """Estimates of a configuration on Cloud TPUs or GPUs, on a machine without any: memory, FLOPs, least time.
 
     python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16 --topology=v5e:8x8 --mesh.fsdp=64
-    python -m experiments.bench.estimate --flagfile=wt103_large --topology=v4:2x2x4 --mesh.tensor=4 --tasks=training
     python -m experiments.bench.estimate --configs=enwik8_24l,wt103_large --topology=v5e,v4:4x4x4 --model.dtype=bfloat16
     python -m experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
 
-Training, evaluation and generation are compiled by the devices' own compiler. Without it only the part that follows
-from the shapes of arrays is printed. TPUs: pip install 'jax[tpu]' (libtpu, 0.7 GB). GPUs (H200, H100, A100 with
-NVLink): pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. A GPU's peak is larger than
-what jax may use: it takes three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is higher.
-That a program compiles shows that it shards and fits, not that it is fast. The least time of an update is its FLOPs, by
-txl_jax.flops, at the peak of the data sheet.
+Training, evaluation and generation are compiled by the devices' own compiler; without it only what follows from shapes
+is printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200, H100, A100 with NVLink): pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. On a GPU, jax takes three quarters of the memory unless
+XLA_PYTHON_CLIENT_MEM_FRACTION is higher. The least time of an update is its FLOPs at the data sheet's peak.
 
 With --configs each of these flagfiles is estimated on a mesh that the program chooses: all devices, as many as possible
 on fsdp, and remat=full if it fits only then. Other flags change all of the flagfiles.
@@ -32,7 +29,7 @@ import jax
 from jax.experimental import topologies
 
 from experiments.bench import timing
-from experiments.bench.speed import BLOCK, GROUPS, generation_arguments
+from experiments.bench.speed import BLOCK, GROUPS, check_streams, generation_arguments
 from txl_jax import cli, flops, sharding
 from txl_jax.config import ExperimentConfig, Remat, config_tree
 from txl_jax.config.config_tree import require, setting
@@ -58,8 +55,10 @@ _ENVIRONMENT = {
 _TOO_LARGE = re.compile(  # The sizes in an error of the TPU's compiler, which is pages long.
     r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)"
 )
-_LIBTPU, _CUDA = "libtpu", "CUDA plugin"
-_INSTALL = {_LIBTPU: "pip install 'jax[tpu]'", _CUDA: "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt"}
+_INSTALL = {
+    "libtpu": "pip install 'jax[tpu]'",
+    "CUDA plugin": "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt",
+}
 _PER_HOST = 8  # GPUs that share NVLink.
 
 
@@ -140,13 +139,10 @@ def run(plan: Plan, job: cli.Job) -> None:
     for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
         require(name not in job.places, f"--{name} was given and --configs chooses its own meshes; leave one out")
     configs = {name: job.config_of_flagfile(name) for name in plan.configs}
-    for topology in plan.topology:
-        compiler, version = compiler_of(topology)
+    for compiler, version in map(compiler_of, plan.topology):
         require(version, f"--configs needs {compiler}, which is not installed ({_INSTALL[compiler]})")
     for (name, config), topology in itertools.product(configs.items(), plan.topology):
-        attempts = [
-            (size, mesh) for size in slices(topology) for mesh in candidate_meshes(config, parse(size).num_devices)
-        ]
+        attempts = [(size, each) for size in slices(topology) for each in meshes(config, parse(size).num_devices)]
         if not attempts:
             rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
             print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
@@ -155,11 +151,10 @@ def run(plan: Plan, job: cli.Job) -> None:
                 break
 
 
-def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields a mesh over all devices that a configuration admits, with each remat setting to try on it, as changes.
+def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
+    """Yields a mesh over all devices as changes of a configuration, with its own remat and then with remat=full.
 
-    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`. The configuration's own
-    remat comes first, then remat=full.
+    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`.
     """
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
@@ -174,12 +169,9 @@ def candidate_meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dic
 
 
 def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
-    """Prints what a configuration needs on a topology, and yields for each task whether it fits.
+    """Prints what a configuration needs on a topology, and yields whether each task fits if its compiler is installed.
 
-    Without the topology's compiler no task is compiled.
-
-    Raises:
-      UserError: If the settings do not fit the topology, or each other.
+    Raises `UserError` if the settings are incompatible with the topology or each other.
     """
     found, targets = parse(topology), devices(topology)
     chip = CHIPS[found.generation]
@@ -212,7 +204,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
-    """Compiles a task, prints what it needs on a device, and returns whether it fits, or is not possible at all."""
+    """Compiles a task, prints what it needs on a device, and returns whether it fits or is impossible."""
     start = time.monotonic()
     try:
         sizes = compile_task(components, task).memory_analysis()
@@ -227,8 +219,7 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
             why = "needs {}iB of {}iB".format(*filter(None, found.groups()))
         print(f"{task}: does not fit, it {why}", flush=True)
         return False
-    # Not the sum of arguments, results and scratch, which share buffers: it can be more than a device has.
-    needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
+    needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes  # The peak counts shared buffers once.
     if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
         print(f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB", flush=True)
         return False
@@ -242,19 +233,14 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
 
 
 def compile_task(components: Built, task: str) -> Any:
-    """Compiles the train step, the eval step (streaming or in sliding windows), or the step of 16 tokens."""
+    """Compiles the train step, the eval step of streaming, or the step of 16 tokens."""
     if task == "training":
         return components.compile_step().program
     evaluation: Any = components  # Its functions are jitted, which their types do not show.
     lengths, generate = components.config.eval, components.config.generate
-    params = components.abstract_state.params
-    if task == "evaluation" and lengths.stride:
-        replicated = sharding.named_sharding(components.mesh)
-        shapes = [(lengths.batch_size, length) for length in (lengths.segment_len, lengths.stride)]
-        windows = (jax.ShapeDtypeStruct(shape, "int32", sharding=replicated) for shape in shapes)
-        return evaluation.window_step.lower(params, *windows).compile()
-    weights = _abstract_result(evaluation.prepare_params, params)
+    weights = _abstract_result(evaluation.prepare_params, components.abstract_state.params)
     if task == "evaluation":
+        check_streams(lengths)
         memory = _abstract_result(evaluation.init_memory, weights)
         return evaluation.eval_step.lower(weights, memory, components.abstract_segments(lengths)).compile()
     check_can_generate(components.config)
@@ -282,7 +268,7 @@ def _abstract_result(function: Any, *arguments: Any) -> Any:
 
 
 class Topology(NamedTuple):
-    """A topology's name, taken apart: `v5e:4x8` (chips along each axis), `2*v5e:4x8` (two slices), `h200x8` (GPUs)."""
+    """A parsed name: `v5e:4x8` (chips along each axis), `2*v5e:4x8` (two slices), `h200x8` (GPUs)."""
 
     generation: str  # Key of `CHIPS`.
     shape: str  # Chips along each axis of a slice, or the number of GPUs.
@@ -298,7 +284,7 @@ def set_environment() -> None:
 
 
 def parse(name: str) -> Topology:
-    """Takes the name of a topology apart; raises `UserError` if there cannot be such a topology."""
+    """Parses a topology's name, or raises `UserError` if such a topology cannot exist."""
     found = re.fullmatch(r"(?:([1-9]\d*)\*)?(v\w+):(\d+(?:x\d+){1,2})|([ah]\d+)(?:x(\d+))?", name)
     several, generation, shape, gpu, count = found.groups("1") if found else [""] * 5
     if gpu in CHIPS and (count in _HOST or (int(count) and int(count) % _PER_HOST == 0)):
@@ -328,29 +314,30 @@ def slices(name: str) -> list[str]:
 
 def compiler_of(topology: str) -> tuple[str, str | None]:
     """Returns the name and the version of a topology's compiler; the version is None if it is not installed."""
-    is_gpu = bool(CHIPS[parse(slices(topology)[0]).generation].gpu)
-    packages = ("jax_cuda13_plugin", "jax_cuda12_plugin") if is_gpu else ("libtpu",)
+    name, packages = "libtpu", ["libtpu"]
+    if CHIPS[parse(slices(topology)[0]).generation].gpu:
+        name, packages = "CUDA plugin", ["jax_cuda13_plugin", "jax_cuda12_plugin"]
     found = next(filter(importlib.util.find_spec, packages), None)
-    return _CUDA if is_gpu else _LIBTPU, found and importlib.metadata.version(found)
+    return name, found and importlib.metadata.version(found)
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
-    """Returns the devices of a topology, to compile for, or None if its compiler is not installed.
+    """Returns a topology's devices to compile for, or None if its compiler is not installed.
 
-    Raises `UserError` as `parse`, or if the compiler does not have this topology.
+    Raises `UserError` as `parse`, or if the compiler does not know the topology.
     """
     generation, shape, num_slices, count = parse(name)
     compiler, version = compiler_of(name)
     if version is None:
         return None
     chip = CHIPS[generation]
+    options: dict[str, Any] = {"platform": "tpu", "topology_name": f"{generation}:{shape}"}
     if chip.gpu:
         hosts = math.ceil(count / _PER_HOST)  # In the shape: slices, hosts, GPUs of a host.
         target = _TARGET % (chip.memory_bytes, chip.gpu, chip.kind)
-        options: dict[str, Any] = {"platform": "cuda", "topology_name": generation, "target_config": target}
+        options = {"platform": "cuda", "topology_name": generation, "target_config": target}
         options["topology"] = f"1x{hosts}x{count // hosts}"
     else:
-        options = {"platform": "tpu", "topology_name": f"{generation}:{shape}"}
         if generation in ("v4", "v5p"):  # Both cores of a chip are one device.
             options["chip_config_name"] = "megacore"
         if num_slices > 1:

@@ -1,7 +1,6 @@
 """Hugging Face's `TransfoXLLMHeadModel` with our parameters, as the peer of `speed`: on the CPU, in float32.
 
-torch and transformers are an optional extra, imported when a model is made. The model is used efficiently: a loss runs
-only the part of the softmax that it needs, and Adam is the fused one.
+It is used efficiently: a loss runs only the part of the softmax that it needs, and Adam is the fused one.
 """
 
 import functools
@@ -31,16 +30,11 @@ _COMPARED_SEGMENTS = 4
 class HuggingFaceModel:
     """Hugging Face's model. Evaluation, generation and training each carry a memory of their own from call to call.
 
-    A memory has M slots from the start, zeros that are attended to: the preset "hf" of `CompatConfig` gives the same
-    numbers.
+    A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
     """
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
-        """Makes the model with our parameters, the tree below "params" without axis names (`final_norm` off).
-
-        Raises:
-          UserError: If a package is missing, or Hugging Face's class does not support the model.
-        """
+        """Makes the model with our parameters; raises `UserError` if a package is missing or the class lacks it."""
         require(
             config.model.dtype is DType.FLOAT32,
             f"model.dtype must be float32, in which Hugging Face's model computes, got {config.model.dtype}",
@@ -54,7 +48,7 @@ class HuggingFaceModel:
         arrays = original.from_flax(numbers, config.model, format=original.Format.HUGGINGFACE)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._model = self._make_model(config.eval, tensors).eval()
-        self._memory: dict[str, list[Any] | None] = {}  # By use; without one, Hugging Face starts with zeros.
+        self._memory: dict[str, list[Any] | None] = {}  # By use. Without one, Hugging Face starts with zeros.
         self._token = torch.zeros((1, 1), dtype=torch.int64)
         self._draws = torch.Generator().manual_seed(0)
 
@@ -64,10 +58,7 @@ class HuggingFaceModel:
             return self._losses(self._model, "evaluation", inputs, targets).numpy()
 
     def generate_token(self, top_k: int | None) -> int:
-        """Draws the token after the last one (first after token 0) among the `top_k` most likely, or among all if None.
-
-        Computes what a step of `model.generate(do_sample=True, top_k=top_k)` does, without its bookkeeping.
-        """
+        """Samples the next token, the first after token 0, as `model.generate(do_sample=True, top_k=top_k)` does."""
         torch = self._torch
         with torch.no_grad():
             output = self._model(self._token, mems=self._memory.get("generation"))
@@ -80,10 +71,7 @@ class HuggingFaceModel:
         return int(self._token)
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Updates a second model, with dropout, on a segment (int [B, L] each); returns the mean nats before.
-
-        The first call makes that model and the optimizer's state: do not time it. The learning rate stays at the peak.
-        """
+        """Updates a second model, made in the first call, with dropout at the peak learning rate; returns mean nats."""
         model, adam = self._trained
         loss = self._losses(model, "training", inputs, targets).mean()
         loss.backward()
@@ -102,10 +90,7 @@ class HuggingFaceModel:
             self._memory[use] = list(states)
 
     def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
-        """Returns nats [B, L] in the order of the targets; moves the memory of that use on (the model detaches it).
-
-        `model(inputs, labels=...)` would score the targets within `inputs` only, one too few per segment.
-        """
+        """Returns nats [B, L] and updates the memory of that use. `model(inputs, labels=...)` scores one token less."""
         torch = self._torch
         tokens, labels = (torch.from_numpy(np.asarray(part, np.int64)) for part in (inputs, targets))
         output = model.transformer(tokens, mems=self._memory.get(use))
@@ -125,10 +110,9 @@ class HuggingFaceModel:
         dropout, optimizer = self._config.model.dropout, self._config.optimizer
         rates = {"dropout": dropout.rate, "dropatt": dropout.attention}
         model = self._make_model(self._config.train, self._model.state_dict(), **rates).train()
-        betas = (ADAM_B1, optimizer.adam_b2)
-        rules = {"lr": optimizer.learning_rate, "betas": betas, "eps": optimizer.adam_eps}
+        rules = {"betas": (ADAM_B1, optimizer.adam_b2), "eps": optimizer.adam_eps}
         # On a CPU, the fused Adam takes a quarter of the time of the other two kinds.
-        return model, self._torch.optim.Adam(model.parameters(), **rules, fused=True)
+        return model, self._torch.optim.Adam(model.parameters(), optimizer.learning_rate, **rules, fused=True)
 
     def _make_model(self, lengths: Any, tensors: Any, **rates: float) -> Any:
         """Makes the model at the lengths of training or evaluation."""
@@ -157,10 +141,7 @@ def _import_packages() -> tuple[Any, Any]:
 
 
 def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config with the peer's window and layer norms; raises `UserError` for generation that it lacks.
-
-    The memory is masked at the start instead of zeros, which only affects the comparison in `checked_peer`.
-    """
+    """Returns the config with the peer's compat, but a masked memory; raises `UserError` for sampling that it lacks."""
     for name, peers in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
         given = getattr(config.generate, name)
         require(given == peers, f"generate.{name} is {given} and must be {peers} with --peer")
@@ -168,12 +149,9 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def checked_peer(components: Built) -> HuggingFaceModel:
-    """Returns the peer with our untrained parameters and full memories, once its losses were found to be ours.
+    """Returns the peer with our untrained parameters and full memories, and prints the losses' largest difference.
 
-    Both score the same tokens, from zeros in the memory. It prints the largest difference.
-
-    Raises:
-      UserError: If a token's loss differs by more nats than rounding explains.
+    Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than rounding.
     """
     config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
     ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)
@@ -197,7 +175,7 @@ def checked_peer(components: Built) -> HuggingFaceModel:
 
 
 def peer_task(name: str, ours: Task, components: Built, peer: HuggingFaceModel) -> Task:
-    """Returns the peer's counterpart of our task, one segment or token a call. Generation always reads every tail."""
+    """Returns the peer's counterpart of our task, one segment or token a call."""
     config = components.config
     if name == "generation":
         return Task(f"{ours.name}, peer", 1, lambda: peer.generate_token(config.generate.top_k))

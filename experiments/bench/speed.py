@@ -4,11 +4,9 @@
     python -m experiments.bench.speed --flagfile=small --tasks=training,generation --calls=10
     python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation
 
-Tokens are random, as frequent as words are (`timing.SHIFT`), weights untrained,
-memories full. It prints a markdown table: the median over calls, after warm-up, with the slowest and the fastest call.
-Evaluation and generation use --eval.* and --generate.*, training --train.*. Generation reads a tail of the adaptive
-softmax only when it may matter, with untrained weights almost never. So it is timed again with weights with which every
-tail is read.
+Tokens are random, as frequent as words are, weights untrained, memories full. The table shows the median over calls,
+with the slowest and the fastest call. Generation reads a tail of the adaptive softmax only when it may matter, with
+untrained weights almost never, so it is timed again with weights with which every tail is read.
 
 With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights. The losses of both are
 compared first, then their calls are interleaved; the table has the speedup.
@@ -29,7 +27,7 @@ import numpy as np
 from experiments.bench import huggingface, timing
 from experiments.bench.timing import Task
 from txl_jax import cli, flops
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, GenerateConfig, Order
+from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig, Order
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
@@ -71,19 +69,13 @@ class Plan(cli.Plan):
         return self.tasks or (TASKS[1:] if self.peer else TASKS)
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown task, or one that the peer does not have."""
+        """Raises `UserError` for an unknown task, or one that the peer lacks."""
         super().validate()
-        if self.peer:
-            timing.check_names("with --peer, tasks", self.chosen_tasks, TASKS[1:])
-        timing.check_names("tasks", self.chosen_tasks, TASKS)
+        timing.check_names("with --peer, tasks" if self.peer else "tasks", self.chosen_tasks, TASKS[bool(self.peer) :])
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Measures the tasks with untrained weights and prints a table.
-
-    Raises:
-      UserError: If a task cannot run with the settings, or the peer computes other losses.
-    """
+    """Measures the tasks and prints a table; raises `UserError` if one is impossible, or the peer's losses differ."""
     config = huggingface.with_peer_compat(job.config()) if plan.peer else job.config()
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
@@ -133,10 +125,7 @@ def tasks(name: str, components: Built) -> Iterator[Task]:
 
 
 def data_loading(components: Built) -> Task:
-    """Reads training segments from a memory-mapped text, in the config's order, and transfers them to the devices.
-
-    The text has random tokens, in sentences of 25, and is long enough that successive segments lie far apart.
-    """
+    """Reads training segments from a memory-mapped text, in the config's order, and transfers them to the devices."""
     train, data = components.config.train, components.config.data
     tokens_per_call = train.batch_size * train.new_tokens * train.segments_per_call
     length = max(_TEXT_TOKENS, tokens_per_call + 1)
@@ -174,7 +163,7 @@ def training(components: Built) -> Task:
 def evaluation(components: Built) -> Task:
     """Runs streaming evaluation with a full memory; raises `UserError` if the config asks for sliding windows."""
     lengths = components.config.eval
-    require(not lengths.stride, f"eval.stride is {lengths.stride}, and only evaluation with a memory is timed; omit it")
+    check_streams(lengths)
     weights = components.prepare_params(components.init_params())
     memory = components.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + lengths.mem_len)
@@ -188,12 +177,13 @@ def evaluation(components: Built) -> Task:
     return Task("evaluation", tokens, call, lengths, per_token)
 
 
-def generation(components: Built, *, every_tail: bool = False) -> Task:
-    """Generates token after token from a full memory, all samples side by side, drawn as set in `config.generate`.
+def check_streams(lengths: EvalConfig) -> None:
+    """Raises `UserError` for sliding windows."""
+    require(not lengths.stride, f"eval.stride is {lengths.stride}, but only streaming evaluation is run here; omit it")
 
-    `every_tail` raises the probability of the tails of an adaptive softmax so far that with top-k every tail is read
-    for every token. With untrained weights hardly any is.
-    """
+
+def generation(components: Built, *, every_tail: bool = False) -> Task:
+    """Generates token after token from a full memory, all samples side by side, as `config.generate` says."""
     lengths, how, vocab_size = components.config.eval, components.config.generate, components.model.vocab_size
     params = timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
     generator = components.generator(components.prepare_params(params))

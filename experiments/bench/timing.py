@@ -1,7 +1,6 @@
-"""What the benchmarks share: tasks timed in turns, random tokens, and the head of their output.
+"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the head of their output.
 
-Benchmarks read no text. Their tokens are as frequent as words, by the law of Zipf and Mandelbrot:
-p(rank) ~ 1 / (rank + SHIFT)^EXPONENT. An adaptive softmax takes as long for a tail as it has tokens.
+Tokens are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
 """
 
 import dataclasses
@@ -55,10 +54,7 @@ class Task:
 
 
 def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
-    """Times calls of the tasks, one of each in turn, so that a slow minute of the machine affects all alike.
-
-    `warmup` untimed calls of each come first.
-    """
+    """Times calls of the tasks in turns, after `warmup` untimed calls: a slow minute of the machine affects all."""
     for number in range(warmup + calls):
         for task in tasks:
             start = time.perf_counter()
@@ -78,15 +74,10 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
     return call
 
 
-def probabilities(vocab_size: int) -> np.ndarray:
-    """Computes p of each token, most frequent first: [V]."""
-    weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
-    return weights / weights.sum()
-
-
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
-    """Draws tokens, the same ones in every call: int32 [n_tokens]."""
-    drawn = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=probabilities(vocab_size))
+    """Draws tokens, the most frequent first and the same ones in every call: int32 [n_tokens]."""
+    weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
+    drawn = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())
     return drawn.astype(np.int32)
 
 

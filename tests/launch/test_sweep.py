@@ -165,9 +165,9 @@ def test_a_long_name_is_cut_for_a_tpu_and_stays_its_own():
     assert sweep._tpu_name("Größe=1+seed=2") == "txl-gr-e-1-seed-2"
 
 
-def table(path):
+def table(folder):
     """The rows of results.csv, by run."""
-    with open(path.parent / "out" / "results.csv", newline="") as file:
+    with open(folder / "results.csv", newline="") as file:
         return {row["run"]: row for row in csv.DictReader(file)}
 
 
@@ -185,13 +185,13 @@ def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM and not err, err
-    state = table(path)["seed=1"]["state"]
+    state = table(out)["seed=1"]["state"]
     step = int(re.fullmatch(r"stopped\D*(\d+)", state)[1])
     assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
     printed(capsys, path)
     assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
     results = json.loads((out / "seed=1" / "results.json").read_text())
-    row = table(path)["seed=1"]
+    row = table(out)["seed=1"]
     assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
     for name in ("test", "best_valid"):
         assert float(row[name]) == pytest.approx(results[name]["bpc"])
@@ -368,12 +368,10 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     recorded_run.make(tmp_path / "half", seed=3, done=500)
     words = ["sweep", "--table", str(tmp_path / "slurm"), str(tmp_path / "half"), f"--out={tmp_path / 'tables'}"]
     assert sweep.main(words) == 0
-    runs = {run.name: run for run in read_runs([str(tmp_path / "slurm"), str(tmp_path / "half")])}
-    with open(tmp_path / "tables" / "results.csv", newline="") as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
+    rows = table(tmp_path / "tables")
     assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 updates"
-    for name in ("job-1", "job-2"):
-        assert float(rows[name]["test"]) == pytest.approx(runs[name].row([])["test"])
+    for run in read_runs([str(tmp_path / "slurm")]):
+        assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
     assert sweep.main(["sweep", "--table", str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err

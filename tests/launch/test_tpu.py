@@ -89,28 +89,24 @@ def cloud(tmp_path):
     ("words", "printed"),
     [
         (
+            "create one --zone=z --type=v5p-16 --node-count=2 --project=p --network=n --spot --service-account=a@p",
             (
-                "create one --zone=z --type=v5p-16 --node-count=2 --project=p --network=n --spot "
-                "--service-account=a@p.iam.gserviceaccount.com"
-            ),
-            (
-                "gcloud compute tpus queued-resources create one --zone=z --project=p --node-count=2 --node-prefix=one "
-                "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
-                "--service-account=a@p.iam.gserviceaccount.com\n"
+                "queued-resources create one --zone=z --project=p --node-count=2 --node-prefix=one "
+                "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n --service-account=a@p"
             ),
         ),
         (
             "logs one --zone=z --worker=3 --follow",
             (
-                "gcloud compute tpus tpu-vm ssh one --zone=z "
-                "'--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow' --worker=3 --quiet\n"
+                "tpu-vm ssh one --zone=z '--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow' "
+                "--worker=3 --quiet"
             ),
         ),
     ],
 )
 def test_dry_run_prints_each_command_and_runs_none(cloud, words, printed):
     code, out, err = call(cloud, *words.split(), "--dry_run")
-    assert (code, out, err) == (0, printed, "")
+    assert (code, out, err) == (0, f"gcloud compute tpus {printed}\n", "")
     assert not (cloud / "gcloud.log").exists()
 
 

@@ -3,8 +3,8 @@
     score(weights, memory, tokens, targets, reset) -> (nats, memory)
     generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
 
-Weights and memory are dictionaries, {"layers.0.output": array}, because trees of this package's classes cannot be
-deserialized without it. A memory begins as zeros with `reset` set in every row. docs/export.md describes the files.
+Weights and memory are dictionaries, {"layers.0.output": array}. A memory begins as zeros with `reset` set in every row.
+docs/export.md describes the files.
 """
 
 import hashlib
@@ -31,7 +31,6 @@ from txl_jax.ops import adaptive_softmax
 from txl_jax.runtime import storage
 
 Arrays = dict[str, Any]  # Arrays by name, or their shapes and dtypes.
-
 # One file serves all of them: the functions have no kernels, and XLA compiles them where they run.
 PLATFORMS = ("cpu", "tpu", "cuda")
 _MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
@@ -54,9 +53,9 @@ class Functions(NamedTuple):
 
 
 def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
-    """Makes the functions of a model on one device: scoring, and a generation step if the model generates by token.
+    """Makes the functions of a model on one device: scoring, and a step of generation if `generates`.
 
-    `weights` are prepared parameters on the host (`Scorer.prepare_params`). A batch has `eval_config.batch_size` rows.
+    `weights` are prepared parameters on the host (`Scorer.prepare_params`).
     """
     scorer = make_scorer(model, eval_config)
     named, weight_names = _named_once(weights)

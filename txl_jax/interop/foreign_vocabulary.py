@@ -39,8 +39,7 @@ class Found(NamedTuple):
 def find(folder: Path, vocab_size: int) -> Found:
     """Reads a directory's vocabulary, if it has one: a pickle, a file of PyTorch, or a text with a token per line.
 
-    Raises:
-      UserError: If the file is damaged, would run something, or has no vocabulary of the model's size.
+    Raises `UserError` if the file is damaged, would run something, or has no vocabulary of the model's size.
     """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
@@ -84,12 +83,11 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
     mark = next((mark for mark in (LineMark.EOS, LineMark.DOUBLE_S) if MARKS[mark] in symbols), LineMark.NONE)
     unknown = next((symbol for symbol in _UNKNOWN if symbol in symbols), None)
     if unknown is None:
-        note = f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"
-        return Found(None, None, [note])
+        return Found(None, None, [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"])
     vocabulary = WordVocabulary(tuple(symbols), mark, lower_case, unknown)
     marks = f"lines end with {MARKS[mark]}" if mark in MARKS else "lines are not marked"
-    notes = [f"words are separated by white space, as in the tokenized corpus that the model was trained on; {marks}"]
-    return Found(vocabulary, None, notes)
+    note = f"words are separated by white space, as in the tokenized corpus that the model was trained on; {marks}"
+    return Found(vocabulary, None, [note])
 
 
 def _bytes_of(symbols: list[str]) -> list[int] | None:

@@ -50,13 +50,11 @@ class _Weights(NamedTuple):
 
 
 def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
-    """Reads a model of another implementation from a file of weights, or from a directory that contains one.
-
-    A config.json and a vocabulary beside it are read too. `format` is None to recognise it by the names of the tensors.
+    """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary.
 
     Raises:
-      UserError: If there are no weights, they are damaged or another model's, config.json contradicts them, or the
-        vocabulary has another size.
+      UserError: If there are no weights, they are damaged or not in `format` (None recognises it), config.json
+        contradicts them, or the vocabulary has another size.
     """
     path = Path(path)
     weights = _open_any(path)
@@ -123,8 +121,8 @@ def _weights_file(path: Path) -> Path | None:
         return path if path.suffix in _SUFFIXES or path.name.endswith(".index.json") else None
     if named := next((path / name for name in _NAMES if (path / name).is_file()), None):
         return named
-    found = [file for file in sorted(path.iterdir()) if file.suffix in _SUFFIXES and file.is_file()]
-    found = [file for file in found if file.name not in vocabularies.NAMES]
+    files = (file for file in path.iterdir() if file.suffix in _SUFFIXES and file.name not in vocabularies.NAMES)
+    found = [file for file in files if file.is_file()]
     return found[0] if len(found) == 1 else None
 
 
@@ -139,11 +137,9 @@ def _open_any(path: Path) -> _Weights | None:
     if nvidia.is_checkpoint(root):
         tensors, facts = nvidia.by_original_names(tensors), root["model_config"]
         return _Weights(file, tensors, Format.NVIDIA, facts, folders, root.get("vocab"))
-    format = None
+    format = Format.ORIGINAL if "word_emb.emb_layers.0.weight" in tensors else None
     if any(name.startswith(f"{original.PREFIX}layers.") for name in tensors):
         format = Format.HUGGINGFACE
-    elif "word_emb.emb_layers.0.weight" in tensors:
-        format = Format.ORIGINAL
     return _Weights(file, tensors, format, state_dict.facts_of_module(root), folders)
 
 

@@ -1,8 +1,5 @@
 """Hugging Face's `TransfoXLLMHeadModel` (transformers 4.35): its arguments, and a directory for `from_pretrained`.
 
-    tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)    # every name of the model's state_dict
-    TransfoXLConfig(**config_of(config, eval_config, vocab_size=204))
-
 The preset "hf" of `CompatConfig` gives the same numbers.
 """
 
@@ -26,10 +23,7 @@ _SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
     """Returns the keyword arguments of `TransfoXLConfig` for a model at the lengths of `eval_config`, without dropout.
 
-    A TransfoXLConfig has no dtypes of activations and memory, no rematerialisation and no segment length.
-
-    Raises:
-      UserError: If the class has no such model, or values are incompatible, which the class would accept.
+    Raises `UserError` if the class has no such model, or values are incompatible, which the class would accept.
     """
     original.position_tensors(config, Format.HUGGINGFACE)
     config.validate()

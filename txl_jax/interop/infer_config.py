@@ -1,10 +1,8 @@
 """Infers a model's configuration from the names and shapes of its tensors, and from what a file records.
 
-Names are the authors' PyTorch release's; other formats are renamed first. Shapes give almost everything. The facts,
-which are the keyword arguments of the release's MemTransformerLM in a config.json, a pickled module or NVIDIA's
-model_config, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the number of
-heads with added sinusoids, and the evaluation lengths. Reading the tensors finds facts that contradict them. `formats`
-adds the file's name to errors.
+Names are the authors' PyTorch release's. Shapes give almost everything. The facts, MemTransformerLM's keyword arguments
+as a file records them, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the
+number of heads with added sinusoids, and the evaluation lengths. Reading the tensors finds contradictions.
 """
 
 import itertools
@@ -29,12 +27,8 @@ _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
     """Infers the sizes, ties and encoding, V, the lengths, and one line per choice that is left open.
 
-    Of the tensors only those that may be shared are read. `facts` are known arguments of MemTransformerLM or
-    TransfoXLConfig.
-
-    Raises:
-      UserError: If a tensor that decides on a size is missing or has another rank, a fact has another type, or the
-        facts lack something that the shapes leave open.
+    Only tensors that may be shared are read. Raises `UserError` if a tensor that decides on a size is missing or has
+    another rank, a fact has another type, or the facts lack something that the shapes leave open.
     """
     facts = _checked(facts)
     notes: list[str] = []

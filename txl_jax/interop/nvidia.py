@@ -1,9 +1,8 @@
 """Checkpoints of NVIDIA's Transformer-XL (DeepLearningExamples), checkpoint_best.pt: names, settings and vocabulary.
 
-A checkpoint is a dict: the model's tensors are under "model_state", MemTransformerLM's keyword arguments under
-"model_config", and the vocabulary under "vocab". Names are those of the authors' PyTorch release but for the softmax:
-its biases, and tables that are not tied, are lists of parameters, and projections that the embedding shares are there
-twice. With same_length a query sees one key more than in the release.
+A checkpoint is a dict with the keys "model_state", "model_config" (MemTransformerLM's keyword arguments) and "vocab".
+Names are the authors' PyTorch release's except in the softmax: its biases and untied tables are lists of parameters,
+and projections that the embedding shares occur twice. With same_length a query sees one key more.
 """
 
 import re

@@ -3,11 +3,11 @@
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the release's state_dict
 
-`_pieces` is the whole correspondence as one table, which both directions read. The release stores a matrix as
-[out, in], stacks q, k and v in one matrix, and has one tensor per layer and, in the softmax, one bias per cluster. Here
-matrices are [in, out] with heads as their own axis, layers are stacked, and there is one bias. The release's attn_type
-0 is our relative encoding, 1 Shaw's (with `compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin
-with the greatest distance, ours with 0. `Format` has the differences of the other implementations.
+`_pieces` is the correspondence as one table, which both directions read. The release stores matrices as [out, in],
+stacks q, k and v in one, and has a tensor per layer and, in the softmax, a bias per cluster. Here matrices are
+[in, out] with heads as their own axis, layers are stacked, and there is one bias. The release's attn_type 0 is our
+relative encoding, 1 Shaw's (with `compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin with the
+greatest distance, ours with 0.
 """
 
 import enum
@@ -80,11 +80,8 @@ def to_leaves(
 ) -> dict[str, Leaf]:
     """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
 
-    `tensors` are by their names in `format`. A shared one needs only one of its names.
-
-    Raises:
-      UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the implementation has
-        no such model.
+    `tensors` are by their names in `format`. A shared one needs only one of its names. Raises `UserError` if a tensor
+    is missing, unknown or of the wrong shape, shared tensors differ, or the implementation lacks the model.
     """
     pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
     found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(tensors)
@@ -133,8 +130,8 @@ def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.
 def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Leaf]:
     """Returns leaves made of parts of others. Each pair is a part of a source and the part of a result it becomes."""
     by_name: dict[str, list[tuple[Part, Part]]] = {}
-    for source, target in pairs:
-        by_name.setdefault(target.name, []).append((source, target))
+    for pair in pairs:
+        by_name.setdefault(pair[1].name, []).append(pair)
 
     def leaf(parts: list[tuple[Part, Part]]) -> Leaf:
         first, result = parts[0]
@@ -165,12 +162,10 @@ def _check(found: Leaves, expected: Mapping[str, tuple[int, ...]], kind: str) ->
 def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, str]:
     """Returns the second names of shared tensors, each with its first name."""
     n_table = config.n_cluster if config.div_val > 1 else 1
-    shared: dict[str, str] = {}
-    if config.tie_weight:
-        shared |= {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in range(n_table)}
-    for c, tied in enumerate(config.tie_projs if config.has_projections else ()):
-        if tied:
-            shared[f"crit.out_projs.{c}"] = f"word_emb.emb_projs.{min(c, n_table - 1)}"
+    tables = range(n_table if config.tie_weight else 0)
+    shared = {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in tables}
+    tied = [c for c, is_tied in enumerate(config.tie_projs) if is_tied and config.has_projections]
+    shared |= {f"crit.out_projs.{c}": f"word_emb.emb_projs.{min(c, n_table - 1)}" for c in tied}
     if format is Format.HUGGINGFACE and not config.untie_r:
         layers = itertools.product(range(config.n_layer), _BIASES)
         shared |= {f"layers.{layer}.dec_attn.{bias}": bias for layer, bias in layers}
@@ -293,8 +288,7 @@ def write_model(
 ) -> list[str]:
     """Writes model.safetensors, config.json and the vocabulary for an implementation; returns notes on differences.
 
-    Raises:
-      UserError: If the model has parts that the implementation lacks, or the files cannot be written.
+    Raises `UserError` if the model has parts that the implementation lacks.
     """
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.
@@ -343,10 +337,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
-    if config.data.reset_at is not None:
-        notes.append(
-            f"documents are kept apart here, by the token {config.data.reset_at!r}, and not in the {format} format"
-        )
+    if (mark := config.data.reset_at) is not None:
+        notes.append(f"documents are kept apart here, by the token {mark!r}, and not in the {format} format")
     unused = {
         "final_norm": True,  # A model that has one is rejected.
         "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.

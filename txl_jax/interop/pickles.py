@@ -1,13 +1,11 @@
 """Reads pickles without running anything that they name.
 
-A pickle is a program for a stack machine. `pickletools.genops` splits it into instructions, and the machine here has
-neither an import nor a call. A name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions
-in `calls`, which build plain values, take arguments from a pickle. Anything that files of weights do not need is a
-`UserError` that names it, so that nobody mistakes a harmful file for a harmless one.
+`pickletools.genops` splits a pickle into instructions, and the stack machine here has neither an import nor a call. A
+name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions in `calls`, which build plain
+values, take arguments from a pickle. Anything that files of weights do not need is a `UserError` that names it.
 
-The file's size bounds time and memory: `genops` reads no more bytes than the file has, calls may copy a few times its
-size in total, and keys are flat. Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not
-ASCII.
+The file's size bounds time and memory: calls may copy a few times its size in total, and keys are flat. Before Python
+3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
 """
 
 # ruff: noqa: N802  # The machine's methods have the names that pickletools gives to instructions.
@@ -143,10 +141,7 @@ def load(
 
     A value consists of plain values and containers, `Symbol`, `Record`, `Omitted`, and the results of `persistent`,
     which takes persistent ids, and of `calls`: functions by dotted name, which replace what the pickle calls. They must
-    be harmless with any arguments. `name` is the file's, for errors.
-
-    Raises:
-      UserError: If the pickle is damaged, ends early, or calls anything else.
+    be harmless with any arguments. Raises `UserError` if the pickle is damaged, ends early, or calls anything else.
     """
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # A map reads like a file.
     machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, budget=4 * len(data) + (1 << 20))
@@ -174,17 +169,14 @@ def _pushes(value: Callable[["_Machine", Any], Any]) -> Callable[["_Machine", An
 
 @dataclasses.dataclass(eq=False)
 class _Machine:
-    """The stack machine of protocols 0 to 5, with a method per instruction but for buffers outside of the pickle.
-
-    A mark puts the stack aside until an instruction takes all values above the mark.
-    """
+    """The stack machine of protocols 0 to 5, with a method per instruction except for buffers outside of the pickle."""
 
     name: str
     calls: Mapping[str, Call]
     persistent: Callable[[Any], Any] | None
     budget: int  # Elements that calls may still copy.
     stack: list[Any] = dataclasses.field(default_factory=list)
-    below_marks: list[list[Any]] = dataclasses.field(default_factory=list)
+    below_marks: list[list[Any]] = dataclasses.field(default_factory=list)  # Put aside until values above are taken.
     memo: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def push(self, value: Any) -> None:

@@ -3,10 +3,8 @@
 config.json         sizes, ties and lengths, the training's settings, scores, and the sha256 of the next two
 model.safetensors   the parameters, float32, by their paths: "stack.layers.attention.query"
 vocabulary.txt      the tokens by id
-tokenizer.json      a subword vocabulary once more, for other programs; not read here
+tokenizer.json      a subword vocabulary once more, for other programs
 README.md           the model card, which you can edit
-
-Weights and vocabulary are checked against their sha256 when they are read, to find incomplete copies.
 """
 
 import dataclasses
@@ -160,10 +158,7 @@ def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
-    """Reads parameters onto devices by their abstract shardings. Each device reads only its part of each array.
-
-    Raises `CheckpointError` if the leaves belong to another model.
-    """
+    """Reads onto each device its part of each parameter, or raises `CheckpointError` for another model's leaves."""
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
     found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}
     if difference := describe_difference(found, describe_arrays(abstract_params)):

@@ -35,8 +35,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
     """Returns a file's tensors by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
 
-    Raises:
-      CheckpointError: If the file is damaged, has a dtype that numpy lacks, or has another `sha256`.
+    Raises `CheckpointError` if the file is damaged, has a dtype that numpy lacks, or has another `sha256`.
     """
 
     def part(entry: Mapping[str, Any], index: Any) -> np.ndarray:
@@ -72,8 +71,7 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
     """Writes and syncs a file, with one tensor at a time in memory; returns the sha256 of its bytes in hexadecimal.
 
-    Raises:
-      ValueError: If the format has no such dtype, or a leaf reads as another array than it describes.
+    Raises `ValueError` if the format lacks a dtype, or a leaf reads as another array than it describes.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     # Wide dtypes come first, so that every tensor begins at a multiple of its item size.

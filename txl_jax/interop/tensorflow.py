@@ -1,9 +1,8 @@
 """Checkpoints of the authors' TensorFlow release, read with TensorFlow (the extra `tensorflow`).
 
 Each variable becomes the PyTorch release's tensor: matrices are transposed, and the clusters' biases are joined if they
-share one table. The rows of the head's clusters are in order. A cluster as wide as the model may have no projections
-(One Billion Word): it gets identities, which give the same numbers. The optimizer's moments, averages and counters are
-omitted.
+share one table. A cluster as wide as the model without projections (One Billion Word) gets identities. The optimizer's
+moments, averages and counters are omitted.
 """
 
 import contextlib
@@ -56,11 +55,8 @@ _LENGTHS = {"enwik8": (128, 3800, 1000), "text8": (128, 3800, 1000), "wt103": (1
 def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """Opens a checkpoint, by its path without ".index".
 
-    Returns the weights by the PyTorch release's names and in its layouts, the arguments of its MemTransformerLM that
-    names and sizes give, and a line on what is omitted.
-
-    Raises:
-      UserError: If TensorFlow is not installed, the checkpoint is damaged, or a variable is unknown.
+    Returns the PyTorch release's tensors, the arguments of its MemTransformerLM that names and sizes give, and a note
+    on what is omitted. Raises `UserError` if TensorFlow is missing, a checkpoint is damaged, or a variable is unknown.
     """
     variables = _open(prefix)
     kept = {name.removeprefix(_ROOT): leaf for name, leaf in variables.items() if name.startswith(_ROOT)}

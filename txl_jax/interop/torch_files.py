@@ -1,7 +1,6 @@
 """Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
 
-There are two formats: the zip archive of torch 1.6 and later, and the older sequence of pickles followed by the
-storages' bytes, which the published transfo-xl weights have.
+It reads the zip archive of torch 1.6, and the older sequence of pickles and storages of the published weights.
 
     file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
     tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
@@ -101,25 +100,17 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
         raise UserError(f"{path} is not a whole file of torch.save ({error}). Copy or download it again.") from error
 
 
+@dataclasses.dataclass
 class _Reader:
     """Storages and tensors of a file, as its pickle asks for them."""
 
-    def __init__(self, name: str, size: int):
-        self.name, self.size = name, size
-        self.storages: dict[str, _Storage] = {}
-        self.calls: dict[str, Callable[..., Any]] = {
-            "torch._utils._rebuild_tensor": _tensor,
-            "torch._utils._rebuild_tensor_v2": _tensor,
-            "torch._utils._rebuild_parameter": _parameter,
-            "torch._utils._rebuild_parameter_with_state": _parameter,
-            "torch.nn.parameter.Parameter": _parameter,
-            "torch.nn.parameter.Buffer": _parameter,
-            "torch.Size": lambda sizes=(): tuple(sizes),
-        }
+    name: str
+    size: int
+    storages: dict[str, _Storage] = dataclasses.field(default_factory=dict)
 
     def load(self, data: Any, start: int = 0) -> tuple[Any, int]:
         """Reads a pickle that refers to storages; returns its value and the offset after it."""
-        return pickles.load(data, name=self.name, calls=self.calls, persistent=self.persistent, start=start)
+        return pickles.load(data, name=self.name, calls=_CALLS, persistent=self.persistent, start=start)
 
     def persistent(self, key: Any) -> Any:
         """Returns a storage or a module's class, or raises `TensorError` for anything else."""
@@ -149,8 +140,12 @@ def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tens
     return Tensor(storage, begin, shape, strides)
 
 
-def _parameter(data: Any = None, *_: Any) -> Any:
-    return data
+_PARAMETERS = ("_utils._rebuild_parameter", "_utils._rebuild_parameter_with_state", "nn.parameter.Parameter")
+_CALLS: dict[str, Callable[..., Any]] = {
+    **{f"torch.{name}": lambda data=None, *_: data for name in (*_PARAMETERS, "nn.parameter.Buffer")},
+    **{f"torch._utils._rebuild_tensor{version}": _tensor for version in ("", "_v2")},
+    "torch.Size": lambda sizes=(): tuple(sizes),
+}
 
 
 def _read_zip(path: Path, data: mmap.mmap) -> Any:

@@ -133,11 +133,11 @@ def test_mistakes_are_named(without_compilers, flags, expected):
 def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, expected):
     model = ModelConfig(d_model=16, n_head=4, d_head=4, d_inner=32)
     config = ExperimentConfig(model=model, train=TrainConfig(batch_size=rows))
-    found = list(estimate.candidate_meshes(config, count))
+    found = list(estimate.meshes(config, count))
     meshes = [tuple(changes[f"mesh.{axis}"] for axis in ("data", "fsdp", "tensor")) for changes in found]
     assert meshes == [expected] * 2
     assert [changes["model.remat"] for changes in found] == [config.model.remat, Remat.FULL]
-    assert not list(estimate.candidate_meshes(config, 3))
+    assert not list(estimate.meshes(config, 3))
 
 
 @pytest.mark.parametrize(
@@ -155,26 +155,17 @@ def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
 def test_a_name_without_a_size_is_all_sizes_from_small_to_large():
     assert estimate.slices("h200") == ["h200x1", "h200x2", "h200x4", "h200x8"]
     assert [estimate.parse(name).num_devices for name in estimate.slices("v4")] == [4, 8, 16, 32, 64, 128]
-    for name in ("h200x16", "v5e:4x8", "2*v5e:4x8"):
-        assert estimate.slices(name) == [name]
 
 
 @pytest.mark.parametrize(
     ("name", "num_slices", "num_devices"),  # The v3 has two devices per chip.
-    [("h100", 1, 1), ("h100x8", 1, 8), ("h100x24", 1, 24), ("v5e:2x4", 1, 8), ("2*v5e:4x8", 2, 64), ("v3:2x2", 1, 8)],
+    [("h100x1", 1, 1), ("h100x8", 1, 8), ("h100x24", 1, 24), ("v5e:2x4", 1, 8), ("2*v5e:4x8", 2, 64), ("v3:2x2", 1, 8)],
 )
 def test_devices_are_counted(name, num_slices, num_devices):
     found = estimate.parse(name)
-    assert (found.num_slices, found.num_devices) == (num_slices, num_devices)
+    assert (found.num_slices, found.num_devices) == (num_slices, num_devices) and estimate.slices(name) == [name]
 
 
-@pytest.mark.parametrize("chip", estimate.CHIPS.values(), ids=estimate.CHIPS)
-def test_a_device_has_the_figures_of_its_data_sheet(chip):
-    peak = flops.device_peak(chip.kind)
-    assert 4e13 < peak < 2e15 and 1e10 <= chip.memory_bytes < 2e11
-    if chip.gpu:
-        figures = {name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", chip.gpu)}
-        assert 1e10 < figures["memory_bandwidth"] < 1e13
-        # Tensor cores do 16 times the multiply-adds of the other units; of H100 and H200 at a lower clock.
-        others = 2 * figures["core_count"] * figures["fpus_per_core"] * figures["clock_rate_ghz"] * 1e9
-        assert 14 <= peak / others <= 16.5
+def test_every_device_has_a_peak_and_a_memory():
+    for chip in estimate.CHIPS.values():
+        assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, chip.kind

@@ -47,7 +47,9 @@ def segments(tokens: np.ndarray):
 @pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
 def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monkeypatch):
     components = make_components(changes)
-    peer = huggingface.checked_peer(components)
+    peer = huggingface.checked_peer(components)  # With full memories.
+    for use, rows in (("evaluation", tiny.B), ("training", tiny.B), ("generation", 1)):
+        assert [tuple(states.shape) for states in peer._memory[use]] == tiny.N * [(M, rows, tiny.D)]
     assert float(re.search(r"loss: (\S+) nats", capsys.readouterr().out)[1]) < 2e-5
     for name, tokens in (("training", tiny.B * L), ("evaluation", tiny.B * L), ("generation", 1)):
         ours, *_ = speed.tasks(name, components)
@@ -93,18 +95,6 @@ def test_only_training_has_dropout(name):
     inputs, targets = next(segments(tokens))
     np.testing.assert_array_equal(peer.evaluate(inputs, targets), without.evaluate(inputs, targets))
     assert peer.train_step(inputs, targets) != pytest.approx(without.train_step(inputs, targets), rel=1e-4)
-
-
-@HUGGINGFACE
-def test_filled_memories_are_read_by_evaluation_training_and_generation():
-    peer, empty = (make(eval__same_length=False, train__same_length=False) for _ in range(2))
-    peer.fill_memory()
-    inputs, targets = next(segments(tiny.text(T + 1)))
-    assert not np.array_equal(peer.evaluate(inputs, targets), empty.evaluate(inputs, targets))
-    assert peer.train_step(inputs, targets) != empty.train_step(inputs, targets)
-    assert [peer.generate_token(None) for _ in range(20)] != [empty.generate_token(None) for _ in range(20)]
-    for use, rows in (("evaluation", tiny.B), ("generation", 1)):
-        assert [tuple(states.shape) for states in peer._memory[use]] == tiny.N * [(M, rows, tiny.D)]
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import jax
 import pytest
 
 from experiments.bench import timing
@@ -11,7 +10,6 @@ from experiments.bench.timing import Task
 from experiments.paper import table9
 from support import programs, tiny
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
-from txl_jax.runs import build
 
 A, L, S = 9, 5, 8
 CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, clamp_len=4))
@@ -31,40 +29,23 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
     assert window.mesh == ours.mesh == MeshConfig(data=1)
 
 
-def note_calls(monkeypatch, module, maker, note):
-    """Has `note` called with the model and the arguments of each call of a step that `maker` makes."""
-    make = getattr(module, maker)
-
-    def made(model, *settings, **options):
-        step = make(model, *settings, **options)
-
-        def noted(*arguments):
-            note(model, *arguments)
-            return step(*arguments)
-
-        return noted
-
-    monkeypatch.setattr(module, maker, made)
-
-
 @pytest.mark.full
 def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
-    windows, segments, memories = [], [], []
+    windows, ours, make, repeated = [], [], table9.make_window_step, timing.repeated
 
-    def note_window(model, params, inputs, targets):
-        windows.append((inputs.shape, targets.shape, model.config.encoding))
+    def make_noted(model, **options):
+        step = make(model, **options)
+        return lambda params, *texts: windows.append([text.shape for text in texts]) or step(params, *texts)
 
-    def note_segments(model, weights, memory, read):
-        jax.debug.callback(lambda *both: memories.append([each.tolist() for each in both]), memory.valid, read.reset)
-        segments.append((read.inputs.shape, memory.mem_len, model.config.encoding))
+    def note(step, memory, segments):
+        ours.append((memory.valid.tolist(), memory.mem_len, segments.inputs.shape, segments.reset.any()))
+        return repeated(step, memory, segments)
 
-    note_calls(monkeypatch, table9, "make_window_step", note_window)
-    note_calls(monkeypatch, build, "make_eval_step", note_segments)
+    monkeypatch.setattr(table9, "make_window_step", make_noted)
+    monkeypatch.setattr(timing, "repeated", note)
     found = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=2)
-    jax.effects_barrier()
-    assert windows == [((1, A), (1, 1), Encoding.VASWANI)] * 3
-    assert segments == [((S, 1, L), A, Encoding.RELATIVE)]  # Traced once.
-    assert memories == [[[A], [[False]] * S]] * 3  # Full, and no row starts anew.
+    assert windows == [[(1, A), (1, 1)]] * 3
+    assert ours == [([A], A, (S, 1, L), False)]  # A full memory, and no row starts anew.
     assert [len(seconds) for seconds in found] == [2, 2]
 
 
