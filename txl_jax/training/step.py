@@ -78,6 +78,7 @@ class UpdateMetrics(NamedTuple):
     learning_rate: jax.Array
 
 
+# (state, S segments) -> (the state after S updates, their metrics [S]).
 TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
 
@@ -121,6 +122,7 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, memory, average), metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+        """Makes S updates, one per segment."""
         return jax.lax.scan(update, state, segments)
 
     return train_step
