@@ -241,10 +241,8 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             if answer.ok or answer.status_code == requests.codes.not_found:  # Colab's and GKE's servers have none.
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
-    raise UserError(
-        f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason}); set "
-        "TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again"
-    )
+    silent = f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason})"
+    raise UserError(f"{silent}; set TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again")
 
 
 def _redirect_output(*, is_primary: bool) -> None:
