@@ -111,11 +111,11 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     return config_tree.replace(settings, {name: absolute(config_tree.get(settings, name)) for name in paths})
 
 
-Parsed = tuple[list[str], dict[str, str], str | None]  # Of a command line, as the last fields of `cli.Job`.
+Parsed = tuple[list[str], dict[str, str], str | None]  # `words`, `places` and `flagfile` of a `cli.Job`.
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
-    """Parses a command line: (words, places, flagfile), as `cli.Job` describes them.
+    """Parses a command line: (words, places, flagfile) of a `cli.Job`.
 
     Prints a note for each flag that a flagfile behind it overrides. Raises `UserError` for an unknown flag (with the
     nearest names), a value of the wrong kind or a stray word.
