@@ -137,10 +137,10 @@ class Trainer:
             hooks.append(Hook(config.log_every, self._save_on_notice))
         if validation.pending:  # A stop cut the last evaluation short: it is repeated. A first start skips this.
             state, _ = run_hooks(evaluation, step, state, log=log, progress=progress)
-            if not validation.pending:
+            if not self._validation.pending:
                 # Else a kill before the next checkpoint would evaluate, and record, again.
                 run_hooks([save], step, state, log=log, progress=progress)
-            if validation.pending or validation.out_of_patience:
+            if self._validation.pending or validation.out_of_patience:
                 return step, state
         per_call = config.segments_per_call
         with contextlib.ExitStack() as stack:
