@@ -78,9 +78,8 @@ def _parse_member(text: str) -> dict[str, float]:
         try:
             found[name] = int(value) if name == "seed" else float(value)
         except ValueError:
-            raise UserError(
-                f'--ensemble_member is {text!r}; give names with numbers, as "seed=2 optimizer.learning_rate=0.001"'
-            ) from None
+            advice = 'give names with numbers, as "seed=2 optimizer.learning_rate=0.001"'
+            raise UserError(f"--ensemble_member is {text!r}; {advice}") from None
     return found
 
 

@@ -122,9 +122,8 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
             difference = np.abs(one - other).max(initial=0)
             if not difference <= rounding * np.abs(one).max(initial=1):
                 what = jax.tree_util.keystr(path, simple=True, separator=" ")
-                raise CheckpointError(
-                    f"the exported {name} gives another {what} than the model, by {difference:.3g}; nothing is written"
-                )
+                found_other = f"the exported {name} gives another {what} than the model, by {difference:.3g}"
+                raise CheckpointError(f"{found_other}; nothing is written")
             largest = max(largest, float(difference))
     return largest
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from txl_jax import cli
 from txl_jax.cli import setting
+from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.serving.engine import Engine, Limits
@@ -111,10 +112,9 @@ def _bind(host: str, port: int) -> socket.socket:
             on_error.pop_all()
         return found
     except OSError as error:
-        raise UserError(
-            f"--host={host} --port={port} cannot be listened on ({error.strerror}); give another port, as --port=0 for "
-            "a free one, or another address of this machine"
-        ) from None
+        what = f"--host={host} --port={port} cannot be listened on ({error.strerror})"
+        advice = "give another port, as --port=0 for a free one, or another address of this machine"
+        raise UserError(f"{what}; {advice}") from None
 
 
 def _engine(plan: Plan) -> Engine:
@@ -139,11 +139,8 @@ def _check_host(host: str, keys: tuple[str, ...]) -> None:
     is_loopback = host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
         is_loopback |= ipaddress.ip_address(host).is_loopback
-    if not is_loopback and not keys:
-        raise UserError(
-            f"--host is {host}, which other machines can reach, and no key is set; set {_KEYS}=KEY[,KEY..], or leave "
-            "--host out"
-        )
+    reachable = f"--host is {host}, which other machines can reach, and no key is set"
+    require(is_loopback or keys, f"{reachable}; set {_KEYS}=KEY[,KEY..], or leave --host out")
 
 
 if __name__ == "__main__":

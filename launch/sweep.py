@@ -59,6 +59,7 @@ from absl import flags
 
 from txl_jax.cli.program import check_program, config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError
 from txl_jax.runs import records
@@ -81,15 +82,11 @@ _RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic rang
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a sweep.
-
-    Attributes:
-      differs: The settings in which runs differ, by the flag's name.
-    """
+    """One run of a sweep."""
 
     name: str
     folder: str
-    differs: Mapping[str, Any]
+    differs: Mapping[str, Any]  # The settings in which runs differ, by the flag's name.
     command: tuple[str, ...]
     config: ExperimentConfig
 
@@ -185,11 +182,7 @@ class Sweep:
 
 
 def read(path: Path, out: str) -> Sweep:
-    """Reads a file and checks every run as its program would.
-
-    Raises:
-      UserError: If a run would fail, or two runs are the same.
-    """
+    """Reads a file and checks runs as their program would; raises `UserError` if one would fail or two are the same."""
     content = _content(path)
     given = content.get("flagfile", [])
     common = [f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)]
@@ -231,9 +224,8 @@ def _content(path: Path) -> dict[str, Any]:
             near = config_tree.did_you_mean(key, _KEYS)
             raise UserError(f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
     if not any(content.get(key) for key in ("grid", "random", "runs")):
-        raise UserError(
-            f"{path} has no grid, no random ranges and no runs; for one run start python -m experiments.PROGRAM itself"
-        )
+        advice = "for one run start python -m experiments.PROGRAM itself"
+        raise UserError(f"{path} has no grid, no random ranges and no runs; {advice}")
     for key in ("base", "grid", "random", "runs"):
         kind, example = (list, "[[runs]]") if key == "runs" else (dict, f"[{key}]")
         if not isinstance(content.get(key, kind()), kind):
@@ -338,23 +330,16 @@ class _Range(NamedTuple):
 
 
 def drawn(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the settings of each sample, without repetitions.
+    """Returns the settings of each sample of [random], without repetitions; raises `UserError` if it is not valid.
 
     A value depends only on the seed, the number of the sample and the setting: more samples, or another setting, leave
     the values of the others as they were.
-
-    Args:
-      table: [random], with `samples`, `seed` (default 0) and ranges.
-
-    Raises:
-      UserError: If a range or a number is not valid.
     """
     numbers = {"seed": 0} | {name: value for name, value in table.items() if name in ("samples", "seed")}
     for name, least in (("samples", 1), ("seed", 0)):
         if type(value := numbers.get(name)) is not int or value < least:
-            raise UserError(
-                f"random has {name} = {value!r}; give a whole number from {least}. The seeds of the runs go into [grid]"
-            )
+            advice = f"give a whole number from {least}. The seeds of the runs go into [grid]"
+            raise UserError(f"random has {name} = {value!r}; {advice}")
     ranges = _ranges(_flat({name: value for name, value in table.items() if name not in numbers}))
     found: list[dict[str, Any]] = []
     samples, seed = numbers["samples"], numbers["seed"]
@@ -560,10 +545,8 @@ def _do(given: flags.FlagValues, sweep: Sweep, out: str) -> int:
     if given.print:
         print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
         return 0
-    if launcher_flags:
-        raise UserError(
-            "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
-        )
+    without = "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
+    require(not launcher_flags, without)
     if given.dry_run:
         for run in sweep.unfinished:
             print(shlex.join(run.command))

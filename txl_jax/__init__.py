@@ -39,33 +39,24 @@ if TYPE_CHECKING:  # `as`: each is public for type checkers too.
 
     reset_memory = reset
 
-# Module of each public name that is not a setting.
-_PLACES = {
-    "Continuation": "trained_model",
-    "Hook": "training.hooks",
-    "HookContext": "training.hooks",
-    "LanguageModel": "trained_model",
-    "Memory": "memory",
-    "Outcome": "runs.trainer",
-    "SegmentReader": "data.segments",
-    "Segments": "recurrence",
-    "Sink": "runtime.sinks",
-    "Totals": "metrics",
-    "TransformerXL": "modules.transformer_xl",
-    "UserError": "errors",
-    "Visibility": "ops.attention",
-    "attention": "ops.attention",
-    "evaluation_segments": "data.segments",
-    "load": "trained_model",
-    "preset": "config.experiment",
-    "read_corpus": "data.corpus",
-    "reset_memory": "memory",
-    "scan_segments": "recurrence",
-    "sinusoids": "ops.attention",
-    "train": "runs.train",
-    "training_segments": "data.segments",
-    "weighted_sum": "recurrence",
+# The public names that are not settings, by module.
+_MODULES = {
+    "config.experiment": ("preset",),
+    "data.corpus": ("read_corpus",),
+    "data.segments": ("SegmentReader", "evaluation_segments", "training_segments"),
+    "errors": ("UserError",),
+    "memory": ("Memory", "reset_memory"),
+    "metrics": ("Totals",),
+    "modules.transformer_xl": ("TransformerXL",),
+    "ops.attention": ("Visibility", "attention", "sinusoids"),
+    "recurrence": ("Segments", "scan_segments", "weighted_sum"),
+    "runs.train": ("train",),
+    "runs.trainer": ("Outcome",),
+    "runtime.sinks": ("Sink",),
+    "trained_model": ("Continuation", "LanguageModel", "load"),
+    "training.hooks": ("Hook", "HookContext"),
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -114,11 +114,10 @@ class HarnessModel(LM):
 
     def _generation(self, given: dict[str, Any]) -> tuple[GenerateConfig, tuple[str, ...]]:
         """Returns settings and stop strings of a request; without do_sample the text is greedy."""
-        if unknown := set(given) - _GENERATION:
-            raise UserError(
-                f"a task asks for the generation settings {', '.join(sorted(unknown))}; those that can be given are "
-                f"{', '.join(sorted(_GENERATION))}"
-            )
+        if unknown := sorted(set(given) - _GENERATION):
+            known = ", ".join(sorted(_GENERATION))
+            asked = f"a task asks for the generation settings {', '.join(unknown)}"
+            raise UserError(f"{asked}; those that can be given are {known}")
         until = given.get("until") or ()
         stop = (until,) if isinstance(until, str) else tuple(until)
         greedy = not given.get("do_sample", float(given.get("temperature") or 0) > 0)

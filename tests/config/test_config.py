@@ -113,17 +113,13 @@ def test_edges_that_are_allowed():
     config_tree.replace(ExperimentConfig(), adaptive).validate()
 
 
-def test_clusters_must_fit_the_vocabulary():
-    model = ModelConfig(cutoffs=(10, 20))
-    model.validate_vocabulary(21)
-    with pytest.raises(UserError, match=r"cutoffs\D*\b10,20\b\D*\b20\b"):
-        model.validate_vocabulary(20)
-
-
-def test_widths_of_clusters():
+def test_clusters_have_their_widths_and_must_fit_the_vocabulary():
     model = ModelConfig(d_model=32, d_embed=20, cutoffs=(10, 20), div_val=4)
     assert (model.n_cluster, [model.cluster_width(c) for c in range(3)]) == (3, [20, 5, 1])
     assert ModelConfig(d_model=32).embed_width == 32
+    model.validate_vocabulary(21)
+    with pytest.raises(UserError, match=r"cutoffs\D*\b10,20\b\D*\b20\b"):
+        model.validate_vocabulary(20)
 
 
 def test_windows_of_keys():

@@ -124,26 +124,19 @@ def test_distances_are_clamped_to_the_table():
         ModelConfig(encoding=Encoding.SHAW).clamp(5)
 
 
-def test_files_are_marked_as_paths():
-    paths = {name for name, leaf in LEAVES.items() if leaf.setting.path}
+def marked(mark):
+    return {name for name, leaf in LEAVES.items() if getattr(leaf.setting, mark)}
+
+
+def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
+    """Only those that leave the trajectory alone. Other weights are another run; a text is compared by its digest."""
     texts = {f"data.{name}" for name in ("file", "train", "valid", "test", "tokenizer.vocab_file", "tokenizer.hf_file")}
-    assert paths == texts | {"generate.prompt_file", "init_from"}
-    # Other weights are another run, wherever they are; a text is compared by its digest.
-    assert texts <= {name for name, leaf in LEAVES.items() if leaf.setting.free_on_resume}
-
-
-def test_a_resumed_run_may_change_what_leaves_the_trajectory_alone():
-    free = {name for name, leaf in LEAVES.items() if leaf.setting.free_on_resume}
-    for group in ("mesh", "eval", "generate"):
-        assert {name for name in LEAVES if name.startswith(f"{group}.")} <= free
+    assert marked("path") == texts | {"generate.prompt_file", "init_from"}
     names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
-    assert {name for name in free if name.startswith("train.")} == {f"train.{name}" for name in names}
-    assert {name for name in free if name.startswith("model.")} == {"model.attention"}
-    for group in ("model.compat", "optimizer", "regularization", "average"):
-        assert not any(name.startswith(f"{group}.") for name in free)
+    groups = {name for name in LEAVES if name.startswith(("mesh.", "eval.", "generate."))}
+    assert marked("free_on_resume") == texts | groups | {f"train.{name}" for name in names} | {"model.attention"}
 
 
 def test_a_trained_run_keeps_what_makes_its_token_ids():
-    shaping = {name for name, leaf in LEAVES.items() if leaf.setting.shapes_tokens}
     names = ("kind", "newlines", "line_mark", "min_count", "vocab_size")
-    assert shaping == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}
+    assert marked("shapes_tokens") == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}

@@ -16,6 +16,7 @@ import pytest
 
 from support import drawn_run, hf_tokenizers, miniature, runs
 from support.cases import nightly_but
+from txl_jax.cli.flag_tree import SettingParser
 from txl_jax.config import (
     CorpusName,
     DataConfig,
@@ -189,62 +190,45 @@ PROBES = {probe.__name__: probe for probe in (*PROBES, prompt, text)}
 # The settings
 
 
-def shows(probe, group, **values):
-    """Settings of a group with the probe in which they must show."""
-    return {f"{group}.{name}": (probe, value) for name, value in values.items()}
-
-
-# Where each setting must show, and its second value.
-SECOND = {
-    "seed": ("init", 5),
-    "init_from": ("first_weights", "weights"),
-    "init_vocabulary": ("first_weights", "kept"),
-    **shows("train_step", "model", network="lstm", n_layer=3, d_model=14, n_head=3, d_head=6, d_inner=15, d_embed=20),
-    **shows("train_step", "model", encoding="vaswani", num_positions=20, untie_r=True, tie_positions=True),
-    **shows("train_step", "model", tie_weight=False, cutoffs=(90, 200), div_val=1, tie_projs=(False, False, True)),
-    **shows("train_step", "model", layer_norm="post", attention="tiled", dtype="bfloat16"),
-    **shows("train_step", "model.dropout", rate=0.2, attention=0.3, input=0.3, output=0.3, qkv=0.3, embedding=0.3),
-    **shows("train_step", "model.dropout", locked=True),
-    **shows("init", "model", init_std=0.03, projection_init_std=0.03),
-    **shows("train_step", "model", remat="full"),
-    **shows("train_step", "model.compat", memory_start="zeros"),
-    **shows("train_step", "model.compat", same_length_window="mem_len_plus_one", layer_norm_eps=1e-12),
-    **shows("train_step", "model.compat", shaw_terms="original", final_norm=False),
-    **shows("corpus", "data", corpus="python_stdlib", file="other.txt", heldout="published"),
-    **shows("corpus", "data", train=("other.txt",), valid=("other.txt",), test=("other.txt",)),
-    **shows("corpus", "data.tokenizer", kind="word", newlines="drop", line_mark="s"),
-    **shows(
-        "corpus", "data.tokenizer", min_count=200, vocab_file="prompt.txt", hf_file="tokenizer.json", vocab_size=300
-    ),
-    **shows("end_token", "data", reset_at="\\n"),
-    **shows("epochs", "data", order="sentences", roll="rows"),
-    **shows("train_step", "optimizer", name="lion", schedule_offset="original", min_lr_ratio=0.1),
-    **shows("train_step", "optimizer", learning_rate=1e-3, warmup_steps=3, adam_b2=0.9, adam_eps=1e-6),
-    **shows(
-        "train_step", "optimizer", clip_norm=1.0, decay_steps=6, l2=0.1, weight_decay=0.1, embedding_lr_multiplier=2.0
-    ),
-    **shows("devices", "mesh", data=2, fsdp=2, tensor=2),
-    **shows(
-        "train_step", "train", steps=10, grad_accum_steps=2, mem_len=6, clamp_len=3, same_length=False, loss="half"
-    ),
-    **shows("batch", "train", batch_size=3, segment_len=8, segments_per_call=4),
-    **shows("epochs", "train", stride=3),
-    **shows("files", "train", log_every=2, eval_every=2, checkpoint_every=2, keep_checkpoints=1, patience=1),
-    **shows("train_step", "regularization", activation_l2=0.1, temporal_l2=0.1),
-    **shows("train_step", "average", start_step=3, ema_decay=0.9),
-    **shows("files", "average", nt_asgd_patience=1),
-    **shows("train_step", "average", lr_scale=0.5),
-    **shows("batch", "eval", batch_size=3, segment_len=5),
-    **shows(
-        "eval_step", "eval", mem_len=8, clamp_len=5, same_length=False, cache_dtype="bfloat16", weight_dtype="int8"
-    ),
-    **shows("eval_step", "eval", temperature=1.1),
-    **shows("files", "eval", stride=2, warmup_tokens=4, valid_tokens=20),
-    **shows("scored", "eval", average_checkpoints=2),
-    **shows("prompt", "generate", prompt="one", prompt_file="prompt.txt"),
-    # "Q" is the second token of the text.
-    **shows("text", "generate", length=5, stop="Q", samples=3, temperature=0.1, top_k=2, top_p=0.05, seed=3),
-}
+# Lines of a probe, a group, and second values of its settings, written like flags, that must show in the probe.
+VALUES = r"""
+init - seed=5
+init model init_std=0.03 projection_init_std=0.03
+first_weights - init_from=weights init_vocabulary=kept
+train_step model network=lstm n_layer=3 d_model=14 n_head=3 d_head=6 d_inner=15 d_embed=20 layer_norm=post
+train_step model encoding=vaswani num_positions=20 untie_r=true tie_positions=true tie_weight=false
+train_step model cutoffs=90,200 div_val=1 tie_projs=false,false,true attention=tiled dtype=bfloat16 remat=full
+train_step model.dropout rate=0.2 attention=0.3 input=0.3 output=0.3 qkv=0.3 embedding=0.3 locked=true
+train_step model.compat memory_start=zeros same_length_window=mem_len_plus_one layer_norm_eps=1e-12
+train_step model.compat shaw_terms=original final_norm=false
+corpus data corpus=python_stdlib file=other.txt heldout=published train=other.txt valid=other.txt test=other.txt
+corpus data.tokenizer kind=word newlines=drop line_mark=s min_count=200 vocab_file=prompt.txt
+corpus data.tokenizer hf_file=tokenizer.json vocab_size=300
+end_token data reset_at=\n
+epochs data order=sentences roll=rows
+train_step optimizer name=lion schedule_offset=original min_lr_ratio=0.1 learning_rate=1e-3 warmup_steps=3 adam_b2=0.9
+train_step optimizer adam_eps=1e-6 clip_norm=1.0 decay_steps=6 l2=0.1 weight_decay=0.1 embedding_lr_multiplier=2.0
+devices mesh data=2 fsdp=2 tensor=2
+train_step train steps=10 grad_accum_steps=2 mem_len=6 clamp_len=3 same_length=false loss=half
+batch train batch_size=3 segment_len=8 segments_per_call=4
+epochs train stride=3
+files train log_every=2 eval_every=2 checkpoint_every=2 keep_checkpoints=1 patience=1
+train_step regularization activation_l2=0.1 temporal_l2=0.1
+train_step average start_step=3 ema_decay=0.9 lr_scale=0.5
+files average nt_asgd_patience=1
+batch eval batch_size=3 segment_len=5
+eval_step eval mem_len=8 clamp_len=5 same_length=false cache_dtype=bfloat16 weight_dtype=int8 temperature=1.1
+files eval stride=2 warmup_tokens=4 valid_tokens=20
+scored eval average_checkpoints=2
+prompt generate prompt=one prompt_file=prompt.txt
+text generate length=5 stop=Q samples=3 temperature=0.1 top_k=2 top_p=0.05 seed=3
+"""
+LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
+SECOND = {}  # Probe and second value by the name of a setting. "Q" is the second token of the text.
+for probe_name, group, *words in map(str.split, VALUES.strip().splitlines()):
+    for name, value in (word.split("=") for word in words):
+        full = f"{group}.{name}".removeprefix("-.")
+        SECOND[full] = probe_name, SettingParser(LEAVES[full].type).parse(value)
 
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
@@ -292,7 +276,7 @@ def texts(tmp_path, monkeypatch):
 
 
 def test_the_table_names_every_setting():
-    assert set(SECOND) == {leaf.name for leaf in config_tree.leaves(ExperimentConfig)}
+    assert SECOND.keys() == LEAVES.keys()
 
 
 # Probes that read no file run once per config: many settings are compared with the same first one.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, config_tree
-from txl_jax.config.config_tree import FieldType, Leaf, did_you_mean, format_value
+from txl_jax.config.config_tree import FieldType, Leaf, did_you_mean, format_value, require
 from txl_jax.config.experiment import REMOVED, REMOVED_ADVICE, apply_preset, preset, preset_names
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
@@ -69,22 +69,20 @@ def given(flag_values: flags.FlagValues = FLAGS, cls: type = ExperimentConfig) -
 
 
 def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """Returns `base` with the preset and the settings that were given, what follows from them, and absolute paths.
-
-    Raises `UserError` if no installed package opens a URL.
-    """
+    """Returns `base` with the preset and the settings that were given, what follows from them, and absolute paths."""
     if compat := flag_values["compat"].value:
         base = apply_preset(base, compat)
-    chosen = given(flag_values)
+    chosen = given(flag_values)  # Of each flag the last value: one after --flagfile wins over the file's.
     return _with_absolute_paths(config_tree.replace(_for_other_text(base, chosen), chosen).resolved())
 
 
 def build_plan(plan: type[Settings]) -> Settings:
-    """Returns a program's plan with the settings that were given; raises `UserError` as `build`, or for one missing."""
+    """Returns a program's plan with the settings that were given; raises `UserError` for one that is missing."""
     found = given(cls=plan)
     for leaf in setting_leaves(plan):
-        if leaf.setting.required and not found.get(leaf.name):
-            raise UserError(f"no {flag_name(leaf)} was given; give --{flag_name(leaf)}=... ({leaf.setting.help})")
+        missing = leaf.setting.required and not found.get(leaf.name)
+        name = flag_name(leaf)
+        require(not missing, f"no {name} was given; give --{name}=... ({leaf.setting.help})")
     return _with_absolute_paths(plan(**found))
 
 
@@ -113,18 +111,14 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     return config_tree.replace(settings, {name: absolute(config_tree.get(settings, name)) for name in paths})
 
 
-class Parsed(NamedTuple):
-    """A command line."""
-
-    words: list[str]  # The words that are not flags.
-    places: dict[str, str]  # Where each flag was set: "" for the command line, else "FILE, line N: ".
-    flagfile: str | None  # The name of the last flagfile, without directory and suffix, if any.
+Parsed = tuple[list[str], dict[str, str], str | None]  # `words`, `places` and `flagfile` of a `cli.Job`.
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
-    """Parses a command line. Prints a note for each of its flags that a flagfile behind it overrides.
+    """Parses a command line: (words, places, flagfile) of a `cli.Job`.
 
-    Raises `UserError` for an unknown flag (with the nearest names), a value of the wrong kind or a stray word.
+    Prints a note for each flag that a flagfile behind it overrides. Raises `UserError` for an unknown flag (with the
+    nearest names), a value of the wrong kind or a stray word.
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))
@@ -149,7 +143,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_w
     if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
     files = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
-    return Parsed(rest[1:], places, Path(files[-1]).stem if files else None)
+    return rest[1:], places, Path(files[-1]).stem if files else None
 
 
 class _Word(NamedTuple):
@@ -183,8 +177,7 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
         if (path := next(filter(Path.is_file, paths), None)) is None:
             yield from _preset_words(name, word.where)
             continue
-        if path in inside:
-            raise UserError(f"{word.where}the flagfile {path} includes itself; remove the line")
+        require(path not in inside, f"{word.where}the flagfile {path} includes itself; remove the line")
         try:
             lines = enumerate(path.read_text().splitlines(), start=1)
         except (OSError, UnicodeDecodeError) as error:
@@ -196,11 +189,9 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
     """Yields what a preset changes as flags; raises `UserError`, with all names, if the name is unknown."""
-    if name not in (known := preset_names()):
-        raise UserError(
-            f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
-            f"{did_you_mean(name, known)}"
-        )
+    known = preset_names()
+    missing = f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
+    require(name in known, f"{missing}{did_you_mean(name, known)}")
     config = preset(name)
     compat = next(  # Its settings have no flags of their own.
         each

@@ -1,8 +1,6 @@
 """The text of `--help`: the flags in groups, without those that a program does not read."""
 
 import shutil
-import signal
-import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
@@ -19,22 +17,10 @@ _GROUPS = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "c
 _GROUPS |= dict.fromkeys(other_hosts.FLAG_NAMES, _HOSTS)
 
 
-def print_help(
-    groups: Collection[str] | None, flag_values: flags.FlagValues, *, note: str, required: Collection[str]
-) -> None:
-    """Prints the docstring of the program and its flags; the arguments are as for `help_text`."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
-    own = [name for name in flag_values if "txl_jax.cli" in str(flag_values.find_module_defining_flag(name))]
-    print(sys.modules["__main__"].__doc__ or "")
-    print(help_text(own, groups, flag_values, note=note, required=required))
-
-
 def help_text(
     own: Sequence[str],
     groups: Collection[str] | None,
     flag_values: flags.FlagValues,
-    *,
     note: str = "",
     required: Collection[str] = (),
 ) -> str:

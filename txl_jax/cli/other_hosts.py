@@ -19,6 +19,7 @@ import requests
 from absl import flags
 
 from txl_jax.config import config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 
@@ -70,16 +71,13 @@ def environment() -> dict[str, str]:
 def join(found: Several) -> None:
     """Joins the other processes, before JAX touches a device; raises `ConnectionError` if they do not all connect.
 
-    The standard output of all but the first is dropped, and so is the output of libraries (Gloo prints each
-    connection).
+    Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
     """
     global _number
     _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
     # JAX aborts a process that waits in vain, without an exception.
-    line = (
-        f"waiting for {found.num_processes} processes, announced by {found.source}; start the same command on every "
-        f"host (this ends after {START_SECONDS} s)"
-    )
+    waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
+    line = f"{waiting}; start the same command on every host (this ends after {START_SECONDS} s)"
     note = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     note.daemon = True
     note.start()
@@ -118,8 +116,8 @@ def check_same(plan: Any) -> None:
 def leave(code: int, *, together: bool) -> int:
     """Ends this process if it is one of several; returns the exit code if it is not, or if all end `together`.
 
-    Otherwise this one leaves at once, so that the others find it gone: an orderly end would wait for them, and they for
-    this one. If another process is lost, the error is raised unless the code says that one was printed.
+    Otherwise it leaves at once, so that the others find it gone: an orderly end would wait for them, and they for it.
+    If another process is lost, the error is raised unless the code says that one was printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,9 +151,8 @@ def lost_another(error: BaseException) -> bool:
         origin = origin.__cause__
     if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):
         return False
-    if isinstance(error, OSError) or isinstance(origin, OSError):
-        return False
-    return any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
+    of_file = isinstance(error, OSError) or isinstance(origin, OSError)
+    return not of_file and any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
 
 
 def announced(environment: Mapping[str, str]) -> Several | None:
@@ -170,18 +167,15 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     missing = [f"--{name} (or {variable})" for name, variable in _VARIABLES.items() if not environment.get(variable)]
     if len(missing) == len(_VARIABLES):
         return None
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)} missing, of the three flags or variables that announce processes; give all or "
-            "none"
-        )
+    announcing = "of the three flags or variables that announce processes"
+    require(not missing, f"{' and '.join(missing)} missing, {announcing}; give all or none")
     coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
     are_numbers = count.isdecimal() and number.isdecimal()
-    if not (are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator)):
-        raise UserError(
-            f"the coordinator must be HOST:PORT of process 0, as 10.0.0.1:1234, and process_id a number from 0 to "
-            f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}"
-        )
+    require(
+        are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator),
+        f"the coordinator must be HOST:PORT of process 0, as 10.0.0.1:1234, and process_id a number from 0 to "
+        f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}",
+    )
     if int(count) == 1:
         return None
     arguments = {"coordinator_address": coordinator, "num_processes": int(count), "process_id": int(number)}
@@ -230,7 +224,7 @@ def _has_tpu() -> bool:
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
     """Returns an attribute from a Cloud TPU machine's metadata server, or an empty text if it has no such attribute.
 
-    It raises `UserError` if the server does not answer: taken for one host, each host of a slice would wait for others.
+    Raises `UserError` if the server does not answer: taken for one host, each host of a slice would wait for others.
     """
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
@@ -245,10 +239,8 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             if answer.ok or answer.status_code == requests.codes.not_found:  # Colab's and GKE's servers have none.
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
-    raise UserError(
-        f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason}); set "
-        "TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again"
-    )
+    silent = f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason})"
+    raise UserError(f"{silent}; set TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again")
 
 
 def _redirect_output(*, is_primary: bool) -> None:

@@ -21,7 +21,7 @@ from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
-from txl_jax.config.config_tree import Config, setting
+from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.published import check_file, default_data, program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
@@ -102,9 +102,9 @@ class WatchPlan(Plan):
 
     def watch(self, run: Run) -> dict[str, Any]:
         """Returns the arguments `sinks` and `profile_steps` of training; raises `UserError` if they cannot be used."""
-        if len(self.profile_steps) not in (0, 2):
-            given = config_tree.format_value(self.profile_steps)
-            raise UserError(f"--profile_steps is {given}; give the first and the last update, as 10,15")
+        given = config_tree.format_value(self.profile_steps)
+        advice = "give the first and the last update, as 10,15"
+        require(len(self.profile_steps) in (0, 2), f"--profile_steps is {given}; {advice}")
         sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
         return {"sinks": sinks, "profile_steps": self.profile_steps or None}
 
@@ -138,12 +138,7 @@ class TrainPlan(WatchPlan, TextPlan):
 
 
 def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] | None = None) -> NoReturn:
-    """Runs a corpus's program, the whole of `python -m experiments.NAME`, and exits.
-
-    Args:
-      defaults: The config that the flags change.
-      aliases: Short names of flags, and their full names.
-    """
+    """Runs a corpus's program, with the arguments of `main`, and exits."""
     main(_train, TrainPlan, config=defaults, groups=None, hosts="join", aliases=aliases)
 
 
@@ -151,12 +146,15 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     """Trains a run to the end, or until a signal; other modes read a trained one."""
     if plan.mode is not Mode.TRAIN or plan.input is not None:
         return _use_trained(plan, job)
-    if plan.ensemble_member is not None:
-        raise UserError(
-            f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of "
-            "its own with python -m experiments.ensemble --mode=split"
-        )
-    with Run.open(plan.workdir or _default_workdir(job)) as run:
+    require(
+        plan.ensemble_member is None,
+        f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of its "
+        "own with python -m experiments.ensemble --mode=split",
+    )
+    if (workdir := plan.workdir) is None:
+        workdir = os.path.abspath(os.path.join("runs", job.flagfile or str(job.config().data.corpus)))
+        print(f"workdir   {workdir}; --workdir=PATH gives another", flush=True)
+    with Run.open(workdir) as run:
         watched = plan.watch(run)
         config = job.config(run)
         check_program(job.defaults, config)
@@ -202,11 +200,9 @@ def main(
     with guarded():
         several = None if hosts == "each" else other_hosts.announced(other_hosts.environment())
         if several:  # One process by itself skips this.
-            if hosts == "alone":
-                raise UserError(
-                    f"this program works on one host by itself, and {several.num_processes} processes were announced "
-                    f"by {several.source}; start it once, outside of them"
-                )
+            found = f"{several.num_processes} processes were announced by {several.source}"
+            advice = "start it once, outside of them"
+            require(hosts == "join", f"this program works on one host by itself, and {found}; {advice}")
             other_hosts.join(several)
         act_on_notices()  # Of machines on Google Cloud, else nothing.
         made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))  # With one process `build_plan(plan)`.
@@ -230,9 +226,12 @@ def main(
 def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
     """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0."""
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+        own = [name for name in FLAGS if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name))]
         required = [flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required]
-        note = _TRAINED if issubclass(plan, TrainedRun) else ""
-        help.print_help(None if "--helpfull" in asked else groups, FLAGS, note=note, required=required)
+        note, groups = _TRAINED if issubclass(plan, TrainedRun) else "", None if "--helpfull" in asked else groups
+        print(sys.modules["__main__"].__doc__ or "", help.help_text(own, groups, FLAGS, note, required), sep="\n")
         sys.exit(0)
     try:
         return flag_tree.parse(sys.argv, takes_words=takes_words)
@@ -248,8 +247,8 @@ class Job:
     plan: Any
     defaults: ExperimentConfig  # The config that the flags change.
     words: list[str]  # The words that are not flags.
-    places: Mapping[str, str]  # Where each flag was set: "" for the command line, else the flagfile and the line.
-    flagfile: str | None  # The name of the last flagfile, if any.
+    places: Mapping[str, str]  # Where each flag was set: "" for the command line, else "FILE, line N: ".
+    flagfile: str | None  # The name of the last flagfile, without directory and suffix, if any.
     # A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
 
@@ -284,11 +283,8 @@ class Job:
                 for leaf, old, new in config_tree.differences(trained.config, config)
                 if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume) or leaf.setting.shapes_tokens
             ]
-            if refused:
-                raise UserError(
-                    f"the run in {trained.path} was trained with another model or other tokens: {'; '.join(refused)}; "
-                    "leave these flags out"
-                )
+            other = f"the run in {trained.path} was trained with another model or other tokens"
+            require(not refused, f"{other}: {'; '.join(refused)}; leave these flags out")
             return config
 
         return distributed.run_on_all(over_trained)
@@ -306,10 +302,7 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
-        """Reads the text of a config, for a trained run in its vocabulary and by default from its folders.
-
-        For a run to train, the vocabulary may be that of the model that it begins with.
-        """
+        """Reads the text of a config: for a trained run in its vocabulary and by default from its folders."""
         folders, vocabulary = (self.plan.data_dir, self.plan.cache_dir), None
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
@@ -338,11 +331,9 @@ def config_of_words(
 def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     """Raises `UserError` if the flags ask for the corpus of another program."""
     own, asked = defaults.data.corpus, config.data.corpus
-    if program_of(asked) != program_of(own):
-        raise UserError(
-            f"data.corpus is {asked} and this is the program of {own}; run python -m experiments.{program_of(asked)}, "
-            f"or take a flagfile of {own}"
-        )
+    advice = f"run python -m experiments.{program_of(asked)}, or take a flagfile of {own}"
+    found = f"data.corpus is {asked} and this is the program of {own}"
+    require(program_of(asked) == program_of(own), f"{found}; {advice}")
 
 
 def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValues) -> ExperimentConfig:
@@ -357,24 +348,17 @@ def _config(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Ex
     return config
 
 
-def _default_workdir(job: Job) -> str:
-    """Returns the folder of a run that nobody named, and prints it."""
-    workdir = os.path.abspath(os.path.join("runs", job.flagfile or str(job.config().data.corpus)))
-    print(f"workdir   {workdir}; --workdir=PATH gives another", flush=True)
-    return workdir
-
-
 def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     """Scores or samples with a trained run."""
     if (workdir := plan.workdir) is None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
         return _score_input(plan, job, workdir)
-    if distributed.broadcast_from_primary(lambda: is_portable(workdir)):
-        raise UserError(
-            f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, "
-            "begin a run with --init_from, or use experiments.serve or txl_jax.load"
-        )
+    require(
+        not distributed.broadcast_from_primary(lambda: is_portable(workdir)),
+        f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, begin a "
+        "run with --init_from, or use experiments.serve or txl_jax.load",
+    )
     run = Run.read(workdir, member=plan.ensemble_member)
     config, own = job.config_of(run), job.defaults.data.corpus
     if program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
@@ -393,10 +377,10 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     """Scores the documents of a file; only records go to standard output."""
     assert plan.input is not None
-    if plan.mode is not Mode.SCORE:
-        raise UserError(f"--input is given and --mode is {plan.mode}; only --mode=score reads an input")
-    if distributed.is_multiprocess():
-        raise UserError("--input is given and there are several processes; score an input with one")
+    wrong_mode = f"--input is given and --mode is {plan.mode}; only --mode=score reads an input"
+    require(plan.mode is Mode.SCORE, wrong_mode)
+    alone = "--input is given and there are several processes; score an input with one"
+    require(not distributed.is_multiprocess(), alone)
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:
 
@@ -468,10 +452,9 @@ def fail(error: BaseException | str) -> None:
 def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:
     """Turns JAX's compilation cache on: a program that was compiled once is read from disk at the next start.
 
-    `given` is the directory, or "off". None means `compilation` in the directory of prepared text, `cache_dir` or else
-    `prepared` in `data_dir`, unless the environment names one (JAX_COMPILATION_CACHE_DIR) or there are several
-    processes: only process 0 writes there, and on GPUs the others would wait forever for its part of the autotuning if
-    they did not see it. A cache that cannot be used never ends a run.
+    `given` is the directory, or "off". None means `compilation` in the directory of prepared text, unless the
+    environment names one (JAX_COMPILATION_CACHE_DIR) or there are several processes: only process 0 writes there, and
+    on GPUs the others would wait forever for its part of the autotuning. A cache that cannot be used never ends a run.
     """
     folder = given
     if given is None and jax.config.values["jax_compilation_cache_dir"] is None and not distributed.is_multiprocess():

@@ -47,12 +47,10 @@ class Setting:
             ("at most", self.at_most, operator.le),
             ("below", self.below, operator.lt),
         ]
-        found = [(word, bound, holds(value, bound)) for word, bound, holds in bounds if bound is not None]
-        return (
-            ""
-            if all(is_held for *_, is_held in found)
-            else " and ".join(f"{word} {bound:g}" for word, bound, _ in found)
-        )
+        given = [(word, bound, holds) for word, bound, holds in bounds if bound is not None]
+        if all(holds(value, bound) for _, bound, holds in given):
+            return ""
+        return " and ".join(f"{word} {bound:g}" for word, bound, _ in given)
 
 
 def setting(default: Any, help: str, **properties: Any) -> Any:
@@ -85,23 +83,19 @@ class FieldType(NamedTuple):
     def convert(self, name: str, value: Any) -> Any:
         """Returns a value of this type: a string becomes the enum member that it names, an int a float.
 
-        Raises:
-          UserError: If the value has another type, or the enum has no such member.
+        Raises `UserError` if the value has another type, or the enum has no such member.
         """
         if value is None and self.is_optional:
             return None
         if self.is_list:
-            if not isinstance(value, list | tuple):
-                raise UserError(f"{name} is {value!r}; it must be a list")
+            require(isinstance(value, list | tuple), f"{name} is {value!r}; it must be a list")
             return tuple(FieldType(self.kind).convert(name, entry) for entry in value)
         if issubclass(self.kind, enum.Enum):
-            if value not in list(self.kind):
-                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(self.kind)}")
+            require(value in list(self.kind), f"{name} is {value!r}; it must be one of {', '.join(self.kind)}")
             return self.kind(value)
         if self.kind is float and type(value) is int:
             return float(value)
-        if type(value) is not self.kind:
-            raise UserError(f"{name} is {value!r}; it must be of type {self.kind.__name__}")
+        require(type(value) is self.kind, f"{name} is {value!r}; it must be of type {self.kind.__name__}")
         return value
 
 
@@ -217,8 +211,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
     """Inverts `to_dict`; settings without a value have their defaults.
 
-    Raises:
-      UserError: If no setting has one of the names (with the nearest ones), or a value has another type.
+    Raises `UserError` if no setting has one of the names (with the nearest ones), or a value has another type.
     """
     known = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:

@@ -152,8 +152,7 @@ class ExperimentConfig(Config):
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
     """Returns the config that `to_dict` turned into a dictionary, in this version or an earlier one.
 
-    Raises:
-      UserError: If a setting is unknown (with the nearest names) or has been removed, or a value has another type.
+    Raises `UserError` if a setting is unknown (with the nearest names) or was removed, or a value has another type.
     """
     values = {re.sub(r"^compat\.", "model.compat.", name): value for name, value in values.items()}  # Of older records.
     if values.get("data.reset_at") is not None:

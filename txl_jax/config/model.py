@@ -239,10 +239,8 @@ class ModelConfig(Config, prefix="model."):
     def table_size(self) -> int:
         """Entries in the table of a learned encoding: `num_positions`. Raises `UserError` if it is None."""
         if self.num_positions is None:
-            raise UserError(
-                f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size; give "
-                "it, or take the config of ExperimentConfig.resolved()"
-            )
+            missing = f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size"
+            raise UserError(f"{missing}; give it, or take the config of ExperimentConfig.resolved()")
         return self.num_positions
 
     def clamp(self, clamp_len: int | None) -> int | None:

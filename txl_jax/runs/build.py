@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -345,11 +344,6 @@ class Built:
         """Returns the generator of a model that can generate; `weights` are prepared parameters."""
         return Generator(weights, self.config.eval, mesh=self.mesh)
 
-    @property
-    def memory_dtype(self) -> jnp.dtype:
-        """Type of keys and values in a KV cache."""
-        return jnp.dtype(self.config.eval.cache_dtype or self.config.model.dtype)
-
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
@@ -365,12 +359,8 @@ def build(
 ) -> Built:
     """Builds what a config describes; raises `UserError` if settings do not fit each other, V or the devices.
 
-    Args:
-      config: The settings.
-      vocab_size: V.
-      end_token: Id of the token that `data.reset_at` names.
-      mesh: The devices, or None for the mesh of the config.
-      recorded: The implementations of attention of an earlier start, chosen again where they can serve.
+    `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
+    implementations of attention of an earlier start, chosen again where they can serve.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
@@ -393,6 +383,7 @@ def build(
         model = RecurrentModel(config.model, vocab_size)
     else:
         path = str(config.model.attention)
+        # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes, the reference.
         before = recorded or Implementations(path, path)
         attention = AttentionChoice(
             _choose(before.training, path, training_problem(config, mesh)),

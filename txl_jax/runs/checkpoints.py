@@ -21,18 +21,19 @@ class RunCheckpoints:
 
     Attributes:
       saved_step: The last step that was saved or restored, or None before the first.
+      best: The checkpoints of each member's best parameters. `save_best` writes them.
     """
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         self.saved_step: int | None = None
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
-        self._best = [Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels]
+        self.best = [Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            for checkpointer in [self._latest, *self._best]:
+            for checkpointer in [self._latest, *self.best]:
                 # A run that was killed after its last save will save no more, and so would never sweep.
                 stack.enter_context(checkpointer).sweep()
             self._stack = stack.pop_all()
@@ -57,19 +58,7 @@ class RunCheckpoints:
     def save_best(self, index: int, step: int, params: Any, notes: dict[str, Any]) -> None:
         """Starts writing the best parameters of a member."""
         distributed.run_on_all(self._confirm)
-        self._best[index].save(step, {"params": params}, notes)
-
-    def best_notes(self, index: int) -> dict[str, Any] | None:
-        """Reads the notes of a member's best parameters, or None before they are saved. One process may call it alone.
-
-        Raises `CheckpointError` if they cannot be read.
-        """
-        return self._best[index].notes()
-
-    def restore_best(self, index: int, abstract_params: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Restores the best parameters of a member and their notes, or None; otherwise as `best_notes`."""
-        restored = self._best[index].restore({"params": abstract_params})
-        return None if restored is None else (restored[1]["params"], restored[2])
+        self.best[index].save(step, {"params": params}, notes)
 
     def wait(self) -> None:
         """Returns once everything is on disk."""
@@ -78,5 +67,5 @@ class RunCheckpoints:
 
     def wait_for_best(self) -> None:
         """Returns once the best parameters of all members are on disk."""
-        for best in self._best:
+        for best in self.best:
             distributed.run_on_all(best.wait)

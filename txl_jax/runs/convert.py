@@ -71,7 +71,7 @@ def convert(
     """Converts weights and verifies the result: reads it back, and compares tensors and losses.
 
     One array at a time is in memory while files are written, and the parameters once while losses are computed. The
-    directory appears under its name when it has been verified. After an error nothing of it remains.
+    directory gets its name once it is verified. After an error nothing of it remains.
 
     Args:
       source: A run's workdir, a portable checkpoint, or a file or directory of another implementation.

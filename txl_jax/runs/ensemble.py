@@ -85,8 +85,7 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
     for name in sorted({name for member in members for name in member}):
         there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
         require(name in ensemble_step.VARYING, f"members cannot differ in {name}, which is none of {there}")
-    patience = base.train.patience
-    require(not patience, f"train.patience is {patience}, and members are trained to the same end; leave it out")
+    base.expect(not base.train.patience, "train.patience", "members are trained to the same end, so leave it out")
     names = [member_name(in_order(member)) for member in members]
     configs = [config_tree.replace(base, dict(member)) for member in members]
     alike = any(config in configs[:i] for i, config in enumerate(configs))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
-from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
@@ -62,21 +61,12 @@ def generate_text(
 
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` if the model cannot generate token by token."""
-    model, lengths = config.model, config.eval
-    require(
-        model.network is Network.TRANSFORMER_XL,
-        f"model.network is {model.network}, which can be scored and does not generate text",
-    )
-    require(
-        encoding_of(model).generates_by_token,
-        f"model.encoding is {model.encoding}, whose positions count within a segment; only models with relative "
-        "positions generate text",
-    )
-    require(
-        lengths.mem_len,
-        "eval.mem_len is 0, so that each token would see only the one before it; give a memory with --eval.mem_len, "
-        f"and no stride (eval.stride is {lengths.stride})",
-    )
+    is_transformer = config.model.network is Network.TRANSFORMER_XL
+    config.expect(is_transformer, "model.network", "its models can be scored and do not generate text")
+    counted = "its positions count within a segment; only models with relative positions generate text"
+    config.expect(encoding_of(config.model).generates_by_token, "model.encoding", counted)
+    alone = "each token would see only the one before it; give a memory with --eval.mem_len, and no stride"
+    config.expect(config.eval.mem_len, "eval.mem_len eval.stride", alone)
 
 
 def read_prompt(config: GenerateConfig) -> bytes:

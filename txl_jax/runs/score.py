@@ -68,8 +68,8 @@ def score(
 ) -> Totals:
     """Computes the losses of a text [T]: streaming with a memory, or, with `eval.stride`, in a sliding window.
 
-    `token_nats` are floats [T] that get the nats of each token but the first, which is not scored. Raises
-    `Interrupted` on request, and `NonFiniteError` with the text's name if the loss is nan or infinite.
+    `token_nats`, floats [T], gets the nats of each token but the first, which is not scored. Raises `Interrupted` on
+    request, and `NonFiniteError` if the loss is nan or infinite.
     """
     lengths = components.config.eval
     progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
@@ -189,11 +189,11 @@ class Likeness(NamedTuple):
 
 
 class DocumentReader:
-    """The compiled functions that read documents with one model, at the evaluation lengths; each is compiled once.
+    """Reads documents with one model at the evaluation lengths, each from an empty memory, without stride or warm-up.
 
-    Each document starts from an empty memory and is read once, without stride or warm-up; its results are the ones that
-    it has alone. One function of fixed shape [S, B, L] reads any number of documents of any lengths
-    (`txl_jax.data.documents`). Results come in the order of the documents, also before an error of their iterator.
+    One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and a document's
+    results are the ones that it has alone. They come in the order of the documents, also before an error of their
+    iterator.
     """
 
     def __init__(self, components: Built, weights: Any, *, batch_size: int):
@@ -247,9 +247,8 @@ class DocumentReader:
                     # Copied, or a short document's result would keep the whole array.
                     pieces[part.number].append(jax.tree.map(lambda array, here=here: array[here].copy(), results))
                     if part.ends:
-                        finished[part.number] = jax.tree.map(
-                            lambda *each: np.concatenate(each), *pieces.pop(part.number)
-                        )
+                        parts = pieces.pop(part.number)
+                        finished[part.number] = jax.tree.map(lambda *each: np.concatenate(each), *parts)
                 while rows.delivered in finished:
                     rows.delivered += 1
                     yield finished.pop(rows.delivered - 1)
@@ -367,12 +366,8 @@ def score_documents(
     is its name in the vocabulary, with \xNN for a byte that is no character by itself. `nats` is minus the logprob of
     the token, and reads back as exactly the number that was computed.
 
-    Args:
-      model: A trained model, whose config has the evaluation lengths.
-      texts: The documents, each after the number of its line.
-      name: The input's name, in errors.
-      per_token: Whether to write a record per token.
-      write: Takes the records of a document: lines, each with its newline. Those before an error are written.
+    `texts` are the documents, each after the number of its line; errors give that number and the `name` of the input.
+    `write` takes a document's records, lines with their newlines, and gets those before an error too.
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
@@ -405,17 +400,17 @@ def score_documents(
         write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def as_record(totals: Totals) -> dict[str, float]:
+def as_record(totals: Totals) -> dict[str, Any]:
     """Returns the fields of a result in metrics.jsonl and results.json."""
     return {"loss": totals.nll, "bpc": totals.bpc, "perplexity": totals.perplexity, "tokens": totals.tokens}
 
 
 def as_result(totals: Totals) -> dict[str, Any]:
     """Returns `as_record` for a JSON file: a perplexity above the largest float, of a run that diverged, is null."""
-    record = as_record(totals)
+    record: dict[str, Any] = as_record(totals)
     if math.isfinite(record["perplexity"]):
-        return dict(record)
-    return {**record, "perplexity": None, "note": "the loss is too large for a perplexity: exp(loss) overflows"}
+        return record
+    return record | {"perplexity": None, "note": "the loss is too large for a perplexity: exp(loss) overflows"}
 
 
 def format_scores(totals: Totals, measure: Measure) -> str:

@@ -1,8 +1,8 @@
 """The training job: from config and text to checkpoints and results.json.
 
-A start goes in this order, so that the cheap failures come first and nothing is written before them: the model is
-built, with the attention of an earlier start, and the text is cut into segments; the weights of a warm start are read;
-the run is recorded in its directory; and `txl_jax.runs.trainer` restores or initializes the state and trains.
+In this order cheap failures come first, and nothing is written before them: the model is built and the text cut into
+segments; the weights of a warm start are read; the run is recorded; and `txl_jax.runs.trainer` restores or initializes
+the state and trains.
 """
 
 import os
@@ -40,12 +40,10 @@ def train_run(
 
     Args:
       members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or empty for one run.
-        States then have a member axis, and results.json an object `members`, of which members.md is the table.
-      hooks: The caller's, run after evaluation and before the checkpoint of a step. To train N updates of a longer
-        schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
-      sinks: The caller's, in addition to metrics.jsonl and TensorBoard's files.
-      profile_steps: First and last update, counted from 1, of a profile in the workdir's `profile`, or None for no
-        profile.
+      hooks: Run after evaluation and before the checkpoint of a step. To train N updates of a longer schedule, pass
+        one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
+      sinks: Get the records in addition to metrics.jsonl and TensorBoard's files.
+      profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None for no profile.
 
     Raises:
       UserError: If settings, members, text and workdir do not go together, or the workdir cannot be used.
@@ -63,6 +61,7 @@ def train_run(
         check_same_text(corpus)
 
     def build_and_cut() -> tuple[Built, list[SegmentReader]]:
+        # `attention_for` returns what an earlier start chose. A first start: model.attention.
         built = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
         built.check_batch_size()
         if not members:
@@ -109,7 +108,7 @@ def train(
 ) -> Outcome:
     """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the directory `path`.
 
-    The same call resumes a stopped run. For a finished run it returns the results.
+    The same call resumes a stopped run. For a finished run it returns the results. It raises as `train_run` does.
 
     Args:
       config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
@@ -118,10 +117,6 @@ def train(
       data_dir: Directory of the corpora's own files.
       cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
       hooks: As in `train_run`, like the other arguments.
-
-    Raises:
-      UserError: If settings, text and workdir do not fit together, or a file cannot be read or written.
-      NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
     """
     config = config.resolved()
     config.validate()

@@ -78,8 +78,8 @@ class Trainer:
             log.note(note)
         with self._checkpoints:
             restored = self._checkpoints.restore(built.members.abstract(built.abstract_state))
-            step, state, notes = restored or (0, built.init_state(self.warm_state), {})
-            validation.pending = notes.get("evaluation_pending", False)
+            step, state, saved = restored or (0, built.init_state(self.warm_state), {})
+            validation.pending = saved.get("evaluation_pending", False)
             # What was recorded and then lost its consequences to a kill is done, and recorded, again.
             redone = {"valid"} if validation.pending else set()
             if validation.results_after(step) is None:
@@ -90,12 +90,12 @@ class Trainer:
                     epoch, index = divmod(step, self.readers[0].n_segments)
                     log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 validation.read_losses()
-                if self._has_ended(step):
+                if self._has_ended(step):  # A first start skips this.
                     results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
                     if results:
                         log.print(f"finished  already: {validation.results_path}")
                         return Outcome(True, step, results)
-                compilation = built.compile_step()
+                compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
                 log.print(_memory_line(built, compilation))
                 self._progress = Progress(
                     log,
@@ -104,7 +104,7 @@ class Trainer:
                     cost=flops.of_step(built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size),
                     measure=self.corpus.vocabulary.measure,
                     members=built.members,
-                    running_totals=notes.get("running_totals"),
+                    running_totals=saved.get("running_totals"),
                 )
                 if not self._has_ended(step):
                     step, state = self._loop(compilation.program, step, state)
@@ -115,10 +115,8 @@ class Trainer:
                 self._checkpoints.wait()
                 results = validation.make_results(step, state) if self._has_ended(step) else None
                 if results is None:
-                    log.print(
-                        f"stopped   on request after step {step}; everything is saved, the same command goes on from "
-                        "here"
-                    )
+                    saved_all = "everything is saved, the same command goes on from here"
+                    log.print(f"stopped   on request after step {step}; {saved_all}")
                 return Outcome(results is not None, step, results)
 
     def _has_ended(self, step: int) -> bool:
@@ -137,7 +135,7 @@ class Trainer:
         hooks = [*evaluation, *own, save]
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, self._save_on_notice))
-        if validation.pending:  # A stop cut the last evaluation short: it is repeated.
+        if validation.pending:  # A stop cut the last evaluation short: it is repeated. A first start skips this.
             state, _ = run_hooks(evaluation, step, state, log=log, progress=progress)
             if not self._validation.pending:
                 # Else a kill before the next checkpoint would evaluate, and record, again.
@@ -214,12 +212,9 @@ def run_updates(
 ) -> tuple[int, TrainState]:
     """Updates the state from `first_step` to `steps`, or until a stop is requested: (updates done, state after them).
 
-    Args:
-      state: The state after `first_step` updates.
-      train_step: S updates; the state is donated.
-      prefetched: From the number of updates done to the next S segments, on the devices.
-      hooks: Run in this order where due. Every loss up to there was finite before any of them runs, so a
-        checkpoint never holds the result of a nan.
+    `train_step` makes S updates, and the state is donated to it. `prefetched` returns the next S segments, on the
+    devices, for the number of updates done. Before any hook runs, every loss up to there was found finite, so that a
+    checkpoint never holds the result of a nan.
     """
 
     def segments_of(step: int) -> Any:

@@ -119,7 +119,7 @@ class Validation:
         return dataclasses.replace(context.state, average=average)
 
     def stop_early(self, context: HookContext) -> None:
-        """Early stopping: requests a stop when the patience is used up."""
+        """Requests a stop when the patience is used up."""
         if self.out_of_patience:
             context.request_stop()
 
@@ -128,7 +128,7 @@ class Validation:
 
         def comparable() -> dict[str, Any] | None:
             try:
-                notes = self.checkpoints.best_notes(index)
+                notes = self.checkpoints.best[index].notes()
             except CheckpointError as error:
                 self.log.note(f"{error}; the best is chosen anew from here")
                 return None
@@ -187,14 +187,14 @@ class Validation:
     def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
         """Returns scores and parameters of the best checkpoint, or None and the last parameters if it is unreadable."""
         try:
-            restored = self.checkpoints.restore_best(index, self.built.abstract_state.params)
+            restored = self.checkpoints.best[index].restore({"params": self.built.abstract_state.params})
         except CheckpointError as error:
             self.log.note(f"{error}; the parameters after the last update are used instead")
             restored = None
         if restored is None:
             return None, self._members.take(state.scored_params, index)
-        params, notes = restored
-        return {name: value for name, value in notes.items() if name != "eval"}, params
+        _, saved, notes = restored
+        return {name: value for name, value in notes.items() if name != "eval"}, saved["params"]
 
 
 def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:

@@ -77,11 +77,10 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
     def read() -> Corpus:
         if vocabulary is not None:
             there = config_tree.replace(config, _tokenizer_settings(vocabulary))
-            if different := config_tree.differences(there, config):
-                named = "; ".join(f"{leaf.name} is {ours} and there {theirs}" for leaf, theirs, ours in different)
-                raise UserError(
-                    f"init_vocabulary is kept, the vocabulary of {config.init_from}, and {named}; leave these flags out"
-                )
+            different = config_tree.differences(there, config)
+            named = "; ".join(f"{leaf.name} is {ours} and there {theirs}" for leaf, theirs, ours in different)
+            kept = f"init_vocabulary is kept, the vocabulary of {config.init_from}"
+            require(not different, f"{kept}, and {named}; leave these flags out")
         return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
 
     return distributed.run_on_all(read)
@@ -106,9 +105,8 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     assert config.init_from is not None
 
     def vanished(initial: Any) -> TrainState:
-        raise CheckpointError(
-            f"the checkpoints in {run.latest} vanished while the run was opened; start the same command again"
-        )
+        gone = f"the checkpoints in {run.latest} vanished while the run was opened"
+        raise CheckpointError(f"{gone}; start the same command again")
 
     def has_checkpoint() -> bool:
         with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:

@@ -79,9 +79,8 @@ def open_weights(
 ) -> Weights:
     """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
 
-    All processes call it, and not within `distributed.run_on_all`. Takes the arguments of `txl_jax.load`. Raises
+    Takes the arguments of `txl_jax.load`. All processes call it, and not within `distributed.run_on_all`. Raises
     `UserError` if the run or member does not exist, its files cannot be read, or the model cannot have these dtypes.
-    For a directory of another implementation the message has the command that converts it.
     """
     folder = as_path(path)
     try:
@@ -89,8 +88,7 @@ def open_weights(
     except UserError as error:
         found = _open_portable(folder, member, error)
     given = {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
-    changes = {name: dtype for name, dtype in given.items() if dtype is not None}
-    if changes:
+    if changes := {name: dtype for name, dtype in given.items() if dtype is not None}:
         found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
         found.config.validate()
     return found
@@ -161,8 +159,8 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
     With `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of the last. Raises
     `UserError` if the run has too few checkpoints, and `CheckpointError` if none can be read.
     """
-    if built.config.eval.average_checkpoints:
-        return _mean_of_latest(built, run, built.config.eval.average_checkpoints, log=log)
+    if count := built.config.eval.average_checkpoints:
+        return _mean_of_latest(built, run, count, log=log)
     has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(run.best), exists(run.latest)])
     if has_best:
         try:

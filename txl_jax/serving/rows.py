@@ -28,6 +28,7 @@ from txl_jax.inference import decode, forward
 from txl_jax.inference.cache import KVCache, cache_capacity
 from txl_jax.inference.decode import Limits, Scores, row_key
 from txl_jax.inference.prepare import DecodeParams, prepare_params
+from txl_jax.inference.scorer import memory_dtype
 from txl_jax.memory import start_valid
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.build import Built
@@ -176,7 +177,8 @@ class Step:
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
         sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
-        cache = forward.init_cache(weights, dtype=self._components.memory_dtype, **sizes)
+        dtype = memory_dtype(self._model, self._components.config.eval)
+        cache = forward.init_cache(weights, dtype=dtype, **sizes)
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 
 

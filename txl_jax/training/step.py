@@ -71,6 +71,7 @@ class UpdateMetrics(NamedTuple):
     learning_rate: jax.Array
 
 
+# (state, S segments) -> (the state after S updates, their metrics [S]).
 TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
 
@@ -113,6 +114,7 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, memory, average), metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+        """Makes S updates, one per segment."""
         # Not by `recurrence.scan_segments`: the memory is a part of the state.
         return jax.lax.scan(update, state, segments)
 
