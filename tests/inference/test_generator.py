@@ -1,30 +1,15 @@
 """Tests generation: greedy text on a ring against one pass, and prompts of any length."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from support import tiny, tiny_run
 from txl_jax.config import DType, EvalConfig, GenerateConfig
-from txl_jax.inference.generate import Generator
 
 SPAN = EvalConfig(segment_len=3, mem_len=32, clamp_len=None, same_length=False)
 TEXT = np.random.default_rng(2).integers(tiny.V, size=12).tolist()
 LONGEST = 60
-
-
-@functools.cache
-def ring(*, same_length: bool = False) -> Generator:
-    """A generator with a short memory and segments of 3."""
-    lengths = EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length)
-    return tiny_run.generator(tiny.make(dtype=DType.FLOAT64), lengths)
-
-
-def continued(generator: Generator, prompt, *, length: int) -> list[int]:
-    config = GenerateConfig(length=length, temperature=0)
-    return np.concatenate(list(generator.tokens(prompt, config, block=8)), axis=1)[0].tolist()
 
 
 def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
@@ -47,8 +32,10 @@ def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(n, length, sam
 
     Shorter than a segment, whole segments, and both; beyond the ring's length.
     """
-    prompt = TEXT[:n]
-    text = continued(ring(same_length=same_length), prompt, length=length)
+    prompt, lengths = TEXT[:n], EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length)
+    generator = tiny_run.generator(tiny.make(dtype=DType.FLOAT64), lengths)
+    blocks = generator.tokens(prompt, GenerateConfig(length=length, temperature=0), block=8)
+    text = np.concatenate(list(blocks), axis=1)[0].tolist()
     assert text == argmax_of_one_pass(prompt + text, window)[n - 1 : -1]
     if length == 45:
         assert len(set(text)) > 2 and text != argmax_of_one_pass(prompt + text, window + 1)[n - 1 : -1]
