@@ -1,9 +1,10 @@
-"""Tests of the units that are reported, and that totals add up to the mean over all tokens."""
+"""Tests of the units that are reported, of their totals over all tokens, and of the plot of a run."""
 
 import math
 
 import pytest
 
+from txl_jax import plots
 from txl_jax.metrics import Totals
 
 
@@ -15,3 +16,11 @@ def test_units_and_sums():
     nothing = Totals()
     assert all(map(math.isnan, (nothing.nll, nothing.bpc, nothing.perplexity)))
     assert Totals(nats=1e6, tokens=1).perplexity == math.inf
+
+
+@pytest.mark.full
+def test_a_learning_curve(tmp_path):
+    records = [{"kind": kind, "step": step, "bpc": 8 / step} for step in range(1, 9) for kind in ("train", "valid")]
+    plots.learning_curve(records, tmp_path / "curve.png", title="a title", levels={"zlib": 1.9, "lzma": 1.6})
+    picture = (tmp_path / "curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000

@@ -51,10 +51,9 @@ def scores(weights, segment_len, mem_len, *, cache_dtype=None):
     return tiny.over_segments(read, cache, tiny.text(8 * segment_len + 1), segment_len)
 
 
-CASES = list(itertools.product(MODELS, LENGTHS))
-
-
-@pytest.mark.parametrize(("name", "lengths"), nightly_but([("adaptive", "segments")], CASES))
+@pytest.mark.parametrize(
+    ("name", "lengths"), nightly_but([("adaptive", "segments")], itertools.product(MODELS, LENGTHS))
+)
 def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
     weights = prepared(model, *lengths)
@@ -68,10 +67,9 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
     assert 0 < rounding < 1e-3 < quantization < 0.04
 
 
-CACHES = list(itertools.product(("int8", "bfloat16"), LENGTHS))
-
-
-@pytest.mark.parametrize(("dtype", "lengths"), full_but([("int8", "segments")], CACHES))
+@pytest.mark.parametrize(
+    ("dtype", "lengths"), full_but([("int8", "segments")], itertools.product(("int8", "bfloat16"), LENGTHS))
+)
 def test_a_narrow_cache_moves_scores_a_little(dtype, lengths, x64):
     """Stored as bfloat16, numbers carry 8 bits: about 1 part in 300 each."""
     model, lengths = tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths]

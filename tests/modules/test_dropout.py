@@ -74,19 +74,11 @@ def test_dropout_is_applied_where_the_original_has_it_and_locked_but_on_probabil
     seen = dropouts_of(tiny.make(dropout__rate=0.5, dropout__attention=0.25))
     found = [("/".join(module.path), getattr(given, "shape", given), module.rate) for module, _, given in seen]
     assert list(dict.fromkeys(place for place in found if place[2])) == DROPOUTS  # Layers are traced twice.
+    found = DropoutConfig(rate=0.3, input=0.0, output=0.0)  # Rates of their own.
+    assert (found.input_rate, found.output_rate) == (0.0, 0.0)
     seen = dropouts_of(tiny.make(dropout__rate=0.5, dropout__attention=0.5, dropout__locked=True))
     for method, dims in (("__call__", (-2,)), ("draw_seed", ())):  # Of probabilities, per pair.
         assert {module.broadcast_dims for module, of, _ in seen if module.rate and of == method} == {dims}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_queries_keys_and_values_have_a_dropout_of_their_own(tied):
-    """Keys of tokens, and with tied positions also the keys of positions and the query of distance 0."""
-    seen = dropouts_of(tiny.make(dropout__qkv=0.25, dropout__locked=True, tie_positions=tied))
-    tokens = {(tiny.B, tiny.H, n, tiny.E) for n in (5, 8)}
-    positions = {(tiny.H, n, tiny.E) for n in (8, 1)} if tied else set()
-    found = {(given.shape, module.broadcast_dims) for module, _, given in seen if module.rate == 0.25}
-    assert found == {(shape, (-2,)) for shape in tokens | positions}
 
 
 def test_whole_words_are_dropped_at_all_their_positions():
@@ -111,21 +103,6 @@ def test_whole_words_are_dropped_at_all_their_positions():
 def model_of(network, **changes):
     build = TransformerXL if network is Network.TRANSFORMER_XL else RecurrentModel
     return build(config(network=network, **changes), tiny.V)
-
-
-@pytest.mark.parametrize("network", Network)
-def test_rates_of_input_and_output_may_differ_from_the_others(network):
-    rates = {"dropout__rate": 0.3, "dropout__input": 0.6, "dropout__output": 0.5}
-    seen = dropouts_of(model_of(network, dropout__locked=True, **rates))
-    called = [module for module, method, _ in seen if method == "__call__"]
-    assert {module.broadcast_dims for module in called} == {(-2,)}
-    seen = [module.rate for module in called]
-    first = 2 if network is Network.TRANSFORMER_XL else 1  # Codes and embedding.
-    assert seen[:first] == [0.6] * first and seen[-1] == 0.5 and set(seen[first:-1]) == {0.3}
-    # Without rates of their own they have that of the others.
-    for own, rates in (({}, (0.3, 0.3)), ({"input": 0.0}, (0.0, 0.3)), ({"output": 0.0}, (0.3, 0.0))):
-        found = DropoutConfig(rate=0.3, **own)
-        assert (found.input_rate, found.output_rate) == rates
 
 
 @pytest.mark.parametrize("network", full_but([Network.QRNN], Network))

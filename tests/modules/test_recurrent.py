@@ -9,7 +9,7 @@ from scipy.special import expit as sigmoid
 from support import tiny, tiny_run
 from txl_jax import memory as memory_lib
 from txl_jax.config import DType, MemoryStart, Network
-from txl_jax.modules.recurrent import QRNNLayer, RecurrentModel, fo_pool
+from txl_jax.modules.recurrent import QRNNLayer, RecurrentModel
 
 L = 4
 NETWORKS = (Network.LSTM, Network.QRNN)
@@ -62,23 +62,6 @@ def test_a_segment_matches_a_loop_over_tokens(network, x64):
         expected = LOOPS[network](params[f"layers_{i}"], expected)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert (after.hidden.shape, after.valid.tolist()) == ((tiny.N, tiny.B, 2, tiny.D), [2] * tiny.B)
-
-
-def test_pooling_matches_a_loop_with_its_gradients(x64):
-    rng = np.random.default_rng(0)
-    z, f = rng.normal(size=(2, 3, 9, 5))
-    f, cell, weight = sigmoid(f), rng.normal(size=(3, 5)), rng.normal(size=(3, 9, 5))
-
-    def by_loop(z, f, cell):
-        cells = []
-        for i in range(z.shape[1]):
-            cell = f[:, i] * cell + (1 - f[:, i]) * z[:, i]
-            cells.append(cell)
-        return jnp.sum(jnp.stack(cells, axis=1) * weight)
-
-    by_scan = lambda *given: jnp.sum(fo_pool(*given) * weight)  # noqa: E731
-    both = [jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(z, f, cell) for total in (by_loop, by_scan)]
-    tiny_run.assert_close(*both, atol=1e-12)
 
 
 def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():

@@ -1,9 +1,10 @@
-"""Tests of the model's parts in place: tied positions, remat, types, products, norms.
+"""Tests of the model's parts in place: tied positions, remat, types, products, norms, memory.
 
 Values and gradients are compared with the original's in tests/test_golden.py.
 """
 
 import collections
+import itertools
 
 import flax.linen as nn
 import flax.traverse_util
@@ -14,7 +15,7 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import nightly_but
-from txl_jax.config import CompatConfig, DType, Encoding, NormPlace, Remat, ShawTerms
+from txl_jax.config import AttentionWindow, DType, Encoding, NormPlace, Remat, ShawTerms
 from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import positions
@@ -132,43 +133,72 @@ def test_layer_norm_takes_the_variance_of_centred_values():
     np.testing.assert_allclose(found, [-1, 1], rtol=1e-4)
 
 
+# The memory: segmentation and causality.
+
+T = 5  # Every segment length is a compilation.
+SPLITS = {  # Changes of the model, options, memory length. A window needs no more memory than its own width.
+    "post": ({}, {}, T),
+    "pre": ({"layer_norm": NormPlace.PRE}, {}, T),
+    "clamp": ({}, {"clamp_len": 3}, T),
+    "window": ({"untie_r": True}, {"same_length": True}, 3),
+    "wider window": ({"compat__same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE}, {"same_length": True}, 3),
+}
+
+
+@pytest.mark.parametrize("name", nightly_but(["pre", "window"], SPLITS))
+def test_any_segmentation_gives_the_same_states(name, x64):
+    changes, options, mem_len = SPLITS[name]
+    model = tiny.make(dtype="float64", **changes)
+    variables, encode = tiny.variables(model), tiny.encoder(model, **options)
+    memory = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
+    found = [
+        tiny.stream(encode, variables, tiny.text(T), [b - a for a, b in itertools.pairwise([0, *cuts, T])], memory)
+        for count in range(T)
+        for cuts in itertools.combinations(range(1, T), count)
+    ]
+    assert len(found) == 2 ** (T - 1)
+    for states in found[1:]:
+        np.testing.assert_allclose(states, found[0], rtol=0, atol=1e-12)
+
+
+OPTIONS = [*itertools.product(Encoding, ({}, {"same_length": True}, {"clamp_len": 2}))]
+QUICK = [*((encoding, {}) for encoding in Encoding), (Encoding.RELATIVE, {"same_length": True})]
+
+
+@pytest.mark.parametrize(("encoding", "options"), nightly_but(QUICK, OPTIONS), ids=str)
+def test_the_future_has_exactly_no_influence(options, encoding):
+    model, tokens = tiny.make(encoding=encoding), tiny.text(T)
+    variables, encode = tiny.variables(model), tiny.encoder(model, **options)
+    _, memory = encode(variables, tiny.text(T, seed=1), model.init_memory(batch_size=tiny.B, mem_len=3))
+    hidden, _ = encode(variables, tokens, memory)
+    for t in range(T):
+        changed = tokens.copy()
+        changed[:, t] = (changed[:, t] + 1) % tiny.V
+        other, _ = encode(variables, changed, memory)
+        np.testing.assert_array_equal(other[:, :t], hidden[:, :t])
+        assert np.all(np.any(other[:, t] != hidden[:, t], axis=-1))
+
+
 # Axes of parameters. Their paths, shapes and initial values are compared in tests/anchors.
 
-P = 17
-ADAPTIVE = {"cutoffs": (4, 9), "d_embed": 8, "div_val": 2, "tie_projs": (False, True, True)}
 CASES = {
-    "tied": {},
-    "not tied": {"tie_weight": False},
-    "adaptive": ADAPTIVE,
-    "adaptive, not tied": ADAPTIVE | {"tie_weight": False, "tie_projs": ()},
-    "pre, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
-    "vaswani": {"encoding": Encoding.VASWANI, "untie_r": True},
+    "tied, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
+    "adaptive, not tied": {"cutoffs": (4, 9), "d_embed": 8, "div_val": 2, "tie_weight": False},
+    "vaswani": {"encoding": Encoding.VASWANI},
     "al_rfou": {"encoding": Encoding.AL_RFOU},
-    "shaw": {"encoding": Encoding.SHAW},
-    "shaw, as the original": {"encoding": Encoding.SHAW, "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL)},
+    "shaw": {"encoding": Encoding.SHAW, "compat__shaw_terms": ShawTerms.ORIGINAL},
 }
-SIZES = {  # Of axes by name.
-    axes.LAYERS: {tiny.N},
-    axes.EMBED: {tiny.D},
-    axes.NORM: {tiny.D},
-    None: {2, 3},  # Gates side by side.
-    axes.HEADS: {tiny.H},
-    axes.HEAD_DIM: {tiny.E},
-    axes.POSITIONS: {P},
-    axes.INNER: {tiny.F},
-    axes.VOCAB: {tiny.V, 4, 5},
-    axes.CLUSTERS: {2},
-}
+SIZES = {axes.LAYERS: {tiny.N}, axes.EMBED: {tiny.D}, axes.NORM: {tiny.D}, axes.CLUSTERS: {2}, axes.POSITIONS: {12}}
+SIZES |= {axes.HEADS: {tiny.H}, axes.HEAD_DIM: {tiny.E}, axes.INNER: {tiny.F}, axes.VOCAB: {tiny.V, 4, 5}}
+SIZES |= {axes.CLUSTER_EMBED: {tiny.D, 8, 4, 2}, None: {2, 3}}  # Without a name: gates side by side.
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_the_axes_of_parameters_have_names_and_their_sizes(changes):
-    is_learned = changes.get("encoding", Encoding.RELATIVE).is_learned
-    model = tiny.make(**changes, num_positions=P if is_learned else None)
+    model = tiny.make(**changes)
     tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
     boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)["params"]
-    sizes = SIZES | {axes.CLUSTER_EMBED: {8, 4, 2} if "cutoffs" in changes else {tiny.D}}
     for path, leaf in flax.traverse_util.flatten_dict(boxed, sep="/").items():
         assert isinstance(leaf, nn.LogicallyPartitioned) and len(leaf.names) == leaf.value.ndim, path
         for name, size in zip(leaf.names, leaf.value.shape, strict=True):
-            assert size in sizes[name], f"{path}: {name} of size {size}"
+            assert size in SIZES[name], f"{path}: {name} of size {size}"

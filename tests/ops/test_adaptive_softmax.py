@@ -154,13 +154,3 @@ def test_work_follows_the_number_of_targets_in_a_tail(monkeypatch):
             (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
         }
         calls.clear()
-
-
-def test_losses_of_bfloat16_states_are_float32():
-    hidden, clusters, tails = jax.tree.map(
-        lambda a: jnp.asarray(a, jnp.bfloat16), (make_hidden(), *as_arrays(CASES["div_val 2"]))
-    )
-    targets, compute = jnp.zeros((B, L), jnp.int32), adaptive_softmax.negative_log_likelihood
-    nll = jax.eval_shape(lambda hidden: compute(hidden, targets, clusters, tails, (4, 9)), hidden)
-    log_p = jax.eval_shape(lambda hidden: adaptive_softmax.log_probabilities(hidden, clusters, tails), hidden)
-    assert nll.dtype == log_p.dtype == jnp.float32

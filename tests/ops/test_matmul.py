@@ -91,17 +91,6 @@ def test_rows_of_zeros_give_zeros_and_nan_stays_nan():
     assert np.all(found[0] == 0) and np.all(np.isnan(found[1])) and np.all(np.isfinite(found[2]))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_project_takes_int8_of_any_shape(dtype):
-    inputs, kernel = jnp.asarray(random(2, 1, 16), dtype), jnp.asarray(random(16, 3, 2, 4, seed=1), jnp.float32)
-    matrix = quantize(kernel, axis=0)
-    found = jax.jit(project)(inputs, matrix)
-    assert found.shape == (2, 1, 3, 2, 4) and found.dtype == dtype
-    expected = np.tensordot(np.asarray(inputs, np.float64), np.asarray(matrix.dequantize(jnp.float32), np.float64), 1)
-    atol = 1e-3 if dtype == jnp.float32 else 0.05
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
-
-
 def test_more_terms_than_int32_holds_are_refused():
     wide = Int8(jnp.zeros((140_000, 1), jnp.int8), jnp.ones((1, 1)))
     with pytest.raises(AssertionError):

@@ -139,26 +139,6 @@ def test_draws_are_as_frequent_as_under_the_full_softmax(name, cutoffs):
     assert (n * (found - expected)[likely] ** 2 / expected[likely]).sum() < 39.1
 
 
-@pytest.mark.full
-def test_rows_draw_each_their_own():
-    """A row's token does not depend on the rows beside it, whatever tails they need."""
-    clusters, hidden = make_clusters(), hidden_states(40)
-    keys = jax.random.split(jax.random.key(1), 40)
-    for limits in (LIMITS[name] for name in ("plain", "top-p", "top-k, then top-p")):
-        draw = jax.jit(functools.partial(sampling.sample, **limits))
-        alone = [int(draw(keys[i : i + 1], hidden[i : i + 1], clusters)[0]) for i in range(40)]
-        assert draw(keys, hidden, clusters).tolist() == alone
-        assert len(set(alone)) > 4
-
-
-def test_temperature_zero_draws_the_likeliest():
-    clusters, hidden = make_clusters(), hidden_states(20)
-    keys = jax.random.split(jax.random.key(0), 20)
-    draw = jax.jit(functools.partial(sampling.sample, temperature=0, top_k=40, top_p=1.0))
-    drawn = draw(keys, hidden, clusters)
-    assert drawn.tolist() == all_log_p(hidden, clusters).argmax(axis=1).tolist()
-
-
 UNEVEN, LIKELIEST = [0.1, 0.4, 0.05, 0.3, 0.15], [1, 3, 4, 0, 2]
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import pytest
 from support import tiny_run
 from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, OptimizerName, ScheduleOffset, TrainConfig
 from txl_jax.config.training import ADAM_B1
-from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
@@ -86,28 +84,12 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
     assert 0 < clipped < 4  # Both sides of the limit were seen.
 
 
-def first_update(gradient: float, *, boxed: bool = False, **settings) -> dict[str, float]:
-    """The change of each parameter by name, for a gradient of this size everywhere and parameters of 2."""
-    optimizer = make_optimizer(config_of(learning_rate=0.1, clip_norm=1e9, **settings))
-    params = jax.tree.map(lambda leaf: np.full_like(leaf, 2.0), drawn(0))
-    gradients = jax.tree.map(lambda leaf: np.full_like(leaf, gradient), params)
-    box = lambda leaf: nn.LogicallyPartitioned(leaf, (None,) * leaf.ndim)  # noqa: E731  # As when the state is made.
-    state = optimizer.init(jax.tree.map(box, params) if boxed else params)
-    updates, _ = optimizer.update(gradients, nn.unbox(state), params)
-    return {"/".join(path): float(leaf.ravel()[0]) for path, leaf in flax.traverse_util.flatten_dict(updates).items()}
-
-
-@pytest.mark.parametrize("boxed", [False, True])
-def test_decay_shrinks_matrices_and_nothing_else(boxed):
-    found = first_update(0.0, weight_decay=0.5, boxed=boxed)
-    matrices = {"table_0", "query", "output", "inner_kernel"}
-    assert found == {name: pytest.approx(-0.1 * 0.5 * 2 * (name.split("/")[-1] in matrices)) for name in found}
-    assert len(found) == 10
-
-
 def test_the_embedding_has_a_rate_of_its_own():
-    found = first_update(1.0, embedding_lr_multiplier=3.0)
-    assert found == {name: pytest.approx(-0.3 if name == "embedding/table_0" else -0.1, rel=1e-4) for name in found}
+    optimizer = make_optimizer(config_of(learning_rate=0.1, clip_norm=1e9, embedding_lr_multiplier=3.0))
+    params = jax.tree.map(jnp.ones_like, drawn(0))
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    for path, leaf in flax.traverse_util.flatten_dict(updates, sep="/").items():
+        np.testing.assert_allclose(leaf, -0.3 if path == "embedding/table_0" else -0.1, rtol=1e-4, err_msg=path)
 
 
 # Rules that treat each layer's matrices by themselves. Their state on meshes: tests/sharding/test_mesh.py.
@@ -216,24 +198,3 @@ def test_muon_orthogonalizes_each_layers_matrices_and_adam_moves_the_rest(x64):
         mine, gradient = (tree[f"feed_forward {i}"]["inner_bias"] for tree in (found, grads))
         np.testing.assert_allclose(mine, -RATE * gradient / (np.abs(gradient) + 1e-8), rtol=1e-5)
     np.testing.assert_allclose(found["table"], -RATE * np.sign(grads["table"]), rtol=1e-3)
-
-
-@pytest.mark.full
-def test_restored_states_continue_bit_for_bit(tmp_path):
-    decays = {name: 0.0 if name is OptimizerName.ADAM else 0.3 for name in OptimizerName}
-    optimizers = {name.value: make_optimizer(of_rate(name, weight_decay=decays[name])) for name in OptimizerName}
-
-    @jax.jit
-    def step(states, grads):
-        def of_one(optimizer, params, state):
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return {name: of_one(optimizers[name], *state) for name, state in states.items()}
-
-    states = {name: (params := drawn(0), optimizer.init(params)) for name, optimizer in optimizers.items()}
-    states = step(step(states, drawn(1)), drawn(2))
-    with Checkpointer(tmp_path, keep=1, log=print) as checkpoints:
-        checkpoints.save(2, states, {})
-        _, restored, _ = checkpoints.restore(states)
-    tiny_run.assert_equal(step(restored, drawn(3)), step(states, drawn(3)))

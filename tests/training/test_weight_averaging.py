@@ -12,17 +12,6 @@ from txl_jax.training import weight_averaging
 WEIGHTS = [1.0, 5.0, 2.0, 8.0, 4.0, 6.0]
 
 
-def means(config: AverageConfig, *, begin_at: int | None = None) -> list[float]:
-    """The mean after each of six updates to `WEIGHTS`."""
-    average, found = weight_averaging.init({"w": jnp.zeros(())}, config), []
-    for step, weight in enumerate(WEIGHTS):
-        if step == begin_at:
-            average = weight_averaging.begin(average, step)
-        average = weight_averaging.add(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
-        found.append(float(average.params["w"]))
-    return found
-
-
 def exponential(least: float) -> list[float]:
     """All updates count alike until each has this weight."""
     found = [0.0]
@@ -42,7 +31,15 @@ def exponential(least: float) -> list[float]:
     ids=["uniform", "exponential", "begun later"],
 )
 def test_means_by_hand(settings, begin_at, expected):
-    np.testing.assert_allclose(means(AverageConfig(**settings), begin_at=begin_at), expected, rtol=1e-6)
+    """After each of six updates to `WEIGHTS`."""
+    config = AverageConfig(**settings)
+    average, found = weight_averaging.init({"w": jnp.zeros(())}, config), []
+    for step, weight in enumerate(WEIGHTS):
+        if step == begin_at:
+            average = weight_averaging.begin(average, step)
+        average = weight_averaging.add(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
+        found.append(average.params["w"])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_the_first_mean_has_buffers_of_its_own():

@@ -1,13 +1,17 @@
-"""Tests of the entries to attention: what does not fit is refused before any computation."""
+"""Tests of the entries to attention: what does not fit is refused, and a device of a mesh computes its part."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from support.attention_arrays import NAMES, draw
+from txl_jax import sharding
+from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention, check
+from txl_jax.ops.attention.dispatch import Shards, shards_of
 
 B, H, L, M, E = 2, 3, 4, 6, 5
 VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
@@ -108,3 +112,50 @@ def test_a_seed_is_any_integer_and_a_ring_and_scores_may_be_narrower():
         assert (found.dtype, int(found)) == (jnp.uint32, 7)
     narrow = cached(ring_key=as_type("bfloat16"), position_score=as_type("bfloat16"))
     jax.eval_shape(lambda: cached_attention(*narrow))
+
+
+# Meshes here are abstract and need no devices
+
+
+def shape_of_attention(batch):
+    """The shape of what `attention` returns for H = 4, L = 3, E = 2, by tracing alone."""
+    arrays = [jax.ShapeDtypeStruct((batch, 4, 3, 2), jnp.float32)] * 3
+    visibility = Visibility(jnp.zeros(batch, jnp.int32), 3, 0)
+    return jax.eval_shape(lambda *given: attention(*given, visibility=visibility), *arrays).shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, Shards(("data", "fsdp"), "tensor", 2, 2)),
+        ({"data": 8}, Shards(("data", "fsdp"), "tensor", 1, 4)),
+        ({"data": 3}, Shards((), "tensor", 8, 4)),  # 8 rows do not divide.
+        ({"tensor": 8}, Shards(("data", "fsdp"), None, 8, 4)),  # 4 heads do not.
+    ],
+)
+def test_rows_and_heads_are_divided_where_they_divide(sizes, expected):
+    config = MeshConfig(**{"data": 1} | sizes)
+    with sharding.use_mesh(sharding.abstract_mesh(config, n_device=config.data * config.fsdp * config.tensor)):
+        assert shards_of(8, 4) == expected
+        assert shape_of_attention(8) == (8, 4, 3, 2)
+    assert shards_of(8, 4) is None
+
+
+def test_a_mesh_of_other_axes_is_left_to_the_caller():
+    for names in (("batch",), ("data",), ("data", "model")):
+        with sharding.use_mesh(AbstractMesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))):
+            assert shards_of(8, 4) is None and shape_of_attention(8) == (8, 4, 3, 2)
+
+
+def test_inside_a_shard_map_of_the_caller_arrays_are_those_of_one_device():
+    seen = []
+
+    def on_one(query):
+        seen.append(shards_of(*query.shape[:2]))
+        visibility = Visibility(jnp.zeros(query.shape[0], jnp.int32), 3, 0)
+        return attention(query, query, query, visibility=visibility)
+
+    with sharding.use_mesh(sharding.abstract_mesh(MeshConfig(), n_device=8)):
+        mapped = jax.shard_map(on_one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
+        found = jax.eval_shape(jax.jit(mapped), jax.ShapeDtypeStruct((8, 4, 3, 2), jnp.float32))
+    assert seen and set(seen) == {None} and found.shape == (8, 4, 3, 2)
