@@ -4,10 +4,11 @@ import dataclasses
 import importlib.metadata
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
 from txl_jax.ops.attention.problem import Problem, Tile
-from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal, round_tile
+from txl_jax.ops.attention.tpu.geometry import Geometry, default_tile, kernel_of, refusal, round_tile
 
 PROBLEM = Problem("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
 CACHED = Problem("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
