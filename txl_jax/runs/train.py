@@ -151,11 +151,11 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
         sizes += f", positions as {c.encoding}"
     reread = train.segment_len - train.new_tokens
     context = f"after {reread} that are read again" if reread else f"memory {train.mem_len}"
-    scoring = f"segments of {lengths.segment_len}, memory {lengths.mem_len}, batch {lengths.batch_size}"
+    scoring = f"segments of {lengths.segment_len}, memory {lengths.mem_len}"
     if lengths.warmup_tokens:
         scoring += f", each row begun {lengths.warmup_tokens} tokens early"
     if lengths.stride:
-        scoring = f"the last {lengths.stride} of windows of {lengths.segment_len}, batch {lengths.batch_size}"
+        scoring = f"the last {lengths.stride} of windows of {lengths.segment_len}"
     clamp = f"distances clamped at {lengths.clamp_len}" if lengths.clamp_len else "no clamp"
     devices = f"{mesh.size} x {device_kind()} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
     if (slices := sharding.num_slices(mesh)) > 1:
@@ -173,7 +173,7 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
         f"text      {corpus.description}: {splits} tokens to train / validate / test on, vocabulary {size:,}",
         f"model     {sizes}, {c.dtype}: {built.num_parameters:,} parameters",
         f"training  {work}",
-        f"scoring   {scoring}, {clamp}",
+        f"scoring   {scoring}, {clamp}, batch {lengths.batch_size}",
         f"devices   {devices}",
     ]
     return lines if built.attention is None else [*lines, f"attention {built.attention.describe()}"]
