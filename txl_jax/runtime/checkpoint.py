@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.errors import CheckpointError, UserError, rephrased
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.storage import AnyPath, is_remote
 
@@ -284,16 +284,9 @@ def _is_left_over(directory: AnyPath, name: str) -> bool:
     return bool(_LEFTOVER.fullmatch(name))
 
 
-@contextlib.contextmanager
-def _reading(directory: AnyPath) -> Iterator[None]:
-    """Turns an OSError of the block into a `CheckpointError` that names the directory."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint directory {directory} cannot be read ({error.strerror}); "
-            "it must be a folder that this user may read"
-        ) from error
+def _reading(directory: AnyPath) -> contextlib.AbstractContextManager[None]:
+    wrong = f"the checkpoint directory {directory} cannot be read (%s); it must be a folder that this user may read"
+    return rephrased(wrong, OSError, to=CheckpointError)
 
 
 def find_damage(folder: AnyPath) -> str | None:

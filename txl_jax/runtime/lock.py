@@ -48,12 +48,11 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         self._ended = threading.Event()
         self._stack = contextlib.ExitStack()  # It releases the lock.
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Releases the lock; nothing happens the second time."""
         self._stack.close()
+
+    __exit__ = close
 
     def acquire(self) -> None:
         """Takes the lock; on gs:// after up to a minute if its holder seems to be gone.

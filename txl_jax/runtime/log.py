@@ -155,13 +155,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             self.print(line)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Closes files and sinks; nothing happens the second time."""
         with storage.writing(self._folder or ""):
             self._closing.close()
+
+    __exit__ = close
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Passes settings by dotted names, and facts, on to the sinks."""

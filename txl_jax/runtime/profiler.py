@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import distributed
 from txl_jax.runtime.storage import is_remote, upload
 
@@ -85,8 +85,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
             act()
         except Exception as error:  # noqa: BLE001 (jax raises RuntimeErrors of its own, and OSErrors)
             self._window = None
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            self._log(f"no profile in {self._folder} ({reason}); the run goes on")
+            self._log(f"no profile in {self._folder} ({first_line(error)}); the run goes on")
             return False
         finally:
             self._exclude(time.monotonic() - began)

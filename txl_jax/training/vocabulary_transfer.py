@@ -29,19 +29,10 @@ class RowMap(NamedTuple):
     moved: int = 0  # Tokens that are in both, and count as new as their clusters' widths differ.
 
     @property
-    def kept(self) -> int:
-        """Number of tokens whose row is carried over."""
-        return int(np.sum(self.rows >= 0))
-
-    @property
-    def new(self) -> int:
-        """Number of tokens whose row is initialized."""
-        return len(self.rows) - self.kept
-
-    @property
-    def dropped(self) -> int:
-        """Number of tokens of the old vocabulary whose row is not carried over."""
-        return self.old_size - self.kept
+    def counts(self) -> dict[str, int]:
+        """Numbers of rows that are carried over (kept), initialized (new) and not carried over (dropped), and moved."""
+        kept = int(np.sum(self.rows >= 0))
+        return {"kept": kept, "new": len(self.rows) - kept, "dropped": self.old_size - kept, "moved": self.moved}
 
 
 def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
