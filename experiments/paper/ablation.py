@@ -103,9 +103,6 @@ def row_named(table: Table, name: str) -> Row:
 
     >>> row_named(Table.WIKITEXT103, "none-vaswani-full").published
     (None, None, None)
-
-    Raises:
-      UserError: If no row has this name.
     """
     for row in TABLES[table]:
         if row.name == name:

@@ -102,8 +102,7 @@ class SubwordVocabulary(Vocabulary):
     def _settings(self) -> dict[str, Any]:
         """The file without what is for other uses."""
         settings = json.loads(self.content)
-        if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
-            raise UserError("it holds no model")
+        require(isinstance(settings, dict) and isinstance(settings.get("model"), dict), "it holds no model")
         model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
         return settings | {"truncation": None, "padding": None, "model": model}
 

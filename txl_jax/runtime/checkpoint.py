@@ -215,10 +215,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._log(f"no verified checkpoint could be restored: trying the unverified {path}")
             if restored := self._try_restore(path, abstract_state, tried, is_verified=False):
                 return step, *restored
-        raise CheckpointError(
-            f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)}); "
-            "bring back a copy of one, or move them away to start anew"
-        )
+        lost = f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)})"
+        raise CheckpointError(f"{lost}; bring back a copy of one, or move them away to start anew")
 
     def _skip(self, path: str, damage: str, tried: list[str]) -> None:
         tried.append(f"{os.path.basename(path)}: {damage}")
@@ -244,10 +242,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
         if restored is None:  # An older step would not be better.
-            raise CheckpointError(
-                f"checkpoint {path} is of another model ({difference}); "
-                "use the configuration that it was saved with, or another directory"
-            )
+            other = f"checkpoint {path} is of another model ({difference})"
+            raise CheckpointError(f"{other}; use the configuration that it was saved with, or another directory")
         return _restore_empty(restored.state, abstract_state), restored.notes
 
 

@@ -91,9 +91,8 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             except OSError as error:  # As on a Google Drive that is mounted in Colab.
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise
-                self.notes.append(
-                    f"no lock protects this run, as the file system has none ({error.strerror}): start it once"
-                )
+                missing = f"as the file system has none ({error.strerror})"
+                self.notes.append(f"no lock protects this run, {missing}: start it once")
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()

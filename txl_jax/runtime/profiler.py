@@ -18,10 +18,8 @@ PROFILE = "profile"
 def check_steps(first: int, last: int, *, steps: int) -> None:
     """Raises `UserError` unless a run of `steps` updates makes the updates `first` to `last`, counted from 1."""
     if not 1 <= first <= last <= steps:
-        raise UserError(
-            f"--profile_steps is {first},{last} and the run makes updates 1 to {steps}; give the first and the last "
-            "update to profile, in this order"
-        )
+        wrong = f"--profile_steps is {first},{last} and the run makes updates 1 to {steps}"
+        raise UserError(f"{wrong}; give the first and the last update to profile, in this order")
 
 
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):

@@ -199,9 +199,8 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
     if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
-        raise UserError(
-            f"{folder} is a file or a folder that is not empty, and nothing is written over; give the path of a new one"
-        )
+        taken = f"{folder} is a file or a folder that is not empty, and nothing is written over"
+        raise UserError(f"{taken}; give the path of a new one")
 
 
 @contextlib.contextmanager

@@ -79,8 +79,7 @@ class Progress:
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
         """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
 
-        Raises:
-          NonFiniteError: If a loss or gradient norm is not finite; it names the first such update, and its member.
+        Raises `NonFiniteError`, which names update and member, if a loss or gradient norm is not finite.
         """
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):

@@ -6,6 +6,7 @@ cluster has a table of its own width, and in it its own projection: the row of a
 token counts as new.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -78,9 +79,7 @@ def transfer(
         kept = jnp.asarray(taken >= 0).reshape(-1, *(1,) * (initial.ndim - 1))
         return jnp.where(kept, found.astype(initial.dtype), initial)
 
-    def all_leaves(initial: Any, theirs: Any) -> Any:
-        return jax.tree.map_with_path(one, initial, theirs)
-
+    all_leaves = functools.partial(jax.tree.map_with_path, one)
     return lambda initial, theirs, shardings: jit(all_leaves, out_shardings=shardings)(initial, theirs)
 
 
