@@ -157,10 +157,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             yield
         except Exception as error:
             self._writer = None
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)}); "
-                "free space or allow writing there, then resume: earlier checkpoints are untouched"
-            ) from error
+            wrong = f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)})"
+            advice = "free space or allow writing there, then resume: earlier checkpoints are untouched"
+            raise CheckpointError(f"{wrong}; {advice}") from error
 
     # Reading
 

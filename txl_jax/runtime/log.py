@@ -54,10 +54,8 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
         if line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys():
             records.append(record)
         elif number < len(lines):
-            raise LogError(
-                f"line {number} of {path} is damaged (expected a JSON object with kind and step); "
-                "repair or delete that line, or move the file away to start a new one"
-            )
+            wrong = f"line {number} of {path} is damaged (expected a JSON object with kind and step)"
+            raise LogError(f"{wrong}; repair or delete that line, or move the file away to start a new one")
     return records
 
 

@@ -244,10 +244,8 @@ def writing(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LogError(
-            f"cannot write to {error.filename or path} ({error.strerror or error}); "
-            "free space or allow writing there, or give another folder"
-        ) from error
+        wrong = f"cannot write to {error.filename or path} ({error.strerror or error})"
+        raise LogError(f"{wrong}; free space or allow writing there, or give another folder") from error
 
 
 @contextlib.contextmanager
@@ -261,10 +259,9 @@ def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
         is_here = path.is_relative_to(folder) or Path(folder).is_relative_to(path)
         if error.errno is None or not is_here:  # A library's own sentence, or another file.
             raise
-        raise UserError(
-            f"cannot write {what} to {folder} ({error.strerror or error}); give --cache_dir=... a folder that you may "
-            "write to, on a disk with space"
-        ) from error
+        wrong = f"cannot write {what} to {folder} ({error.strerror or error})"
+        advice = "give --cache_dir=... a folder that you may write to, on a disk with space"
+        raise UserError(f"{wrong}; {advice}") from error
 
 
 def probe(folder: AnyPath) -> None:
