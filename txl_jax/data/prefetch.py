@@ -37,7 +37,9 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
                 self._pending[first] = self._thread.submit(self._segments, first, self._count)
         return self._pending.pop(step).result()
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, *error: object) -> None:
         """Drops queued blocks and waits for the one that may be running."""
         self._pending.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    __exit__ = close
