@@ -13,7 +13,7 @@ import json
 
 from txl_jax import cli
 from txl_jax.cli import setting
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.runtime import storage
 
 
@@ -37,14 +37,12 @@ def run(plan: Plan, job: cli.Job) -> None:
     del job
     if storage.is_remote(plan.include_path or ""):
         raise UserError(f"--include_path is {plan.include_path}, and the harness reads folders of this machine alone")
-    try:
+    with rephrased("the harness is not installed (%s); run pip install '.[lm-eval]'", ImportError):
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
 
         from txl_jax.lm_eval_model import HarnessModel
-    except ImportError as error:
-        raise UserError(f"the harness is not installed ({error}); run pip install '.[lm-eval]'") from None
     model = HarnessModel(plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first)
     manager = TaskManager(include_path=plan.include_path)
     unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]

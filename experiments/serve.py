@@ -19,7 +19,7 @@ from typing import Any
 from txl_jax import cli
 from txl_jax.cli import setting
 from txl_jax.config.config_tree import require
-from txl_jax.errors import UserError
+from txl_jax.errors import rephrased
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.serving.engine import Engine, Limits
 from txl_jax.serving.rows import Step
@@ -57,12 +57,10 @@ class Plan(cli.StoredTypes):
 
 def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
-    try:
+    with rephrased("the server is not installed (%s); run pip install '.[serve]'", ImportError):
         import uvicorn
 
         from txl_jax.serving.app import LOOPBACK, make_app
-    except ImportError as error:
-        raise UserError(f"the server is not installed ({error}); run pip install '.[serve]'") from None
     keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
     _check_host(plan.host, keys)
     bound = _bind(plan.host, plan.port)  # Before the model is read, which takes longer.
@@ -103,7 +101,9 @@ def run(plan: Plan, _job: cli.Job) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address; raises `UserError` for one that cannot be had."""
-    try:
+    what = f"--host={host} --port={port} cannot be listened on (%s)"
+    advice = "give another port, as --port=0 for a free one, or another address of this machine"
+    with rephrased(f"{what}; {advice}", OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as on_error:
             found = on_error.enter_context(socket.socket(family, kind))
@@ -111,10 +111,6 @@ def _bind(host: str, port: int) -> socket.socket:
             found.bind(address)
             on_error.pop_all()
         return found
-    except OSError as error:
-        what = f"--host={host} --port={port} cannot be listened on ({error.strerror})"
-        advice = "give another port, as --port=0 for a free one, or another address of this machine"
-        raise UserError(f"{what}; {advice}") from None
 
 
 def _engine(plan: Plan) -> Engine:

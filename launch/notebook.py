@@ -16,8 +16,8 @@ import jax
 from txl_jax import plots
 from txl_jax.cli import keep_compiled
 from txl_jax.config import ExperimentConfig
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
-from txl_jax.errors import UserError
 from txl_jax.runs.convert import convert
 from txl_jax.runs.run import Run
 from txl_jax.runs.train import train_run
@@ -120,13 +120,11 @@ def upload() -> Path:
 
     Raises `UserError` if this is not Colab, or no file was chosen.
     """
-    if not in_colab():
-        raise UserError("TEXT is 'upload', which only Colab can do; give the path of a file")
+    require(in_colab(), "TEXT is 'upload', which only Colab can do; give the path of a file")
     from google.colab import files
 
     names = list(files.upload())
-    if not names:
-        raise UserError("no file was uploaded; run the cell again and choose one, or give the path of a file")
+    require(names, "no file was uploaded; run the cell again and choose one, or give the path of a file")
     return Path(names[0]).resolve()
 
 

@@ -61,7 +61,7 @@ from txl_jax.cli.program import check_program, config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import program_of
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
@@ -191,10 +191,9 @@ def read(path: Path, out: str) -> Sweep:
     names = list(dict.fromkeys(name for point in points for name in point.differs))
     runs = [_run(content["program"], common, point, names, out) for point in points]
     for run, other in itertools.combinations(runs, 2):
-        if run.name == other.name:
-            raise UserError(f"two runs have the name {run.name}; give each its own")
-        if run.config == other.config:
-            raise UserError(f"{run.name} and {other.name} have the same settings; remove one of them")
+        require(run.name != other.name, f"two runs have the name {run.name}; give each its own")
+        alike = f"{run.name} and {other.name} have the same settings; remove one of them"
+        require(run.config != other.config, alike)
     return Sweep(tuple(runs), tuple(names))
 
 
@@ -213,26 +212,22 @@ class _Point:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    try:
+    missing, damaged = f"cannot read {path} (%s); give the path of a TOML file", f"{path} is not valid TOML: %s"
+    with rephrased(missing, OSError), rephrased(damaged, tomllib.TOMLDecodeError, UnicodeDecodeError):
         content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}); give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
     for key in content:
         if key not in _KEYS:
             near = config_tree.did_you_mean(key, _KEYS)
             raise UserError(f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
-    if not any(content.get(key) for key in ("grid", "random", "runs")):
-        advice = "for one run start python -m experiments.PROGRAM itself"
-        raise UserError(f"{path} has no grid, no random ranges and no runs; {advice}")
+    nothing = f"{path} has no grid, no random ranges and no runs"
+    require(any(map(content.get, _KEYS[3:])), f"{nothing}; for one run start python -m experiments.PROGRAM itself")
     for key in ("base", "grid", "random", "runs"):
         kind, example = (list, "[[runs]]") if key == "runs" else (dict, f"[{key}]")
-        if not isinstance(content.get(key, kind()), kind):
-            raise UserError(f"{key} is {content[key]!r}; write it as {example}, with a flag on each line")
-    if (program := content.get("program")) not in _PROGRAMS:
-        near = config_tree.did_you_mean(str(program), _PROGRAMS)
-        raise UserError(f"program is {program!r}; it may be {', '.join(_PROGRAMS)}{near}")
+        wrong = f"{key} is {content.get(key)!r}; write it as {example}, with a flag on each line"
+        require(isinstance(content.get(key, kind()), kind), wrong)
+    program = content.get("program")
+    near = config_tree.did_you_mean(str(program), _PROGRAMS)
+    require(program in _PROGRAMS, f"program is {program!r}; it may be {', '.join(_PROGRAMS)}{near}")
     return content
 
 
@@ -241,11 +236,11 @@ def _points(content: dict[str, Any]) -> Iterator[_Point]:
     grid = _flat(content.get("grid", {}))
     samples = drawn(content["random"]) if content.get("random") else [{}]
     for name, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise UserError(f"grid has {name} = {values!r}; give a list of the values to try, or move it to [base]")
+        advice = "give a list of the values to try, or move it to [base]"
+        require(isinstance(values, list) and values, f"grid has {name} = {values!r}; {advice}")
     for entry in content.get("runs", [{}]):
-        if not isinstance(entry, dict):
-            raise UserError(f"runs has {entry!r}; write each run as [[runs]], with a flag on each line")
+        advice = "write each run as [[runs]], with a flag on each line"
+        require(isinstance(entry, dict), f"runs has {entry!r}; {advice}")
         flat = _flat(entry)
         name = flat.pop("name", None)
         tables = {"the grid": grid, "runs": flat, "random": samples[0]}
@@ -277,12 +272,10 @@ def _as_text(value: Any) -> str:
 def _run(program: str, common: list[str], point: _Point, names: list[str], out: str) -> Run:
     name = _name(point, names)
     arguments, folder = [*common, *_as_flags(point.differs)], os.path.join(out, name)
-    try:
+    with rephrased(f"{name}: %s", ValueError):
         config = config_of(program, arguments)
         if run_lib.holds_run(folder):
             run_lib.Run.read(folder).compare(config)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
     command = (sys.executable, "-m", f"experiments.{program}", *arguments, f"--workdir={folder}")
     return Run(name, folder, point.differs, command, config)
 
@@ -363,11 +356,9 @@ def _ranges(flat: Mapping[str, Any]) -> dict[str, _Range]:
         ends = value if isinstance(value, list) and all(type(end) in (int, float) for end in value) else []
         if len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
             raise UserError(f"random has {full} = {value!r}; give two numbers, the lower one first")
-        if kind == "log" and ends[0] <= 0:
-            raise UserError(f"random has {full} = {value!r}; a logarithmic range begins above 0")
+        require(kind != "log" or ends[0] > 0, f"random has {full} = {value!r}; a logarithmic range begins above 0")
         found[name] = _Range(float(ends[0]), float(ends[1]), log=kind == "log", whole=types.get(name) is int)
-    if not found:
-        raise UserError(f"random has no range to draw from; {_RANGE}")
+    require(found, f"random has no range to draw from; {_RANGE}")
     return found
 
 
@@ -473,8 +464,7 @@ class _Pool:
 
 def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]) -> str:
     """Returns a batch script for all runs (slurm), or a line for each (tpu)."""
-    if not runs:
-        raise UserError("all runs have finished; there is nothing to start")
+    require(runs, "all runs have finished; there is nothing to start")
     commands = [shlex.join(["python", *run.command[1:]]) for run in runs]
     if launcher == "tpu":
         lines = (
@@ -484,8 +474,7 @@ def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]
         return "".join(lines)
     slurm = ["bash", str(Path(__file__).with_name("slurm.sh")), "--commands=-", "--dry_run", *launcher_flags]
     done = subprocess.run(slurm, check=False, input="\n".join(commands) + "\n", text=True, capture_output=True)
-    if done.returncode:
-        raise UserError(done.stderr.strip().removeprefix("error: "))
+    require(not done.returncode, done.stderr.strip().removeprefix("error: "))
     return done.stdout
 
 
@@ -513,10 +502,9 @@ def main(argv: Sequence[str]) -> int:
             names = records.swept_settings(found)
             write_table(names, [run.row(names) for run in found], storage.as_path(given.out) if given.out else None)
             return 0
-        if len(files) != 1:
-            raise UserError(f"{len(files)} files were given ({' '.join(files) or 'none'}); give one, as sweep.toml")
-        if not given.out:
-            raise UserError("no folder was given; give the folder of the runs with --out=PATH")
+        several = f"{len(files)} files were given ({' '.join(files) or 'none'})"
+        require(len(files) == 1, f"{several}; give one, as sweep.toml")
+        require(given.out, "no folder was given; give the folder of the runs with --out=PATH")
         out = storage.as_path(given.out) if storage.is_remote(given.out) else os.path.expanduser(given.out)
         return _do(given, read(Path(files[0]), out), out)
     except (flags.Error, UserError, OSError) as error:
@@ -553,8 +541,8 @@ def _do(given: flags.FlagValues, sweep: Sweep, out: str) -> int:
         return 0
     if given.table:
         return write(sweep, out)
-    if storage.is_remote(out):
-        raise UserError(f"--out is {out}, and runs of this machine need a folder of its own; give one, or --print")
+    here = f"--out is {out}, and runs of this machine need a folder of its own; give one, or --print"
+    require(not storage.is_remote(out), here)
     if len(sweep.runs) > 1 and set(sweep.names) <= set(VARYING):
         print(
             f"note: these runs differ only in {', '.join(sorted(sweep.names))}, and their shapes are the same: "

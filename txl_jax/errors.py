@@ -4,6 +4,9 @@ The message is one sentence: what was given, what was expected and what to do. P
 any other exception is a bug, or the system's, and keeps its traceback.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
     """A mistake in settings, files or input."""
@@ -35,3 +38,20 @@ class RequestError(Exception):
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+
+
+@contextlib.contextmanager
+def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = UserError) -> Iterator[None]:
+    """Turns errors of the block into the sentence, with the reason for its "%s"; a missing package keeps its own."""
+    try:
+        yield
+    except MissingPackageError:
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or error
+        raise to(sentence.replace("%s", str(reason))) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, which may be long, or the name of its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

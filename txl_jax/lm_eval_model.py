@@ -34,20 +34,11 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 
 @register_model(NAME)
 class HarnessModel(LM):
-    """A trained model as the harness calls it.
+    """A trained model, as `txl_jax.load` takes it, as the harness calls it.
 
-    Args:
-      path: Workdir of a run, or a portable checkpoint.
-      member: The ensemble member, or None if the run is not an ensemble.
-      batch_size: Texts scored side by side; "auto" means `max_batch_size`, or 8.
-      max_batch_size: The batch size that "auto" means.
-      device: Must be None, because JAX chooses the device.
-      first: Text of the one token before a document and before a continuation without context, or None for the
-        vocabulary's own (`Vocabulary.start`).
-      max_gen_toks: Maximum number of generated tokens if a task does not specify it.
-
-    Raises:
-      UserError: If the model does not exist, multiple processes run, or an argument is not valid.
+    The batch size "auto" means `max_batch_size`, or 8. `device` must be None, because JAX chooses it. `first` is the
+    text of the one token before a document and before a continuation without context, or None for `Vocabulary.start`.
+    `max_gen_toks` is for tasks that do not specify it.
     """
 
     def __init__(

@@ -63,10 +63,8 @@ def curves(
 ) -> None:
     """Draws one line per name: y at each x.
 
-    Args:
-      deviations: Half the height of a band around each name's line at each x. Names that are not here have no band.
-      log: Draws y on a logarithmic axis.
-      log_x: Draws x on a logarithmic axis, for lengths that double, with a tick at each.
+    `deviations` are half the height of a band around a name's line at each x. `log` and `log_x` make y and x
+    logarithmic, the latter with a tick at each x.
     """
     from matplotlib.ticker import LogFormatter
 

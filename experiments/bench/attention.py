@@ -27,6 +27,7 @@ from experiments.bench.timing import Task
 from txl_jax import cli, sharding
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network, config_tree
 from txl_jax.config.config_tree import require, setting
+from txl_jax.errors import first_line
 from txl_jax.ops.attention import CachedVisibility, Visibility, attention, cached_attention, choose
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.problem import Implementation, Problem
@@ -214,7 +215,7 @@ def _task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
         compiled = jax.jit(function).lower(inputs).compile()
         jax.block_until_ready(compiled(inputs))
     except jax.errors.JaxRuntimeError as error:
-        raise NotHereError(str(error).partition("\n")[0][:200]) from None
+        raise NotHereError(first_line(error)) from None
     start = time.perf_counter()
     jax.block_until_ready(compiled(inputs))
     runs = min(max(math.ceil(_SECONDS / (time.perf_counter() - start)), 1), 50)

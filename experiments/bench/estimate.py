@@ -33,7 +33,7 @@ from experiments.bench.speed import BLOCK, GROUPS, check_streams, generation_arg
 from txl_jax import cli, flops, sharding
 from txl_jax.config import ExperimentConfig, Remat, config_tree
 from txl_jax.config.config_tree import require, setting
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
 from txl_jax.runs.build import Built, build
@@ -214,7 +214,7 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        why = str(error).partition("\n")[0][:200]
+        why = first_line(error)
         if found := _TOO_LARGE.search(str(error)):
             why = "needs {}iB of {}iB".format(*filter(None, found.groups()))
         print(f"{task}: does not fit, it {why}", flush=True)
@@ -347,7 +347,7 @@ def devices(name: str) -> Sequence[jax.Device] | None:
     try:
         return topologies.get_topology_desc(**options).devices
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise UserError(f"{compiler} knows no topology {name} ({reason}); give another --topology") from None
 
 

@@ -18,7 +18,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.config.experiment import apply_preset
 from txl_jax.config.training import ADAM_B1
 from txl_jax.data.segments import evaluation_segments
-from txl_jax.errors import UserError
+from txl_jax.errors import rephrased
 from txl_jax.interop import huggingface, original
 from txl_jax.runs.build import Built, build
 
@@ -126,17 +126,14 @@ class HuggingFaceModel:
 
 
 def _import_packages() -> tuple[Any, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
-            import torch
-            import transformers
-            from transformers import TransfoXLConfig, TransfoXLLMHeadModel  # noqa: F401
-    except (ImportError, RuntimeError) as error:  # transformers turns a failed import within it into a RuntimeError.
-        raise UserError(
-            f"the comparison needs torch and a transformers with TransfoXL ({error}); "
-            "pip install 'txl_jax[peer]' brings torch and transformers 4.35.2"
-        ) from error
+    missing = "the comparison needs torch and a transformers with TransfoXL (%s)"
+    advice = "pip install 'txl_jax[peer]' brings torch and transformers 4.35.2"
+    # transformers turns a failed import within it into a RuntimeError.
+    with warnings.catch_warnings(), rephrased(f"{missing}; {advice}", ImportError, RuntimeError):
+        warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
+        import torch
+        import transformers
+        from transformers import TransfoXLConfig, TransfoXLLMHeadModel  # noqa: F401
     return torch, transformers
 
 

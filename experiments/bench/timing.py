@@ -19,7 +19,6 @@ from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
-from txl_jax.runs.records import table
 from txl_jax.runtime import environment
 
 SHIFT, EXPONENT = 2.7, 1.1
@@ -118,7 +117,7 @@ def print_head(components: Built) -> None:
 
 def print_table(columns: str, rows: Iterable[Sequence[str]]) -> None:
     """Prints a Markdown table, each row as soon as it is measured. `columns` are separated by " | "."""
-    for line in table(columns.split(" | "), rows):
+    for line in environment.table(columns.split(" | "), rows):
         print(line, flush=True)
 
 

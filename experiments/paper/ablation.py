@@ -29,7 +29,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.runs.records import csv_file, table
+from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted
 from txl_jax.runs.train import train_run
@@ -103,9 +103,6 @@ def row_named(table: Table, name: str) -> Row:
 
     >>> row_named(Table.WIKITEXT103, "none-vaswani-full").published
     (None, None, None)
-
-    Raises:
-      UserError: If no row has this name.
     """
     for row in TABLES[table]:
         if row.name == name:
@@ -213,11 +210,8 @@ def train_and_score(
 ) -> dict[str, list[Score]]:
     """Trains and scores what is not done yet; writes ablation.md, .csv and .json into `plan.out` after each run.
 
-    Returns the scores by row, one per seed.
-
-    Raises:
-      UserError: If settings do not fit together, in any row, before the first is trained.
-      Interrupted: If a stop was requested. The same call resumes.
+    Returns the scores by row, one per seed. Settings of all rows are checked before the first is trained. After
+    `Interrupted` the same call resumes.
     """
     plan.validate()
     plan.check(config)
@@ -326,7 +320,7 @@ def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: 
                     *("" if value is None else f"{value:g}" for value in row.published),
                 ]
             )
-    return table(columns, lines)
+    return environment.table(columns, lines)
 
 
 def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
@@ -336,7 +330,7 @@ def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measur
         if scores := found.get(row.name):
             values = [[score.at[length] for score in scores] if length in scores[0].at else [] for length in shown]
             lines.append([row.name, *(_mean(each, measure) for each in values)])
-    return table(["row", *(f"{length:,}" for length in shown)], lines)
+    return environment.table(["row", *(f"{length:,}" for length in shown)], lines)
 
 
 def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:

@@ -34,9 +34,8 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import ScoreTerms, Visibility, score_terms
 from txl_jax.runs.build import Built
-from txl_jax.runs.records import table
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split, progress_bar, with_duration
+from txl_jax.runs.score import Split, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import make_folder, write, write_json
@@ -114,10 +113,7 @@ def draw(
     """Writes plots of the average, of heads and of terms, their arrays and the tokens attended to into `plan.out`.
 
     The corpus may be another text than the run's if its vocabulary is the same. Returns mean probabilities [N, H, A].
-
-    Raises:
-      UserError: If the run does not have such attention, the heads, positions or tokens, or a checkpoint.
-      Interrupted: If a stop was requested. Nothing is written then.
+    After `Interrupted` nothing is written.
     """
     plan.validate()
     plan.check(config)
@@ -144,7 +140,7 @@ def draw(
     make_folder(folder)
     heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
     _write(folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split})
-    print(with_duration(f"results   {folder}", time.monotonic() - began))
+    print(f"results   {folder}  in {environment.duration(time.monotonic() - began)}")
     return average
 
 
@@ -305,7 +301,7 @@ def _markdown(
         )
     columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
     opening = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
-    return [*opening, *table(columns, rows), ""]
+    return [*opening, *environment.table(columns, rows), ""]
 
 
 def _name(head: tuple[int, int]) -> str:

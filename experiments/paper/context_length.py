@@ -68,11 +68,7 @@ def score_lengths(
 ) -> dict[int, Totals]:
     """Scores a split at each length; writes context_length.csv after each, and context_length.png at the end.
 
-    The text may be another than the run's if its vocabulary is the same.
-
-    Raises:
-      UserError: As `at_lengths`, or if the text has another vocabulary or the run has no checkpoint.
-      Interrupted: If a stop was requested. The rows before it are written.
+    The text may be another than the run's if its vocabulary is the same. Before `Interrupted` rows are written.
     """
     plan.validate()
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
@@ -106,12 +102,7 @@ def score_lengths(
 
 
 def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
-    """Returns the config that scores each length, shortest first; each length once.
-
-    Raises:
-      UserError: If there is no length or one below 1, if the stride is missing, not needed or longer than a window, or
-        if settings do not fit a length.
-    """
+    """Returns the config that scores each length, shortest first and once; raises `UserError` if it does not fit."""
     require(
         lengths and min(lengths) >= 1,
         f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",

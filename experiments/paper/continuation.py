@@ -60,11 +60,7 @@ def write(
 ) -> None:
     """Writes a markdown file with a context, `generate.length` tokens of the model and the text's own, for each start.
 
-    The corpus may be another text than the run's if its vocabulary is the same.
-
-    Raises:
-      UserError: If a start is too near the end, the model cannot generate, or the run has no checkpoint.
-      Interrupted: If a stop was requested. Nothing is written then.
+    The corpus may be another text than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
     """
     plan.validate()
     check_can_generate(config)

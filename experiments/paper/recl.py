@@ -26,9 +26,9 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.sliding_window import context_losses, positions
 from txl_jax.metrics import Totals
-from txl_jax.runs.records import csv_file, table
+from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar, with_duration
+from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import exists, make_folder, read, write, write_json
@@ -79,11 +79,7 @@ class Plan(cli.TextPlan):
         )
 
     def load_runs(self) -> dict[str, Run]:
-        """Reads the runs; returns them by their names.
-
-        Raises:
-          UserError: If there are fewer than two runs or another number of names, or a directory contains no run.
-        """
+        """Reads the runs; returns them by their names, or raises `UserError` unless there are two and one name each."""
         names = self.names or tuple(map(os.path.basename, self.workdirs))
         require(
             len(names) == len(self.workdirs),
@@ -108,12 +104,8 @@ def compare(
 ) -> dict[str, list[int | None]]:
     """Scores what is not scored yet and writes recl.json, .csv, .md and two plots into `plan.out`.
 
-    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context.
-
-    Raises:
-      UserError: If the plan or the text does not fit, the directory has losses of another plan, or a model has no
-        checkpoint.
-      Interrupted: If a stop was requested. What was scored before stays.
+    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
+    what was scored stays.
     """
     plan.validate()
     tokens = getattr(corpus, plan.split)
@@ -181,7 +173,7 @@ def _losses_of(
         data = io.BytesIO()
         np.save(data, found[length])
         write(path, data.getvalue())
-        print(with_duration(f"{what} {format_scores(totals, measure)}", time.monotonic() - began))
+        print(f"{what} {format_scores(totals, measure)}  in {environment.duration(time.monotonic() - began)}")
     return found
 
 
@@ -300,7 +292,7 @@ def _markdown(lengths: Mapping[str, list[int | None]], plan: Plan) -> str:
     ]
     if plan.ratios == Plan().ratios:
         rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
-    return "\n".join([*table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
+    return "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
 
 
 if __name__ == "__main__":

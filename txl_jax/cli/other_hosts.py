@@ -20,7 +20,7 @@ from absl import flags
 
 from txl_jax.config import config_tree
 from txl_jax.config.config_tree import require
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import distributed
 
 # The flags, and the variables that a launcher sets instead of them.
@@ -253,8 +253,3 @@ def _redirect_output(*, is_primary: bool) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, which may be long."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

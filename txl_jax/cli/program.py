@@ -24,8 +24,7 @@ from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.published import check_file, default_data, program_of
-from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError
-from txl_jax.interop.portable import is_portable
+from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
@@ -354,6 +353,8 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
         return _score_input(plan, job, workdir)
+    from txl_jax.interop.portable import is_portable  # Here: training needs none of it.
+
     require(
         not distributed.broadcast_from_primary(lambda: is_portable(workdir)),
         f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, begin a "
@@ -424,15 +425,14 @@ def guarded() -> Iterator[None]:
 
 def exit_code_for(error: BaseException) -> int | None:
     """Prints an error that the user can mend and returns its exit code; prints nothing and returns None for a bug."""
-    first_line = other_hosts.first_line(error)
     match error:
         case KeyboardInterrupt():
             fail("interrupted; what was saved before stays, and the same command resumes from there")
             return 128 + signal.SIGINT
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
-            fail(f"the device has too little memory ({first_line}); {_SAVES_MEMORY}")
+            fail(f"the device has too little memory ({first_line(error)}); {_SAVES_MEMORY}")
         case Exception() if other_hosts.lost_another(error):
-            fail(f"another process of this run is gone ({first_line}); {_RESUME}")
+            fail(f"another process of this run is gone ({first_line(error)}); {_RESUME}")
             return other_hosts.LOST
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.

@@ -58,14 +58,8 @@ def setting(default: Any, help: str, **properties: Any) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
 
 
-def free_setting(default: Any, help: str, **properties: Any) -> Any:
-    """Declares a field that may differ when a run is resumed."""
-    return setting(default, help, free_on_resume=True, **properties)
-
-
-def shape_setting(default: Any, help: str, **properties: Any) -> Any:
-    """Declares a field that makes trained parameters what they are."""
-    return setting(default, help, shapes_params=True, **properties)
+free_setting = functools.partial(setting, free_on_resume=True)
+shape_setting = functools.partial(setting, shapes_params=True)
 
 
 def setting_of(field: dataclasses.Field[Any]) -> Setting:

@@ -31,9 +31,8 @@ class ByteVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         if not self.symbols or self.symbols != distinct(self.symbols):
-            raise UserError(
-                f"the symbols of a vocabulary are {list(self.symbols)}; they must be distinct, increasing and not empty"
-            )
+            advice = "they must be distinct, increasing and not empty"
+            raise UserError(f"the symbols of a vocabulary are {list(self.symbols)}; {advice}")
 
     @classmethod
     def all_bytes(cls, newlines: Newlines = Newlines.KEEP) -> Self:

@@ -4,15 +4,15 @@ numpy releases the interpreter's lock while it sorts and gathers, so one thread 
 """
 
 import concurrent.futures
+import contextlib
 from collections.abc import Callable
-from typing import Self
 
 from txl_jax.recurrence import Segments
 
 DEPTH = 2  # Number of blocks to prefetch beyond the one asked for.
 
 
-class Prefetcher:
+class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
     """A prefetcher of blocks of S segments by their first step; a context manager.
 
     `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the caller and only for a
@@ -20,13 +20,10 @@ class Prefetcher:
     """
 
     def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int):
-        """Starts no work yet.
+        """Starts no work yet, and never reads a block that ends after `steps`.
 
-        Args:
-          segments: (first step, count) -> block. It is called on the background thread only, so it may also put the
-            block on the devices, but must enter its own jax context, such as a mesh.
-          segments_per_call: S.
-          steps: No block that ends after this step is prefetched.
+        `segments`: (first step, count) -> block is called on a background thread only, so it may also put the block on
+        the devices, but must enter its own jax context, such as a mesh.
         """
         self._segments, self._count, self._steps = segments, segments_per_call, steps
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
@@ -40,13 +37,9 @@ class Prefetcher:
                 self._pending[first] = self._thread.submit(self._segments, first, self._count)
         return self._pending.pop(step).result()
 
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Drops queued blocks and waits for the one that may be running."""
         self._pending.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    __exit__ = close

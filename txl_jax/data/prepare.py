@@ -32,7 +32,7 @@ from txl_jax.config import CorpusName, Heldout
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layout, PublishedCorpus, Remote
 from txl_jax.data.text import File, Text, bar, digest_of
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import storage
 
 RECORD_BYTES = 1 << 16
@@ -127,8 +127,7 @@ def _refusing_damage(what: str, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{what} ({reason}); {advice}") from error
+        raise UserError(f"{what} ({first_line(error)}); {advice}") from error
 
 
 # Records

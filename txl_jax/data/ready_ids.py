@@ -16,7 +16,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data.subwords import given_tokenizer
 from txl_jax.data.text import SPLITS, digest_of, expanded, file_part, with_bar
 from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 
 Document = str | bytes | Sequence[int] | np.ndarray  # A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
 Token = str | bytes | int  # A token's text or id.
@@ -61,10 +61,8 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
     path, *others = expanded(paths, flag=f"--data.{name}")
     require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
     known = "ids are read from .npy files of integers along one axis (numpy.save) and .bin files of uint16"
-    try:
+    with rephrased(f"{path} cannot be read (%s); {known}", ValueError, EOFError):
         array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {known}") from error
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
     if not path.endswith((".npy", ".bin")) or not is_ids:
         found = f"type {array.dtype} and shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
@@ -146,10 +144,8 @@ def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
     """Returns the token ids [T] of a document; raises `UserError` for text or ids that the vocabulary lacks."""
     if isinstance(document, str | bytes):
         content = _bytes(document)
-        try:
+        with rephrased(f"the text {content[:40]!r} cannot be read by this model: %s", ValueError):
             return vocabulary.encode(content)
-        except ValueError as error:
-            raise UserError(f"the text {content[:40]!r} cannot be read by this model: {error}") from None
     ids = np.asarray(document)
     is_ids = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
     require(is_ids, f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")
@@ -177,10 +173,8 @@ def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
     # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
     if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
         return vocabulary.mark
-    try:
+    with rephrased(f"{name} cannot be read by this model: %s", ValueError):
         ids = vocabulary.encode(content).tolist()
-    except ValueError as error:
-        raise UserError(f"{name} cannot be read by this model: {error}") from None
     if len(ids) != 1 or ids[0] == vocabulary.unknown_id:
         found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
         raise UserError(

@@ -113,15 +113,16 @@ class SegmentReader:
         counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
         input_SxBxL, target_SxBxL = self.order(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
-            inputs=self._take(input_SxBxL, real_SxBxL),
-            targets=self._take(target_SxBxL, real_SxBxL),
+            inputs=take(self.tokens, input_SxBxL, real_SxBxL),
+            targets=take(self.tokens, target_SxBxL, real_SxBxL),
             weights=counts_SxBxL.astype(np.float32),
             reset=np.repeat(((index_S == 0) | (not live))[:, None], len(first_B), axis=1),
         )
 
-    def _take(self, position: np.ndarray, real: np.ndarray) -> np.ndarray:
-        """Returns the tokens at positions in the text as int32; 0 for padding, which may be past the text's end."""
-        return np.where(real, np.take(self.tokens, position, mode="clip"), 0).astype(np.int32)
+
+def take(tokens: np.ndarray, position: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Returns the tokens at positions in the text as int32; 0 for padding, which may be past the text's end."""
+    return np.where(real, np.take(tokens, position, mode="clip"), 0).astype(np.int32)
 
 
 def training_segments(

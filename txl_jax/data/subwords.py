@@ -18,7 +18,7 @@ import numpy as np
 from txl_jax.config.config_tree import require
 from txl_jax.data.text import File, checked, text_blocks
 from txl_jax.data.vocabulary import Vocabulary, escape, id_type
-from txl_jax.errors import MissingPackageError, UserError
+from txl_jax.errors import MissingPackageError, UserError, rephrased
 
 # What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -78,10 +78,8 @@ class SubwordVocabulary(Vocabulary):
         return np.array(self._ids(text), id_type(self.size))
 
     def _ids(self, text: str) -> list[int]:
-        try:
+        with rephrased("the tokenizer cannot encode the text (%s)", Exception):  # The package raises nothing narrower.
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # The package raises nothing narrower.
-            raise UserError(f"the tokenizer cannot encode the text ({error})") from error
 
     def _check_characters(self, text: str) -> None:
         """Raises `UserError` for a character that would vanish: BPE without an unknown token drops what it lacks."""
@@ -104,18 +102,15 @@ class SubwordVocabulary(Vocabulary):
     def _settings(self) -> dict[str, Any]:
         """The file without what is for other uses."""
         settings = json.loads(self.content)
-        if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
-            raise UserError("it holds no model")
+        require(isinstance(settings, dict) and isinstance(settings.get("model"), dict), "it holds no model")
         model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
         return settings | {"truncation": None, "padding": None, "model": model}
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         lib, settings = package(), json.dumps(self._settings)
-        try:
+        with rephrased("%s", Exception):
             return lib.Tokenizer.from_str(settings)
-        except Exception as error:  # The package raises nothing narrower.
-            raise UserError(str(error)) from error
 
     @functools.cached_property
     def _byte_level(self) -> bool:
@@ -182,12 +177,9 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
 
 def package() -> ModuleType:
     """Imports the package tokenizers; raises `MissingPackageError` if it is not installed."""
-    try:
+    missing = "subwords and every tokenizer.json need the package tokenizers; pip install '.[tokenizers]'"
+    with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers
-    except ImportError as error:
-        raise MissingPackageError(
-            "subwords and every tokenizer.json need the package tokenizers; pip install '.[tokenizers]'"
-        ) from error
     return tokenizers
 
 
@@ -195,10 +187,7 @@ def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json; raises `UserError` if the file is not one."""
     content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
     package()
-    try:
+    wrong = f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} (%s)"
+    advice = "give the tokenizer.json of its save(), or, for a SentencePiece model, of transformers' save_pretrained()"
+    with rephrased(f"{wrong}; {advice}", ValueError):
         return SubwordVocabulary(content.decode("utf-8"))
-    except ValueError as error:
-        raise UserError(
-            f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} ({error}); give the "
-            "tokenizer.json that its save() writes, or, for a SentencePiece model, save_pretrained() of transformers"
-        ) from error

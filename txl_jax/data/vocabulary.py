@@ -15,7 +15,7 @@ import numpy as np
 
 from txl_jax.config import LineMark, Newlines
 from txl_jax.data.text import File, text_blocks
-from txl_jax.errors import MissingPackageError, UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
@@ -122,20 +122,15 @@ def dumps(vocabulary: Vocabulary) -> str:
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """Parses the saved form of a vocabulary of one of `kinds`; raises `UserError` if `text` is not one."""
     title, *lines = text.removesuffix("\n").split("\n")
-    try:
+    expected = f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token"
+    damaged = f"{expected}, but this one starts {title[:60]!r} (%s)"
+    with rephrased(damaged, KeyError, IndexError, TypeError, ValueError):
         if not title.startswith(TITLE):
             raise ValueError("another title")
         kind, settings = title.removeprefix(f"{TITLE} ").split(" ", 1)
         header = dict(json.loads(settings))
         header |= {name: enum(header[name]) for name, enum in _ENUMS.items() if name in header}
         return {cls.kind: cls for cls in kinds}[kind].load(lines, **header)
-    except MissingPackageError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise UserError(
-            f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token, but this one starts "
-            f"{title[:60]!r} ({error})"
-        ) from error
 
 
 def digest(vocabulary: Vocabulary) -> str:

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from txl_jax.config.config_tree import require
+from txl_jax.data.segments import take
 from txl_jax.inference.scorer import at_temperature
 from txl_jax.metrics import Totals
 from txl_jax.modules import AnyModel
@@ -70,13 +71,10 @@ def evaluate_windows(
     after_call: Callable[[Totals], None] = lambda totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores the targets of all windows.
+    """Scores the targets of all windows, of which there is at least one batch.
 
-    Args:
-      step: Made by `make_window_step`.
-      batches: As from `window_batches`, at least one.
-      after_call: Called after each call but the last with the totals so far. May raise to stop.
-      token_nats: Floats [T] to write the nats of each scored token to.
+    `after_call` gets the totals so far after each call but the last, and may raise to stop. `token_nats`, floats [T],
+    gets the nats of each scored token.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -166,12 +164,7 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_score
     real_BxA = pair_BxA < len(tokens) - 1
     pair_Bxn, real_Bxn = pair_BxA[:, -n_scored:], real_BxA[:, -n_scored:]
     return Windows(
-        inputs=_take(tokens, pair_BxA, real_BxA),
-        targets=_take(tokens, pair_Bxn + 1, real_Bxn),
+        inputs=take(tokens, pair_BxA, real_BxA),
+        targets=take(tokens, pair_Bxn + 1, real_Bxn),
         scored=np.where(real_Bxn, pair_Bxn + 1, 0),
     )
-
-
-def _take(tokens: np.ndarray, index: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Returns the tokens at `index` as int32, and 0 where `real` is false."""
-    return np.where(real, np.take(tokens, index, mode="clip"), 0).astype(np.int32)

@@ -98,17 +98,11 @@ def evaluate(
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores the whole text of `reader`.
+    """Scores the whole text of `reader` with the scorer's prepared weights, S segments per call.
 
-    Args:
-      eval_step: Compiled, made by `make_eval_step`.
-      weights: The scorer's prepared weights.
-      memory: Any memory of the right shape, donated. The reader's reset bits empty it first.
-      reader: The text's segments.
-      segments_per_call: S.
-      place: Puts segments on the devices.
-      after_call: Called after each call but the last with the segments done and the totals so far. May raise to stop.
-      token_nats: Floats [T] to write the nats of each token to. The first token is not scored and not written.
+    The memory is donated, and any of the right shape: the reader's reset bits empty it first. `place` puts segments on
+    the devices. `after_call` gets the segments done and the totals so far after each call but the last, and may raise
+    to stop. `token_nats`, floats [T], gets the nats of each token but the first, which is not scored.
     """
     totals = Totals()
     pending: tuple[int, Scores] | None = None

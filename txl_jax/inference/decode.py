@@ -78,10 +78,8 @@ def decode_block(
 ) -> tuple[KVCache, jax.Array, jax.Array, Scores | None]:
     """Runs up to `count` steps, until every row has done its steps or has drawn its stop token.
 
-    Args:
-      params: Parameters for single tokens.
-      cache: The cache of R rows, with one index or with an index per row; to be donated.
-      top: Number of most likely tokens to score beside each drawn one, or 0 to score nothing.
+    The parameters are for single tokens. The cache of R rows, with one index or an index per row, is to be donated.
+    With `top` the drawn tokens and so many most likely ones are scored.
 
     Returns:
       The cache, the drawn tokens int32 [R, count], the number of steps that ran, and the scores [R, count]. Where a row

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
 from txl_jax.config import NormPlace
-from txl_jax.errors import UserError
+from txl_jax.config.config_tree import require
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.cache import KVCache
 from txl_jax.inference.prepare import DecodeParams, Layer, apply, norm_of, query_key_value
@@ -72,16 +72,11 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
       UserError: If L does not divide the cache's capacity, or the parameters were prepared for shorter lengths.
     """
     segment_len = tokens.shape[1]
-    if cache.capacity + segment_len > params.max_keys:
-        raise UserError(
-            f"the cache has {cache.capacity} slots and the segment {segment_len} tokens, together more than the "
-            f"{params.max_keys} that the parameters were prepared for; prepare them for these lengths"
-        )
-    if cache.capacity % segment_len:
-        raise UserError(
-            f"the segment has {segment_len} tokens and the cache a ring of {cache.capacity} slots, which segments must "
-            "fill evenly; make the cache for this segment length"
-        )
+    found = f"the cache is a ring of {cache.capacity} slots and the segment has {segment_len} tokens"
+    wrong = f"{found}, together more than the {params.max_keys} that the parameters were prepared for"
+    require(cache.capacity + segment_len <= params.max_keys, f"{wrong}; prepare them for these lengths")
+    wrong = f"{found}, and segments must fill the ring evenly"
+    require(cache.capacity % segment_len == 0, f"{wrong}; make the cache for this segment length")
     hidden, keys, values = apply_layers(params, tokens, cache)
     cache = cache_lib.write(cache, keys, values, after=hidden)
     if (documents := memory_lib.documents(tokens, params.model.end_token)) is not None:

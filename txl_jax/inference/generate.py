@@ -69,16 +69,13 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yields int32 [B, up to `block`] until `config.length` tokens of B samples are drawn or all have ended.
 
-        A sample that has ended goes on with its stop token.
+        A sample that has ended goes on with its stop token. Raises `UserError` if the prompt is empty.
 
         Args:
           prompt: int [T], at least one token, read once for all samples.
           stop_token: A sample ends with this token, or only at `config.length` if it is None.
           block: Tokens per call. More is a little faster, fewer are seen sooner.
           stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
-
-        Raises:
-          UserError: If the prompt is empty.
         """
         if len(prompt) == 0:
             raise UserError("the prompt is empty; generation needs at least one token to go on from")

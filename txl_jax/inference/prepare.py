@@ -78,13 +78,9 @@ def prepare_params(
 ) -> DecodeParams:
     """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted.
 
-    Args:
-      window: Maximum keys of a query, itself included, or None if only the cache limits them.
-      clamp_len: Distances above it share one position code, or None to tell all apart.
-      weight_dtype: Dtype of the matrices that every token is multiplied with, or None for the model's. For int8
-        `check_devices` has to allow the mesh.
-      transposed: Whether the layers keep float matrices of at least 32 bits `Transposed`, which is faster for a few
-        rows on a CPU. It changes nothing but speed and rounding.
+    `window` and `clamp_len` are as in `DecodeParams`. For int8 weights `check_devices` has to allow the mesh. With
+    `transposed` the layers keep float matrices of at least 32 bits `Transposed`, which is faster for a few rows on a
+    CPU and changes nothing but rounding.
     """
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lengths = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
@@ -116,10 +112,8 @@ def prepare_params(
 def check_devices(weight_dtype: str | None, num_devices: int) -> None:
     """Raises `UserError` for int8 on several devices: the scales of a sharded table would need specs of their own."""
     if weight_dtype is not None and num_devices > 1:
-        raise UserError(
-            f"eval.weight_dtype is {weight_dtype} and the mesh has {num_devices} devices; use one (--mesh.data=1), or "
-            "leave the type out"
-        )
+        wrong = f"eval.weight_dtype is {weight_dtype} and the mesh has {num_devices} devices"
+        raise UserError(f"{wrong}; use one (--mesh.data=1), or leave the type out")
 
 
 def apply(module: nn.Module, params: Any, *args: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from txl_jax.config import LineMark, Newlines
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.vocabulary import MARKS, TITLE, Vocabulary
 from txl_jax.data.word_tokens import UNKNOWN_WORD, WordVocabulary
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.interop import torch_files
 from txl_jax.interop.pickles import Record
 from txl_jax.interop.portable import read_vocabulary
@@ -102,12 +102,9 @@ def _bytes_of(symbols: list[str]) -> list[int] | None:
 
 def _of_text(path: Path) -> Found:
     """Returns a text file's vocabulary: our own format, or the first word of each line."""
-    try:
+    foreign = f"{path} is not UTF-8 (%s). Pass a list of words in UTF-8."
+    with rephrased(f"{path} cannot be read (%s). Check the path.", OSError), rephrased(foreign, UnicodeDecodeError):
         decoded = path.read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {error.start}. Pass a list of words in UTF-8.") from error
     if decoded.startswith(TITLE):
         return Found(read_vocabulary(path), None, [])
     fields = [line.split() for line in decoded.split("\n")]

@@ -12,7 +12,7 @@ import numpy as np
 from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.interop import foreign_vocabulary as vocabularies
 from txl_jax.interop import infer_config, nvidia, original, safetensors, state_dict, tensorflow, torch_files
 from txl_jax.interop.leaves import Leaf, Leaves
@@ -52,9 +52,7 @@ class _Weights(NamedTuple):
 def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary.
 
-    Raises:
-      UserError: If there are no weights, they are damaged or not in `format` (None recognises it), config.json
-        contradicts them, or the vocabulary has another size.
+    If `format` is None it is recognised.
     """
     path = Path(path)
     weights = _open_any(path)
@@ -184,13 +182,10 @@ def _in_order(params: Mapping[str, Leaf], order: np.ndarray, config: ModelConfig
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Returns a JSON file's object, or raises `UserError` if it has none."""
-    try:
+    missing, damaged = f"{path} cannot be read (%s)", f"{path} is not a JSON object (%s). Copy or download it again."
+    with rephrased(f"{missing}. Check the path.", OSError), rephrased(damaged, ValueError, RecursionError):
         if path.stat().st_size > _MAX_JSON:
             raise ValueError("it is too long")
         if not isinstance(found := json.loads(path.read_bytes()), dict):
             raise ValueError("another value")
         return found
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a JSON object ({error}). Copy or download it again.") from error

@@ -113,9 +113,8 @@ def from_flax(
 def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
     """Inverts `to_leaves`, with only the first name of a shared tensor; raises `UserError` as it does."""
     if any(path.startswith("final_norm/") for path in leaves):
-        raise UserError(
-            "final_norm has no name in the original. To export pre-norm, train with model.compat.final_norm off."
-        )
+        advice = "To export pre-norm, train with model.compat.final_norm off."
+        raise UserError(f"final_norm has no name in the original. {advice}")
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing. Pass the tree below 'params'.")
     bias = leaves["softmax/bias"]

@@ -26,7 +26,7 @@ from txl_jax.config.experiment import from_record
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
-from txl_jax.errors import CheckpointError, MissingPackageError, UserError
+from txl_jax.errors import CheckpointError, UserError, rephrased
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
@@ -135,13 +135,12 @@ def read_info(folder: AnyPath) -> ModelInfo:
     """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
     path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
-    try:
+    damaged = f"{path} is corrupted or has another version (%s). Copy or convert it again."
+    with rephrased(damaged, ValueError, KeyError, TypeError, AttributeError):
         config = from_record(saved["config"])
         config.model.validate()
         expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is corrupted or has another version ({error}). Copy or convert it again.") from error
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
             f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {CONFIG} (sha256, or vocab_size "
@@ -200,12 +199,8 @@ def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
 
 def read_vocabulary(path: AnyPath) -> Vocabulary:
     """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
-    try:
+    with rephrased(f"{path} cannot be read (%s). Copy or convert the directory again.", OSError, ValueError):
         return loads(storage.read(path).decode(), KINDS)
-    except MissingPackageError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}). Copy or convert the directory again.") from error
 
 
 def _card(info: ModelInfo, num_parameters: int) -> str:

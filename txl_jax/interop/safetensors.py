@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from txl_jax.errors import CheckpointError
+from txl_jax.errors import CheckpointError, rephrased
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.runtime import storage
 
@@ -45,7 +45,8 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
         offset = start + entry["data_offsets"][0]
         return np.memmap(local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
 
-    try:
+    damaged = f"{path} is damaged or cannot be read as a safetensors file (%s). Check the path, or copy it again."
+    with rephrased(damaged, OSError, SafetensorError, ValueError, to=CheckpointError):
         local = storage.local_copy(path, part)  # A copy of a remote file is there as long as a leaf has `part`.
         if sha256 is not None and storage.sha256(local) != sha256:
             raise ValueError("its sha256 is another")
@@ -58,10 +59,6 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
         header.pop(_METADATA, None)
         if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
             raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or cannot be read as a safetensors file ({error}). Check the path, or copy it again."
-        ) from error
     return {
         name: Leaf(tuple(entry["shape"]), _DTYPES[entry["dtype"]], functools.partial(part, entry))
         for name, entry in header.items()

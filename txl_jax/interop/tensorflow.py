@@ -5,17 +5,16 @@ share one table. A cluster as wide as the model without projections (One Billion
 moments, averages and counters are omitted.
 """
 
-import contextlib
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.interop.leaves import Leaf, leaf_of
 
 _ROOT = "transformer/"
@@ -90,20 +89,12 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
 
 def _open(prefix: Path) -> dict[str, Leaf]:
     """Returns all variables by name, matmuls' matrices transposed."""
-    try:
+    missing = f"{prefix} is a checkpoint of TensorFlow, which is not installed. pip install 'txl_jax[tensorflow]'"
+    with rephrased(missing, ImportError):
         import tensorflow
-    except ImportError as error:
-        raise UserError(
-            f"{prefix} is a checkpoint of TensorFlow, which is not installed. pip install 'txl_jax[tensorflow]'"
-        ) from error
 
-    @contextlib.contextmanager
-    def reading() -> Iterator[None]:
-        try:
-            yield
-        except (tensorflow.errors.OpError, ValueError, RuntimeError) as error:
-            reason = type(error).__name__
-            raise UserError(f"{prefix} is a damaged or incomplete checkpoint ({reason}). Download it again.") from error
+    damaged = f"{prefix} is a damaged or incomplete checkpoint (%s). Download it again."
+    reading = functools.partial(rephrased, damaged, tensorflow.errors.OpError, ValueError, RuntimeError)
 
     def leaf(name: str) -> Leaf:
         shape, dtype = tuple(shapes[name]), np.dtype(dtypes[name].as_numpy_dtype)

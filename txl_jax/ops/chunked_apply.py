@@ -29,16 +29,12 @@ def chunked_apply(
     selected: jax.Array,
     sync_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Computes `function(weights, states, labels)` where `selected`, 0 elsewhere: [T].
+    """Computes `function(weights, states [T, ...], labels int [T])` where `selected`, bool [T], 0 elsewhere: [T].
 
-    Args:
-      function: It must not close over arrays that need gradients; they get none.
-      chunk_size: Positions per chunk. Unused slots of the last chunk hold zeros.
-      weights: A tree of arrays. Their gradients are summed over chunks in at least float32: a bfloat16 sum of ones
-        stops at 256.
-      states: [T, ...], with gradients; `labels` are int [T] and `selected` is bool [T].
-      sync_axes: Inside `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in
-        `function` need. Devices with fewer positions process empty chunks.
+    The function must not close over arrays that need gradients. Unused slots of the last chunk hold zeros. Gradients of
+    the weights are summed over chunks in at least float32: a bfloat16 sum of ones stops at 256. `sync_axes` are, inside
+    `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in `function` need.
+    Devices with fewer positions process empty chunks.
     """
     values, _ = _forward(function, chunk_size, weights, states, labels, selected, sync_axes)
     return values

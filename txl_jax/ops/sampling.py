@@ -30,11 +30,8 @@ def sample(
 ) -> jax.Array:
     """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
-    Args:
-      clusters: Those of the softmax, the head ending with the tails' entries (`adaptive_softmax.with_tails`).
-      temperature: Logits are divided by it; 0 means greedy.
-      top_k: Samples among the k likeliest, or among all if it is None.
-      top_p: Samples among the likeliest (of those) that together reach this probability (nucleus sampling).
+    The head ends with the tails' entries (`adaptive_softmax.with_tails`). A temperature of 0 means greedy. Top-k
+    samples among the k likeliest, top-p (nucleus sampling) among the likeliest of those that together reach it.
     """
     if temperature == 0:
         return top_k_tokens(hidden, clusters, 1)[1][:, 0]

@@ -391,14 +391,8 @@ def build(
         )
         chosen = Implementations(attention.training.implementation, attention.evaluation.implementation)
         model = TransformerXL(config.model, vocab_size, end_token, attention=chosen)
-    return Built(
-        config=config,
-        model=model,
-        optimizer=optimizer_lib.make_optimizer(config),
-        schedule=optimizer_lib.learning_rate(config),
-        mesh=mesh,
-        attention=attention,
-    )
+    optimizer, schedule = optimizer_lib.make_optimizer(config), optimizer_lib.learning_rate(config)
+    return Built(config, model, optimizer, schedule, mesh, attention)
 
 
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:

@@ -17,17 +17,13 @@ from txl_jax.training.step import TrainState
 
 
 class RunCheckpoints:
-    """Saves and restores them; a context manager, used in every process alike. Raises if another run writes here too.
-
-    Attributes:
-      saved_step: The last step that was saved or restored, or None before the first.
-      best: The checkpoints of each member's best parameters. `save_best` writes them.
-    """
+    """Saves and restores them; a context manager, used in every process alike. Raises if another run writes too."""
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
-        self.saved_step: int | None = None
+        self.saved_step: int | None = None  # The last step that was saved or restored.
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
+        # Of each member's best parameters; `save_best` writes them.
         self.best = [Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels]
         self._stack = contextlib.ExitStack()
 

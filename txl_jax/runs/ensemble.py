@@ -22,11 +22,11 @@ from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.build import Built, Compilation, build_for
-from txl_jax.runs.records import table
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
 from txl_jax.runs.weights import load_state
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.environment import table
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.ensemble import Members

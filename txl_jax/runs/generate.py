@@ -11,7 +11,7 @@ import numpy as np
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import UserError
+from txl_jax.errors import rephrased
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.weights import build_trained, load_parameters
@@ -34,10 +34,8 @@ def generate_text(
     stop = read_stop(config.generate, vocabulary)
     check_same_settings(config)
     prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
-    try:
+    with rephrased("the prompt cannot be read by this model: %s", ValueError):
         ids = vocabulary.encode(prompt)
-    except ValueError as error:
-        raise UserError(f"the prompt cannot be read by this model: {error}") from None
     prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
     if not len(ids):
         ids = vocabulary.start
@@ -73,11 +71,8 @@ def read_prompt(config: GenerateConfig) -> bytes:
     """Returns the prompt as bytes, empty if none is set; raises `UserError` if `prompt_file` cannot be read."""
     if not config.prompt_file:
         return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
-    try:
+    with rephrased(f"cannot read the prompt file {config.prompt_file} (%s); check --generate.prompt_file", OSError):
         return storage.read(config.prompt_file)
-    except OSError as error:
-        what = f"cannot read the prompt file {config.prompt_file} ({error.strerror})"
-        raise UserError(f"{what}; check --generate.prompt_file") from error
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:

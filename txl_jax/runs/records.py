@@ -10,7 +10,7 @@ import io
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.run import Run, by_name, holds_run, read_results
-from txl_jax.runtime.environment import duration
+from txl_jax.runtime.environment import duration, table
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.storage import as_path, is_dir, names
 
@@ -172,14 +172,6 @@ def csv_file(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
-
-
-def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yields the lines of a Markdown table. Each row is asked for when its line is."""
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
 
 
 def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:

@@ -21,11 +21,12 @@ import numpy as np
 import tqdm
 
 from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary, escape
-from txl_jax.errors import NonFiniteError, UserError
+from txl_jax.errors import NonFiniteError, UserError, rephrased
 from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
 from txl_jax.metrics import Measure, Totals
@@ -114,7 +115,7 @@ def score_with_line(
     """Computes the losses of a text as `score` does; returns them and a line about them and the time they took."""
     began = time.monotonic()
     totals = score(components, params, tokens, name=name, measure=measure, **options)
-    return totals, with_duration(f"{name} {format_scores(totals, measure)}", time.monotonic() - began)
+    return totals, f"{name} {format_scores(totals, measure)}  in {environment.duration(time.monotonic() - began)}"
 
 
 def evaluate_splits(
@@ -310,8 +311,7 @@ def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarra
 
 def check_batch_size(batch_size: int) -> None:
     """Raises `UserError` if a batch size is below 1."""
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; give the number of documents read side by side, at least 1")
+    require(batch_size >= 1, f"batch_size is {batch_size}; give the number of documents read side by side, at least 1")
 
 
 def takes_embeddings(components: Built) -> TransformerXL:
@@ -331,15 +331,13 @@ class InputFormat(enum.StrEnum):
 
 def open_input(path: str) -> BinaryIO:
     """Opens a file, or a copy of a remote one; raises `UserError` if it cannot be read."""
-    try:
+    hint = "give /dev/stdin for standard input" if path == "-" else "check --input"
+    with rephrased(f"cannot read the input {path} (%s); {hint}", OSError):
         if is_remote(path):
             with tempfile.NamedTemporaryFile() as copy:  # Its name goes; its bytes go with the descriptor.
                 download(as_path(path), copy.name)
                 return open(copy.name, "rb")
         return open(path, "rb")
-    except OSError as error:
-        hint = "give /dev/stdin for standard input" if path == "-" else "check --input"
-        raise UserError(f"cannot read the input {path} ({error.strerror}); {hint}") from None
 
 
 def documents(lines: Iterable[bytes], form: InputFormat) -> Iterator[tuple[int, bytes]]:
@@ -378,10 +376,8 @@ def score_documents(
 
     def encoded() -> Iterator[np.ndarray]:
         for line, text in texts:
-            try:
+            with rephrased(f"line {line} of {name} cannot be read by this model: %s", ValueError):
                 ids = vocabulary.encode(text)
-            except ValueError as error:
-                raise UserError(f"line {line} of {name} cannot be read by this model: {error}") from None
             reading.append((line, ids))
             yield ids
 
@@ -417,11 +413,6 @@ def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
     perplexity = f"  {totals.format(Measure.PPL)}" if measure is Measure.BPC else ""
     return f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
-
-
-def with_duration(line: str, seconds: float) -> str:
-    """Appends the time that something took."""
-    return f"{line}  in {environment.duration(seconds)}"
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.errors import CheckpointError, UserError, rephrased
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, open_weights
@@ -124,12 +124,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
-    record = {
-        "path": trained.path,
-        "step": step,
-        "sha256": digest(params),
-        "tokens": {"kept": rows.kept, "new": rows.new, "dropped": rows.dropped, "moved": rows.moved},
-    }
+    record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     move = transfer(rows, trained.config.model, config.model, jit=components.jit)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
 
@@ -151,10 +146,8 @@ def digest(params: Any) -> str:
 
 
 def _open(path: str) -> Weights:
-    try:
+    with rephrased(f"--init_from is {path}, whose weights cannot be taken: %s", UserError):
         return open_weights(path)
-    except UserError as error:
-        raise UserError(f"--init_from is {path}, whose weights cannot be taken: {error}") from error
 
 
 def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from txl_jax.errors import CheckpointError, UserError
+from txl_jax.errors import CheckpointError, UserError, rephrased
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.storage import AnyPath, is_remote
 
@@ -157,10 +157,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             yield
         except Exception as error:
             self._writer = None
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)}); "
-                "free space or allow writing there, then resume: earlier checkpoints are untouched"
-            ) from error
+            wrong = f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)})"
+            advice = "free space or allow writing there, then resume: earlier checkpoints are untouched"
+            raise CheckpointError(f"{wrong}; {advice}") from error
 
     # Reading
 
@@ -215,10 +214,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._log(f"no verified checkpoint could be restored: trying the unverified {path}")
             if restored := self._try_restore(path, abstract_state, tried, is_verified=False):
                 return step, *restored
-        raise CheckpointError(
-            f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)}); "
-            "bring back a copy of one, or move them away to start anew"
-        )
+        lost = f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)})"
+        raise CheckpointError(f"{lost}; bring back a copy of one, or move them away to start anew")
 
     def _skip(self, path: str, damage: str, tried: list[str]) -> None:
         tried.append(f"{os.path.basename(path)}: {damage}")
@@ -244,10 +241,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
         if restored is None:  # An older step would not be better.
-            raise CheckpointError(
-                f"checkpoint {path} is of another model ({difference}); "
-                "use the configuration that it was saved with, or another directory"
-            )
+            other = f"checkpoint {path} is of another model ({difference})"
+            raise CheckpointError(f"{other}; use the configuration that it was saved with, or another directory")
         return _restore_empty(restored.state, abstract_state), restored.notes
 
 
@@ -284,16 +279,9 @@ def _is_left_over(directory: AnyPath, name: str) -> bool:
     return bool(_LEFTOVER.fullmatch(name))
 
 
-@contextlib.contextmanager
-def _reading(directory: AnyPath) -> Iterator[None]:
-    """Turns an OSError of the block into a `CheckpointError` that names the directory."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint directory {directory} cannot be read ({error.strerror}); "
-            "it must be a folder that this user may read"
-        ) from error
+def _reading(directory: AnyPath) -> contextlib.AbstractContextManager[None]:
+    wrong = f"the checkpoint directory {directory} cannot be read (%s); it must be a folder that this user may read"
+    return rephrased(wrong, OSError, to=CheckpointError)
 
 
 def find_damage(folder: AnyPath) -> str | None:

@@ -1,10 +1,11 @@
-"""Device, versions and date of a measurement, and numbers formatted for people."""
+"""Device, versions and date of a measurement, and numbers and tables formatted for people."""
 
 import datetime
 import math
 import os
 import platform
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,11 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
     return re.sub(" days?,", "d", str(datetime.timedelta(seconds=round(seconds))))
+
+
+def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yields the lines of a Markdown table. Each row is asked for when its line is."""
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"

@@ -48,12 +48,11 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         self._ended = threading.Event()
         self._stack = contextlib.ExitStack()  # It releases the lock.
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Releases the lock; nothing happens the second time."""
         self._stack.close()
+
+    __exit__ = close
 
     def acquire(self) -> None:
         """Takes the lock; on gs:// after up to a minute if its holder seems to be gone.
@@ -92,9 +91,8 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             except OSError as error:  # As on a Google Drive that is mounted in Colab.
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise
-                self.notes.append(
-                    f"no lock protects this run, as the file system has none ({error.strerror}): start it once"
-                )
+                missing = f"as the file system has none ({error.strerror})"
+                self.notes.append(f"no lock protects this run, {missing}: start it once")
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()

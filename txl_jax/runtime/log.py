@@ -54,10 +54,8 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
         if line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys():
             records.append(record)
         elif number < len(lines):
-            raise LogError(
-                f"line {number} of {path} is damaged (expected a JSON object with kind and step); "
-                "repair or delete that line, or move the file away to start a new one"
-            )
+            wrong = f"line {number} of {path} is damaged (expected a JSON object with kind and step)"
+            raise LogError(f"{wrong}; repair or delete that line, or move the file away to start a new one")
     return records
 
 
@@ -155,13 +153,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             self.print(line)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Closes files and sinks; nothing happens the second time."""
         with storage.writing(self._folder or ""):
             self._closing.close()
+
+    __exit__ = close
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Passes settings by dotted names, and facts, on to the sinks."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import distributed
 from txl_jax.runtime.storage import is_remote, upload
 
@@ -18,10 +18,8 @@ PROFILE = "profile"
 def check_steps(first: int, last: int, *, steps: int) -> None:
     """Raises `UserError` unless a run of `steps` updates makes the updates `first` to `last`, counted from 1."""
     if not 1 <= first <= last <= steps:
-        raise UserError(
-            f"--profile_steps is {first},{last} and the run makes updates 1 to {steps}; give the first and the last "
-            "update to profile, in this order"
-        )
+        wrong = f"--profile_steps is {first},{last} and the run makes updates 1 to {steps}"
+        raise UserError(f"{wrong}; give the first and the last update to profile, in this order")
 
 
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
@@ -85,8 +83,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
             act()
         except Exception as error:  # noqa: BLE001 (jax raises RuntimeErrors of its own, and OSErrors)
             self._window = None
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            self._log(f"no profile in {self._folder} ({reason}); the run goes on")
+            self._log(f"no profile in {self._folder} ({first_line(error)}); the run goes on")
             return False
         finally:
             self._exclude(time.monotonic() - began)

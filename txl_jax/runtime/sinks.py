@@ -175,10 +175,8 @@ class WeightsAndBiases(Sink):
 
     def __init__(self, project: str, workdir: AnyPath):
         if importlib.util.find_spec("wandb") is None:
-            raise UserError(
-                f"the W&B project is {project!r} and wandb is not installed; pip install 'txl_jax[wandb]', or leave "
-                "--wandb_project out"
-            )
+            missing = f"the W&B project is {project!r} and wandb is not installed"
+            raise UserError(f"{missing}; pip install 'txl_jax[wandb]', or leave --wandb_project out")
         self._project = project
         self._workdir = os.fspath(workdir)
         self._run: Any = None

@@ -71,13 +71,10 @@ class StopRequest:
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
     (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
     second SIGTERM changes nothing then.
-
-    Attributes:
-      signal_number: The signal that has arrived, or 0. Several processes always stop by SIGTERM.
     """
 
     def __init__(self) -> None:
-        self.signal_number = 0
+        self.signal_number = 0  # The signal that has arrived. Several processes always stop by SIGTERM.
         self._is_multiprocess = False
         self._previous_handlers = contextlib.ExitStack()
 

@@ -199,9 +199,8 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
     if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
-        raise UserError(
-            f"{folder} is a file or a folder that is not empty, and nothing is written over; give the path of a new one"
-        )
+        taken = f"{folder} is a file or a folder that is not empty, and nothing is written over"
+        raise UserError(f"{taken}; give the path of a new one")
 
 
 @contextlib.contextmanager
@@ -245,10 +244,8 @@ def writing(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LogError(
-            f"cannot write to {error.filename or path} ({error.strerror or error}); "
-            "free space or allow writing there, or give another folder"
-        ) from error
+        wrong = f"cannot write to {error.filename or path} ({error.strerror or error})"
+        raise LogError(f"{wrong}; free space or allow writing there, or give another folder") from error
 
 
 @contextlib.contextmanager
@@ -262,10 +259,9 @@ def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
         is_here = path.is_relative_to(folder) or Path(folder).is_relative_to(path)
         if error.errno is None or not is_here:  # A library's own sentence, or another file.
             raise
-        raise UserError(
-            f"cannot write {what} to {folder} ({error.strerror or error}); give --cache_dir=... a folder that you may "
-            "write to, on a disk with space"
-        ) from error
+        wrong = f"cannot write {what} to {folder} ({error.strerror or error})"
+        advice = "give --cache_dir=... a folder that you may write to, on a disk with space"
+        raise UserError(f"{wrong}; {advice}") from error
 
 
 def probe(folder: AnyPath) -> None:

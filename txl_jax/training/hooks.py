@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from txl_jax.errors import UserError
+from txl_jax.config.config_tree import require
 from txl_jax.runtime.log import RunLog
 from txl_jax.training.step import TrainState
 
@@ -54,13 +54,9 @@ class Hook:
     action: Callable[[HookContext], TrainState | None]
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"a hook's interval is {self.every}; it must be at least 1 update")
+        require(self.every >= 1, f"a hook's interval is {self.every}; it must be at least 1 update")
 
     def check_interval(self, segments_per_call: int) -> None:
         """Raises `UserError` unless the interval is a multiple of the updates of a call, after which hooks are run."""
-        if self.every % segments_per_call:
-            raise UserError(
-                f"a hook's interval is {self.every}, no multiple of train.segments_per_call, {segments_per_call}; "
-                "hooks are run between calls"
-            )
+        wrong = f"a hook's interval is {self.every}, no multiple of train.segments_per_call, {segments_per_call}"
+        require(self.every % segments_per_call == 0, f"{wrong}; hooks are run between calls")

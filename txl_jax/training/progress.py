@@ -79,8 +79,7 @@ class Progress:
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
         """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
 
-        Raises:
-          NonFiniteError: If a loss or gradient norm is not finite; it names the first such update, and its member.
+        Raises `NonFiniteError`, which names update and member, if a loss or gradient norm is not finite.
         """
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
@@ -175,7 +174,6 @@ def _check_finite(first_step: int, metrics: UpdateMetrics, prefix: str) -> None:
     finite = np.isfinite(metrics.nats) & np.isfinite(metrics.grad_norm)
     if not finite.all():
         bad = int(np.argmin(finite))
-        raise NonFiniteError(
-            f"{prefix}update {first_step + bad + 1}: summed loss {metrics.nats[bad]}, gradient norm "
-            f"{metrics.grad_norm[bad]}, learning rate {metrics.learning_rate[bad]:.2e}; training stops here"
-        )
+        found = f"summed loss {metrics.nats[bad]}, gradient norm {metrics.grad_norm[bad]}"
+        rate = f"learning rate {metrics.learning_rate[bad]:.2e}"
+        raise NonFiniteError(f"{prefix}update {first_step + bad + 1}: {found}, {rate}; training stops here")

@@ -6,6 +6,7 @@ cluster has a table of its own width, and in it its own projection: the row of a
 token counts as new.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,19 +30,10 @@ class RowMap(NamedTuple):
     moved: int = 0  # Tokens that are in both, and count as new as their clusters' widths differ.
 
     @property
-    def kept(self) -> int:
-        """Number of tokens whose row is carried over."""
-        return int(np.sum(self.rows >= 0))
-
-    @property
-    def new(self) -> int:
-        """Number of tokens whose row is initialized."""
-        return len(self.rows) - self.kept
-
-    @property
-    def dropped(self) -> int:
-        """Number of tokens of the old vocabulary whose row is not carried over."""
-        return self.old_size - self.kept
+    def counts(self) -> dict[str, int]:
+        """Numbers of rows that are carried over (kept), initialized (new) and not carried over (dropped), and moved."""
+        kept = int(np.sum(self.rows >= 0))
+        return {"kept": kept, "new": len(self.rows) - kept, "dropped": self.old_size - kept, "moved": self.moved}
 
 
 def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
@@ -87,9 +79,7 @@ def transfer(
         kept = jnp.asarray(taken >= 0).reshape(-1, *(1,) * (initial.ndim - 1))
         return jnp.where(kept, found.astype(initial.dtype), initial)
 
-    def all_leaves(initial: Any, theirs: Any) -> Any:
-        return jax.tree.map_with_path(one, initial, theirs)
-
+    all_leaves = functools.partial(jax.tree.map_with_path, one)
     return lambda initial, theirs, shardings: jit(all_leaves, out_shardings=shardings)(initial, theirs)
 
 

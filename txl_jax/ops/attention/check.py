@@ -132,12 +132,7 @@ def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
-    """Returns the description of dropout that is passed as such, or as (rate, seed) of `n_head` heads.
-
-    Raises:
-      ValueError: If it is neither, the rate is not in [0, 1), the seed is not one integer, or there are more heads than
-        `Dropout.n_head`.
-    """
+    """Returns and checks the description of dropout that is passed as such, or as (rate, seed) of `n_head` heads."""
     if dropout is None:
         return None
     if isinstance(dropout, tuple) and len(dropout) == 2:

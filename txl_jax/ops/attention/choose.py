@@ -74,10 +74,7 @@ def resolve(implementation: Implementation | str, problem: Problem) -> Implement
     """Returns the implementation of a call: for a path the choice, for an earlier choice that one where it can serve.
 
     An earlier choice was made for other lengths, or on a machine that only compiles for the device. If it cannot serve
-    this call, "auto" decides.
-
-    Raises:
-      UserError: If `choose` does.
+    this call, "auto" decides. Raises `UserError` as `choose`.
     """
     if not isinstance(implementation, Implementation):
         return choose(implementation, problem)[0]

@@ -81,10 +81,8 @@ def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
         20 21 22 23 24                                        20 21 22 23        20 21
 
     W is n + m - 1 or more. Where distances below 0 are hidden anyway, a tile that ends with the last query's own key
-    needs m + 1 columns, of which the last is not used: pairs whose column does not exist read the next row.
-
-    Raises:
-      ValueError: If W is too small.
+    needs m + 1 columns, of which the last is not used: pairs whose column does not exist read the next row. Raises
+    `ValueError` if W is smaller.
     """
     *lead, n_query, width = by_distance.shape
     _check_columns(n_query, n_key, width)
@@ -98,10 +96,7 @@ def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
 def unskew(scores: jax.Array, width: int) -> jax.Array:
     """Moves [..., n, m] to the columns of [..., n, W] where `skew` reads them, zeros elsewhere: its transpose.
 
-    Pairs whose column does not exist must be 0.
-
-    Raises:
-      ValueError: If W is too small.
+    Pairs whose column does not exist must be 0. Raises `ValueError` if W is too small.
     """
     *lead, n_query, n_key = scores.shape
     _check_columns(n_query, n_key, width)

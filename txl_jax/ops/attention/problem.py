@@ -85,11 +85,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute attention; `str` and `parse` are inverse.
-
-    Raises:
-      ValueError: If the path or kernel is unknown, a kernel or a tile is missing, or a tile is empty.
-    """
+    """A way to compute attention; `str` and `parse` are inverse. Raises `ValueError` for parts that do not fit."""
 
     path: str  # One of `PATHS`.
     kernel: str | None = None  # One of `KERNELS` for "fused", otherwise None.
@@ -116,11 +112,7 @@ class Implementation:
 
     @classmethod
     def parse(cls, text: str) -> "Implementation | None":
-        """Returns the implementation that a string describes, or None for a kernel that is gone.
-
-        Raises:
-          ValueError: If the string describes no implementation.
-        """
+        """Returns what a string describes, or None for a kernel that is gone; raises `ValueError` for another one."""
         if _GONE.fullmatch(text):
             return None
         found = re.fullmatch(r"(\w+)(?: ([a-z]\w*?))??(?: (\d+)x(\d+))?( interpreted)?", text)
