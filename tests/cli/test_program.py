@@ -237,14 +237,6 @@ def ended(monkeypatch):
     return done
 
 
-def test_all_meet_when_they_join_and_when_they_end_together(ended):
-    other_hosts.join(SEVERAL)
-    assert ended == ["joined", "together"]
-    assert other_hosts.leave(143, together=True) == 143
-    other_hosts.leave(1, together=False)
-    assert ended == ["joined", "together", "together", 1]
-
-
 def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, monkeypatch):
     monkeypatch.setattr(distributed, "run_on_all", mock.Mock(side_effect=ValueError(GLOO)))
     with pytest.raises(ValueError, match="Gloo"):

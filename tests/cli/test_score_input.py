@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from support import ROOT, drawn_run, programs
-from txl_jax.runs.convert import convert
 
 pytestmark = pytest.mark.full
 
@@ -28,15 +27,6 @@ def start(*flags, **pipes):
     pipes |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # Without a buffer, from which `communicate` would not take what `readline` had read ahead.
     return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
-
-
-def test_lines_of_standard_input_are_scored_up_to_a_mistake(workdir, tmp_path):
-    """The model is in a portable folder here."""
-    convert(workdir, tmp_path / "portable")
-    process = start(f"--workdir={tmp_path / 'portable'}", "--input=/dev/stdin", stdin=subprocess.PIPE)
-    out, err = process.communicate(b"the cat\n\nthe hat\ncaf\xe9\nthe\n", timeout=120)
-    assert [json.loads(line)["tokens"] for line in out.splitlines()] == [6, 0, 6]
-    assert process.returncode == 1 and b"error: line 4 of /dev/stdin" in err and b"0xe9" in err
 
 
 def test_ctrl_c_ends_a_job_after_a_complete_record(workdir, tmp_path):

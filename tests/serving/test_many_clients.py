@@ -7,7 +7,7 @@ import time
 import pytest
 
 from support import tiny_model
-from support.http_server import ask, events, in_its_own_process, joined, left, metrics, resident_mib, server, wait_idle
+from support.http_server import ask, events, in_its_own_process, joined, left, metrics, resident_mib, wait_idle
 from support.waiting import wait_until
 from txl_jax.serving.engine import Limits
 
@@ -73,14 +73,6 @@ def run_clients(port, *, count, seconds, longest):
         clients = list(threads.map(lambda number: talk(port, number, **options), range(count)))
     wait_idle(port)
     return clients
-
-
-@pytest.mark.full
-def test_clients_at_once_get_what_each_gets_alone():
-    with server() as (port, made):
-        clients = run_clients(port, count=12, seconds=0, longest=12)
-        check(port, clients)
-        assert made.store.num_sessions == 0 and sum(len(asked) for _, asked in clients) == 12
 
 
 @pytest.mark.nightly(part="long")
