@@ -357,5 +357,7 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     for run in read_runs([str(tmp_path / "slurm")]):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
-    assert sweep.main(["sweep", "--table", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
+    (tmp_path / "empty" / "below").mkdir(parents=True)
+    for name, message in (("empty", r"config\.json"), ("none", "no folder")):
+        assert sweep.main(["sweep", "--table", str(tmp_path / name)]) == 2
+        assert re.search(f"{tmp_path / name}.*{message}", capsys.readouterr().err)

@@ -82,20 +82,6 @@ def test_one_workdir_holds_all_members(base, whole):
         assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
 
 
-@pytest.mark.full
-def test_a_stopped_ensemble_resumes_exactly(base, whole, tmp_path):
-    """After updates, and in the middle of the evaluation of one of them."""
-    for calls in (2, 6):
-        assert not run(base, tmp_path, stop_requested=stop_after(calls)).finished
-    outcome = run(base, tmp_path)
-    assert outcome.finished and outcome.results["members"] == whole[1].results["members"]
-    for name in NAMES:
-        assert records(tmp_path, name) == records(whole[0], name)
-        (step, found, _), (last, expected, _) = (runs.state_of(Run(each, member=name)) for each in (tmp_path, whole[0]))
-        assert step == last == STEPS
-        tiny_run.assert_equal(found, expected)
-
-
 def test_a_member_is_loaded_and_scored_by_its_name(base, whole):
     folder, outcome = whole
     for name, config in ensemble.member_configs(base[0], MEMBERS).items():

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from support import recorded_run
-from txl_jax.errors import UserError
 from txl_jax.runs.records import markdown, means, read_runs
 
 
@@ -43,14 +42,6 @@ def test_damaged_results_are_those_of_a_run_that_goes_on(tmp_path):
     [run] = read_runs([str(folder)])
     assert run.row([]) == {"run": "damaged", "state": "5 of 1,000 updates"}
     assert run.scores("valid") == [] and run.tokens_per_second is None
-
-
-@pytest.mark.full
-def test_a_folder_without_a_run_is_one_sentence(tmp_path):
-    (tmp_path / "empty" / "below").mkdir(parents=True)
-    for name, message in (("empty", r"config\.json"), ("none", "no folder")):
-        with pytest.raises(UserError, match=f"{tmp_path / name}.*{message}"):
-            read_runs([str(tmp_path / name)])
 
 
 def test_means_leave_out_what_has_not_finished_or_diverged():

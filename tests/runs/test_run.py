@@ -30,12 +30,9 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.full)])
-def place(request, tmp_path):
-    return str(tmp_path / "run") if request.param == "disk" else str(request.getfixturevalue("bucket"))
-
-
-def test_what_was_recorded_is_read_and_nothing_is_made_before(place):
+@pytest.mark.parametrize("storage", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
+def test_what_was_recorded_is_read_and_nothing_is_made_before(storage, request, tmp_path):
+    place = str(tmp_path / "run" if storage == "disk" else request.getfixturevalue("bucket"))
     with Run.open(place) as run:
         assert run.is_new and not holds_run(place) and (files.is_remote(place) or not os.path.exists(place))
         with pytest.raises(UserError, match=r"config\.json"):
