@@ -1,6 +1,5 @@
 """Tests how a program finds out that it is one of several processes, and what each is answered if they do not fit."""
 
-import fcntl
 import os
 import re
 import time
@@ -146,20 +145,6 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
     assert re.search(first_prints, err_0) and len(err_0.splitlines()) == 1, err_0
     assert err_1.startswith("process 1: error: ") and len(err_1.splitlines()) == 1, err_1
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@FULL
-def test_what_only_the_first_can_know_stops_all(text_file, tmp_path):
-    """The lock is the first's; the others would wait for it for ever."""
-    (tmp_path / ".lock").write_text("99")
-    with open(tmp_path / ".lock", "a+") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        flags = [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
-        started = processes.start("-m", "experiments.text", *TINY, *flags)
-        (code_0, _, err_0), (code_1, out_1, err_1) = processes.finish(started)
-    assert (code_0, code_1) == (1, 1)
-    assert re.match(rf"error: .*\b99\b.*{re.escape(str(tmp_path))}", err_0) and len(err_0.splitlines()) == 1
-    assert out_1 == err_1 == "", "one process printed it"
 
 
 @NIGHTLY

@@ -225,27 +225,10 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
 
 
-@pytest.fixture
-def ended(monkeypatch):
-    """Collectives that were run, and how the process was ended at once."""
-    done = []
+def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(monkeypatch):
+    ended = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **unused: done.append("joined"))
-    monkeypatch.setattr(distributed, "run_on_all", lambda act: done.append("together"))
-    monkeypatch.setattr(other_hosts, "_redirect_output", lambda **unused: None)
-    monkeypatch.setattr(other_hosts.os, "_exit", done.append)
-    return done
-
-
-def test_all_meet_when_they_join_and_when_they_end_together(ended):
-    other_hosts.join(SEVERAL)
-    assert ended == ["joined", "together"]
-    assert other_hosts.leave(143, together=True) == 143
-    other_hosts.leave(1, together=False)
-    assert ended == ["joined", "together", "together", 1]
-
-
-def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(ended, monkeypatch):
+    monkeypatch.setattr(other_hosts.os, "_exit", ended.append)
     monkeypatch.setattr(distributed, "run_on_all", mock.Mock(side_effect=ValueError(GLOO)))
     with pytest.raises(ValueError, match="Gloo"):
         other_hosts.leave(0, together=True)

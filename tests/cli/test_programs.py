@@ -1,13 +1,16 @@
 """Tests the programs as a user starts them: each mode, the studies of a trained run, and first mistakes."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import programs
+from support import ROOT, programs
 
 SHORT = programs.steps(2, every=2)
 
@@ -63,6 +66,21 @@ def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
     assert trained_on["description"] in out and "949" in out, "both texts are named"
     assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_a_job_after_a_complete_record(undisturbed, tmp_path):
+    (tmp_path / "book.txt").write_text("one two\n" * 200_000)
+    flags = ["--mode=score", f"--workdir={undisturbed}", f"--input={tmp_path / 'book.txt'}", "--per_token"]
+    # Without a buffer, from which `communicate` would not take what `readline` had read ahead.
+    pipes = {"bufsize": 0, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command, environment = programs.command("experiments.text", *flags), os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        assert json.loads(process.stdout.readline())["token"] == "n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT and b"stopped" in err
+    assert len([json.loads(line) for line in out.splitlines()]) + 1 < 6 * 200_000
 
 
 @pytest.mark.full

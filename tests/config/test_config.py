@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig, config_tree
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.errors import UserError
 
 
@@ -104,25 +104,3 @@ def test_conflicts_are_refused_with_their_numbers(values, words):
         config_tree.replace(ExperimentConfig(), values).validate()
     for word in words.split():
         assert re.search(rf"(?<!\w)(?<!\d\.){re.escape(word)}(?!\w|\.\d)", str(error.value)), (word, error.value)
-
-
-def test_edges_that_are_allowed():
-    values = {"train.mem_len": 0, "eval.mem_len": 0, "eval.same_length": False, "model.dropout.rate": 0.0}
-    config_tree.replace(ExperimentConfig(), values).validate()
-    adaptive = {"model.cutoffs": (5, 9), "model.div_val": 4, "model.d_model": 16, "model.tie_projs": (True,) * 3}
-    config_tree.replace(ExperimentConfig(), adaptive).validate()
-
-
-def test_clusters_have_their_widths_and_must_fit_the_vocabulary():
-    model = ModelConfig(d_model=32, d_embed=20, cutoffs=(10, 20), div_val=4)
-    assert (model.n_cluster, [model.cluster_width(c) for c in range(3)]) == (3, [20, 5, 1])
-    assert ModelConfig(d_model=32).embed_width == 32
-    model.validate_vocabulary(21)
-    with pytest.raises(UserError, match=r"cutoffs\D*\b10,20\b\D*\b20\b"):
-        model.validate_vocabulary(20)
-
-
-def test_windows_of_keys():
-    for window, n_key in {AttentionWindow.MEM_LEN: 3, AttentionWindow.MEM_LEN_PLUS_ONE: 4}.items():
-        assert CompatConfig(same_length_window=window).window(3, same_length=True) == n_key
-    assert CompatConfig().window(3, same_length=False) is None

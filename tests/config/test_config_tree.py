@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from txl_jax.config import COMPAT_PRESETS, CacheDType, Encoding, ExperimentConfig, ModelConfig, config_tree
+from txl_jax.config import COMPAT_PRESETS, Encoding, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.config.experiment import REMOVED, apply_preset, from_record
 from txl_jax.errors import UserError
 
@@ -61,14 +61,6 @@ def test_settings_of_a_record_that_are_read_otherwise():
         assert from_record({"compat.lamb": "nvidia", "optimizer.name": before}).optimizer.name == now
 
 
-def test_values_from_json_have_the_types_of_their_settings():
-    values = {"model.encoding": "shaw", "model.d_embed": None, "model.cutoffs": [5, 9], "model.dropout.rate": 0}
-    config = config_tree.from_dict(ExperimentConfig, values | {"eval.cache_dtype": "bfloat16"})
-    assert config.model.encoding is Encoding.SHAW and config.eval.cache_dtype is CacheDType.BFLOAT16
-    assert config.model.d_embed is None and config.model.cutoffs == (5, 9)
-    assert type(config.model.dropout.rate) is float
-
-
 @pytest.mark.parametrize(
     ("name", "value", "pattern"),
     [
@@ -96,30 +88,7 @@ def test_presets_name_settings_and_change_them():
         assert apply_preset(apply_preset(ExperimentConfig(), "tf"), name) == config, "nothing of the one before is left"
 
 
-@pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.AL_RFOU])
-def test_the_table_of_a_learned_encoding_has_the_keys_of_training(encoding):
-    own = {"model.encoding": encoding, "train.segment_len": 7, "train.mem_len": 5}
-    config = config_tree.replace(ExperimentConfig(), own)
-    assert config.resolved().model.num_positions == 12
-    assert config.resolved().resolved() == config.resolved()
-    for other in ({"model.num_positions": 20}, {"model.encoding": Encoding.RELATIVE}):
-        given = config_tree.replace(config, other)
-        assert given.resolved() == given
-
-
-def test_another_encoding_keeps_no_setting_of_the_one_before():
-    tied = ModelConfig(tie_positions=True, n_layer=3)
-    assert tied.with_encoding(Encoding.RELATIVE) == tied
-    assert tied.with_encoding(Encoding.VASWANI) == ModelConfig(encoding=Encoding.VASWANI, n_layer=3)
-    learned = ModelConfig(encoding=Encoding.SHAW, num_positions=12)
-    assert learned.with_encoding(Encoding.AL_RFOU) == ModelConfig(encoding=Encoding.AL_RFOU)
-    assert ModelConfig(untie_r=True).with_encoding(Encoding.SHAW) == ModelConfig(encoding=Encoding.SHAW)
-
-
-def test_distances_are_clamped_to_the_table():
-    model = ModelConfig(encoding=Encoding.SHAW, num_positions=12)
-    assert (model.clamp(None), model.clamp(5), model.clamp(30)) == (11, 5, 11)
-    assert (ModelConfig().clamp(None), ModelConfig().clamp(5)) == (None, 5)
+def test_a_learned_encoding_needs_a_table():
     with pytest.raises(UserError, match=r"model\.num_positions is none and model\.encoding is shaw"):
         ModelConfig(encoding=Encoding.SHAW).clamp(5)
 

@@ -112,6 +112,7 @@ def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
 def test_size_is_the_published_one(name):
     row, size = FLAGFILES[name], parts(name).num_parameters
     assert abs(size - row.parameters) <= row.margin * row.parameters, f"{size:,}"
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parts(name).abstract_state))
     if name in UNTIED:
         assert parts(name, "--model.untie_r").num_parameters == UNTIED[name]
 

@@ -1,7 +1,6 @@
-"""Tests that training by NVIDIA's flagfiles, scaled down, makes the updates of NVIDIA's own LAMB."""
+"""Tests that the optimizer of NVIDIA's flagfiles, scaled down, makes the updates of NVIDIA's own LAMB."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,15 +8,14 @@ import pytest
 from experiments import wikitext103
 from support import programs
 from txl_jax.config import OptimizerName
-from txl_jax.data.segments import training_segments
 from txl_jax.interop import original
 from txl_jax.runs.build import build
 
-B, L, V, WARMUP = 4, 6, 40, 50
+V, WARMUP = 40, 50
 # Deviations are such that norms lie on both sides of 10.
 SCALED_DOWN = (
     "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=6 --model.d_inner=20 --model.cutoffs=9,15,27 "
-    f"--model.init_std=0.6 --model.dtype=float64 --train.batch_size={B} --train.segment_len=6 --train.mem_len=5 "
+    "--model.init_std=0.6 --model.dtype=float64 --train.batch_size=4 --train.segment_len=6 --train.mem_len=5 "
     f"--train.steps=300 --optimizer.warmup_steps={WARMUP}"
 ).split()
 
@@ -55,26 +53,19 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     words = ["--flagfile=wt103_base_nvidia", *SCALED_DOWN, f"--model.div_val={div_val}"]
     config = programs.config_of(wikitext103.DEFAULTS, *words)
     assert (config.optimizer.name, config.optimizer.adam_eps) == (OptimizerName.LAMB_NVIDIA, 1e-6)
-    made = build(config, vocab_size=V)
-    model = made.model
-
-    def loss(params, memory, segment):
-        variables = {"params": params}
-        hidden, memory = model.apply(variables, segment.inputs[0], memory)
-        return jnp.mean(model.apply(variables, hidden, segment.targets[0], method=model.nll)), memory
+    made, rng = build(config, vocab_size=V), np.random.default_rng(0)
 
     @jax.jit
-    def train_step(params, state, memory, segment):
-        grads, memory = jax.grad(loss, has_aux=True)(params, memory, segment)
+    def update(params, state, grads):
         updates, state = made.optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, memory, grads
+        return optax.apply_updates(params, updates), state
 
     state = made.init_state()
-    params, opt_state, memory = state.params, state.opt_state, state.memory
+    params, opt_state = state.params, state.opt_state
     oracle = Oracle(tensors_of(params, config.model))
-    text = training_segments(np.random.default_rng(0).integers(V, size=B * L * 8 + 1), batch_size=B, segment_len=L)
     for count in range(12):
-        params, opt_state, memory, grads = train_step(params, opt_state, memory, text.segments(count, 1))
+        grads = jax.tree.map(lambda leaf: 0.1 * rng.normal(size=leaf.shape), params)
+        params, opt_state = update(params, opt_state, grads)
         oracle.step(tensors_of(grads, config.model), float(made.schedule(count)))
         for tensor, found in tensors_of(params, config.model).items():
             message = f"{count} {tensor}"

@@ -1,39 +1,69 @@
-"""Tests programs as a user starts them: their list, prepared corpora, and folders given as URLs."""
+"""Tests programs as a user starts them: their list, several hosts, prepared corpora, and folders given as URLs."""
+
+import runpy
 
 import pytest
 
 from experiments.__main__ import HEADINGS, main
 from experiments.__main__ import programs as programs_in
 from support import ROOT, miniature, programs
-from txl_jax.config import CorpusName
+from txl_jax import cli
+from txl_jax.cli import program
+from txl_jax.config import CorpusName, config_tree
 from txl_jax.data import published
+
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for folder in ("experiments", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.name != "__main__.py" and '__name__ == "__main__"' in path.read_text()
+}
 
 
 def test_every_program_is_listed(capsys):
-    files = [path for folder in ("experiments", "launch") for path in (ROOT / folder).rglob("*.py")]
-    found = [path for path in files if path.name != "__main__.py" and '__name__ == "__main__"' in path.read_text()]
     listed = {name: text for folder in HEADINGS for name, text in programs_in(folder).items()}
-    assert sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found) == sorted(listed)
+    assert sorted(FILES) == sorted(listed)
     assert all(listed.values())
     main()
     out = capsys.readouterr().out
     assert all(f"  {name}\n      {text}" in out for name, text in listed.items())
 
 
-@pytest.mark.parametrize("name", [CorpusName.TEXT8, CorpusName.LM1B])
-def test_a_corpus_is_read_and_encoded(name, tmp_path, monkeypatch):
+# Programs that join other hosts, and those that may run on each; all others refuse them.
+JOIN = {
+    *({published.program_of(name) for name in CorpusName} - {"quickstart"}),
+    *("paper.ablation", "paper.context_length", "paper.continuation"),
+}
+# Folders may lie elsewhere on another host; that all reach the same workdir is checked when it is opened.
+FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if name.startswith("experiments.")))
+def test_every_program_works_on_several_hosts_or_refuses(monkeypatch, name):
+    called = []
+    for module in (cli, program):
+        monkeypatch.setattr(module, "main", lambda run, plan, **options: called.append((plan, options)))
+    with programs.own_flags():
+        runpy.run_path(str(FILES[name]), run_name="__main__")
+    [(plan, options)] = called
+    own = name.removeprefix("experiments.")
+    assert options.get("hosts", "alone") == ("join" if own in JOIN else "each" if own == "prepare" else "alone")
+    if own in JOIN:  # All settings but folders are compared.
+        assert {leaf.name for leaf in config_tree.leaves(plan) if leaf.setting.path} <= FOLDERS
+
+
+def test_a_corpus_is_read_and_encoded(tmp_path, monkeypatch):
+    name, folder = CorpusName.TEXT8, tmp_path / "made"
     monkeypatch.setitem(published.CORPORA, name, miniature.corpus(name))
     (tmp_path / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
-    command = "experiments.prepare", f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={tmp_path / 'made'}"
+    command = "experiments.prepare", f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={folder}"
     code, printed, errors = programs.run(*command)
     assert code == 0, errors
-    printed_values = dict(line.split(None, 1) for line in printed.splitlines()[1:])
+    values = dict(line.split(None, 1) for line in printed.splitlines()[1:])
     for split, text in miniature.texts(name).items():
-        # One Billion Word has one more mark than lines.
-        words = len(text.split()) + text.count(b"\n") + (name is CorpusName.LM1B)
-        assert printed_values[split] == f"{len(text) if name is CorpusName.TEXT8 else words:,} tokens"
-    assert printed_values["records"].startswith(f"{tmp_path / 'made' / 'tfds' / f'txl_{name}'} (0.")
-    assert printed_values["tokens"].startswith(str(tmp_path / "made" / "tokens" / name.value))
+        assert values[split] == f"{len(text):,} tokens"
+    assert values["records"].startswith(f"{folder / 'tfds' / f'txl_{name}'} (0.")
+    assert values["tokens"].startswith(str(folder / "tokens" / name.value))
 
 
 GCS = pytest.mark.full  # Without gcsfs, the error is that it is not installed.

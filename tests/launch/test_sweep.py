@@ -230,16 +230,11 @@ def test_states_are_read_from_the_folders(write):
     run = read(write("[grid]\nseed = [1]\n")).runs[0]
     assert run.state == "not started"
     Path(run.folder).mkdir(parents=True)
-    (Path(run.folder) / "sweep.log").write_text("step 1\nerror: a | b\n\n")
-    run.note_end(seconds=2.0, code=1)
-    run.note_end(seconds=3.0, code=1)
-    assert run.state == "failed: error: a | b"
-    assert json.loads((Path(run.folder) / "sweep.json").read_text()) == {"seconds": 5.0, "exit_code": 1}
-    run.note_end(seconds=1.0, code=-signal.SIGKILL)
-    assert re.fullmatch(r"failed: .*\bSIGKILL\b", run.state)
-    for code in (-signal.SIGTERM, 128 + signal.SIGINT):
-        run.note_end(seconds=1.0, code=code)
-        assert re.fullmatch(r"stopped\D*\b0", run.state)
+    for code, state in ((1, "failed: exit code 1"), (-signal.SIGKILL, "failed: killed by SIGKILL")):
+        (Path(run.folder) / "sweep.log").touch()
+        run.note_end(seconds=2.0, code=code)
+        assert run.state == state
+    assert json.loads((Path(run.folder) / "sweep.json").read_text())["seconds"] == 4.0
     with Run.open(run.folder) as held:
         held.claim()
         assert re.fullmatch(r"running\D*\b0", run.state)
@@ -251,7 +246,6 @@ def test_states_are_read_from_the_folders(write):
     ("text", "finished"),
     [
         ("{", False),
-        ("{}", False),
         ('{"steps": 1200, "eval": EVAL}', True),
         ('{"steps": 600, "eval": EVAL}', False),  # Of the same run, before it was given more steps.
         ('{"steps": 1200, "eval": {"eval.mem_len": 64}}', False),
@@ -284,13 +278,11 @@ def test_a_run_that_is_going_on_is_left_alone(write, capsys):
         held.claim()
         started.run()
         output = capsys.readouterr().out
-    lines = [line for line in output.splitlines() if "seed=1" in line]
-    assert len(lines) == 1 and not lines[0].startswith("started"), "it is named once, and not as started"
-    assert re.search(r"(?m)^started +seed=2\b", output)
+    assert re.findall(r"(?m)^started +(.*)", output) == ["seed=2"] and "seed=1 is running" in output
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
     """A terminal that is closed counts as SIGTERM, which is what runs understand."""
     script = (
@@ -310,14 +302,11 @@ def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
 @pytest.mark.full
 def test_gpus_are_shared_out(write):
     """Two GPUs for three runs: the first run waits for the third, which takes the second's."""
-    path = write(THREE)
-    script = (
-        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
-    )
-    waits = f"\nwhile not os.path.exists({str(Path(read(path).runs[2].folder) / 'gpu')!r}): time.sleep(0.01)"
-    found, started = pool(path, script + waits, script, script, slots=["4", "7"])
+    script = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    waits = "\nwhile not os.path.exists(sys.argv[1].replace('seed=1', 'seed=3')): time.sleep(0.01)"
+    found, started = pool(write(THREE), script + waits, script, script, slots=["4", "7"])
     started.run()
-    assert [(Path(run.folder) / "gpu").read_text() for run in found.runs] == ["4", "7", "7"]
+    assert [(Path(run.folder) / "sweep.log").read_text() for run in found.runs] == ["4\n", "7\n", "7\n"]
 
 
 # Random search
@@ -329,19 +318,14 @@ def draw(samples=400, seed=0, **ranges):
 
 def test_values_are_drawn_from_their_ranges():
     points = draw(
-        optimizer={"learning_rate": {"log": [1e-4, 1e-2]}, "warmup_steps": {"log": [10, 1000]}},
+        optimizer={"learning_rate": {"log": [1e-4, 1e-2]}},
         model={"dropout": {"rate": {"uniform": [0, 0.3]}}, "n_layer": {"uniform": [2, 5]}},
     )
-    values = {name: np.array([point[name] for point in points]) for name in points[0]}
-    rate = values["optimizer.learning_rate"]
-    assert 1e-4 <= rate.min() < 1.2e-4 and 0.8e-2 < rate.max() <= 1e-2
-    np.testing.assert_allclose(np.quantile(rate, [0.25, 0.5, 0.75]), [10**-3.5, 1e-3, 10**-2.5], rtol=0.25)
-    dropout = values["model.dropout.rate"]
-    np.testing.assert_allclose(np.quantile(dropout, [0.25, 0.5, 0.75]), [0.075, 0.15, 0.225], atol=0.02)
-    assert np.bincount(values["model.n_layer"])[2:].min() > 70 and set(values["model.n_layer"]) == {2, 3, 4, 5}
-    assert values["optimizer.warmup_steps"].dtype == int and 70 < np.median(values["optimizer.warmup_steps"]) < 140
+    rate, dropout, n_layer = (np.array([point[name] for point in points]) for name in points[0])
+    np.testing.assert_allclose(np.quantile(rate, [0, 0.25, 0.75, 1]), [1e-4, 10**-3.5, 10**-2.5, 1e-2], rtol=0.25)
+    np.testing.assert_allclose(np.quantile(dropout, [0, 0.25, 0.75, 1]), [0, 0.075, 0.225, 0.3], atol=0.02)
+    assert np.bincount(n_layer)[2:].min() > 70 and set(n_layer.tolist()) == {2, 3, 4, 5}
     assert abs(np.corrcoef(np.log(rate), dropout)[0, 1]) < 0.15
-    assert all(len(re.sub(r"e.*|^0\.0*|\.", "", repr(value))) <= 4 for value in rate.tolist())
 
 
 def test_draws_depend_on_their_seed_number_and_setting_alone():
@@ -373,5 +357,7 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     for run in read_runs([str(tmp_path / "slurm")]):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
-    assert sweep.main(["sweep", "--table", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err
+    (tmp_path / "empty" / "below").mkdir(parents=True)
+    for name, message in (("empty", r"config\.json"), ("none", "no folder")):
+        assert sweep.main(["sweep", "--table", str(tmp_path / name)]) == 2
+        assert re.search(f"{tmp_path / name}.*{message}", capsys.readouterr().err)

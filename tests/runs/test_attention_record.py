@@ -21,10 +21,6 @@ from txl_jax.runtime import distributed
 SMALL, LARGE = Tile(4, 8), Tile(8, 16)
 
 
-def choice_of(training, evaluation="tiled 4x8"):
-    return AttentionChoice(*(Chosen(Implementation.parse(text), f"reason {text}") for text in (training, evaluation)))
-
-
 def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
     run = Run("somewhere")
     assert run.attention_for(ExperimentConfig()) == Implementations("auto", "auto"), "a new run"
@@ -41,20 +37,12 @@ def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
     assert run.attention_for(run.config) == Implementations("auto", "auto"), "kernels that are gone"
 
 
-def test_what_changed_is_named_with_its_reason():
-    before = {"training": "fused triton 64x64", "evaluation": "tiled 4x8"}
-    choice = choice_of("reference")
-    assert choice.describe(before) == "training was fused triton 64x64 and is now reference (reason reference)"
-    assert choice.describe({}) == choice.describe(choice.record()) == ""
-    assert choice.describe() == "training reference (reason reference); evaluation tiled 4x8 (reason tiled 4x8)"
-
-
 def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     """That what they compare reaches all of them is tested in runtime/test_distributed.py."""
     compared: list = []
     monkeypatch.setattr(distributed, "assert_same_on_all", lambda facts, advice: compared.append(facts))
     for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
-        check_same_attention(choice_of(training))
+        check_same_attention(AttentionChoice(*[Chosen(Implementation.parse(training), "a reason")] * 2))
     first, same, other = compared
     assert first == same != other and other["attention in training"] == "fused mosaic_roll 64x128"
 

@@ -17,7 +17,6 @@ from safetensors import safe_open
 import txl_jax
 from support import drawn_run, foreign, hf_tokenizers, torch_bytes
 from txl_jax.config import NormPlace, Tokenizer
-from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import leaf_of
@@ -251,12 +250,3 @@ def test_it_and_its_portable_folder_are_loaded_without_a_network(of_subwords, tm
     assert run.vocabulary == model.vocabulary and run.vocabulary.size == hf_tokenizers.SIZE
     ids = model.encode("the café 😀")
     assert model.decode(ids) == run.decode(ids) == "the café 😀"
-
-
-def test_a_text_is_read_in_its_tokens(of_subwords, tmp_path):
-    vocabulary = of_subwords.text.vocabulary
-    corpus = read_corpus(of_subwords.config.data, "nowhere", str(tmp_path), vocabulary=vocabulary)
-    assert corpus.vocabulary == vocabulary and corpus.sentences is None
-    splits = [corpus.train, corpus.valid, corpus.test]
-    assert b"".join(map(vocabulary.decode, splits)) == drawn_run.TEXT
-    assert {split.dtype for split in splits} == {np.dtype(np.uint16)}

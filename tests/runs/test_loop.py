@@ -1,4 +1,4 @@
-"""Tests the order of things in the training loop: calls, metrics, hooks, stopping. No model takes part."""
+"""Tests the order of things in the training loop: calls, metrics, hooks. No model takes part."""
 
 import numpy as np
 import pytest
@@ -38,20 +38,18 @@ class Story:
         assert seconds >= 0
         self.events.append("exclude")
 
-    def hook(self, name, every, *, stop_at=None):
+    def hook(self, name, every):
         def action(context):
             assert context.state == context.step
             self.events.append(f"{name} {context.step}")
-            if context.step == stop_at:
-                context.request_stop()
 
         return Hook(every, action)
 
-    def run(self, steps, *hooks, per_call=1, stop=lambda: False):
+    def run(self, steps, *hooks, per_call=1):
         """The loop over this story; returns its result."""
         self._per_call = per_call
         span = {"first_step": 0, "steps": steps, "segments_per_call": per_call}
-        around = {"progress": self, "hooks": hooks, "log": RunLog(None), "stop_requested": stop}
+        around = {"progress": self, "hooks": hooks, "log": RunLog(None), "stop_requested": lambda: False}
         return run_updates(0, self.step, self.segments, **span, **around)
 
     def only(self, *words) -> list[str]:
@@ -85,19 +83,3 @@ def test_a_bad_number_stops_the_run_before_a_hook_sees_its_state():
     assert story.only("save") == ["save 2"]
     with pytest.raises(NonFiniteError):  # Also in the last call, and without hooks.
         Story(bad_call=3).run(4)
-
-
-@pytest.mark.parametrize(("stop_after", "saves"), [(3, []), (4, ["save 4"])])
-def test_a_stop_breaks_after_the_call_with_everything_reported(stop_after, saves):
-    story, polls = Story(), iter(range(1, 100))
-    result = story.run(9, story.hook("save", 4), stop=lambda: next(polls) == stop_after)
-    assert result == (stop_after, stop_after)
-    assert story.only("call")[-1] == f"call {stop_after - 1}"
-    assert story.only("metrics") == [f"metrics {first}" for first in range(stop_after)]
-    assert story.only("save") == saves
-
-
-def test_a_hook_that_requests_a_stop_ends_at_that_step_after_the_other_hooks():
-    story = Story()
-    assert story.run(9, story.hook("patience", 2, stop_at=4), story.hook("save", 4)) == (4, 4)
-    assert story.only("patience", "save") == ["patience 2", "patience 4", "save 4"]

@@ -30,12 +30,9 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.full)])
-def place(request, tmp_path):
-    return str(tmp_path / "run") if request.param == "disk" else str(request.getfixturevalue("bucket"))
-
-
-def test_what_was_recorded_is_read_and_nothing_is_made_before(place):
+@pytest.mark.parametrize("storage", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
+def test_what_was_recorded_is_read_and_nothing_is_made_before(storage, request, tmp_path):
+    place = str(tmp_path / "run" if storage == "disk" else request.getfixturevalue("bucket"))
     with Run.open(place) as run:
         assert run.is_new and not holds_run(place) and (files.is_remote(place) or not os.path.exists(place))
         with pytest.raises(UserError, match=r"config\.json"):
@@ -47,21 +44,6 @@ def test_what_was_recorded_is_read_and_nothing_is_made_before(place):
     found = Run.read(place)
     assert (found.config, found.text, found.is_new, found.member_names) == (CONFIG, TEXT, False, ())
     assert {"config.json", "vocabulary.txt"} <= set(files.names(place)) <= {"config.json", "vocabulary.txt", NAME}
-
-
-def test_the_record_is_read_once_and_written_only_if_it_changes(place, monkeypatch):
-    runs.record(place, CONFIG, TEXT)
-    read, write, name, seen = files.read, files.write, os.path.basename, []
-    monkeypatch.setattr(files, "read", lambda path: (seen.append(name(path)), read(path))[1])
-    monkeypatch.setattr(files, "write", lambda path, data: (seen.append(f"+{name(path)}"), write(path, data)))
-    with Run.open(place) as run:
-        run.compare(CONFIG)
-        run.begin(CONFIG, TEXT)
-    assert seen == ["config.json", "vocabulary.txt"]
-    with Run.open(place) as run:
-        run.begin(config_tree.replace(CONFIG, {"train.log_every": 7}), TEXT)
-    assert seen[2:] == ["config.json", "vocabulary.txt", "+vocabulary.txt", "+config.json"]
-    assert Run.read(place).config.train.log_every == 7
 
 
 def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):

@@ -12,9 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import drawn_run, runs, tiny_model, tiny_run
-from txl_jax.config import LineMark
 from txl_jax.data.byte_tokens import ByteVocabulary
-from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
@@ -44,7 +42,8 @@ def run(tmp_path_factory):
     return config, corpus, *drawn_run.make(folder / "run", config, corpus)
 
 
-def test_both_splits_are_scored_in_total_and_per_token(run):
+def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
+    monkeypatch.setattr(score_job, "_TOKENS_PER_BLOCK", 13)
     config, corpus, workdir, components = run
     results = evaluate_splits(config, corpus, workdir)
     totals = score_job.score_tokens(config, corpus, workdir)
@@ -103,19 +102,6 @@ def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
     assert "\t" not in shown and len(shown.splitlines()) <= 1
     assert not {chr(i) for i in range(32)} & set(shown)
     assert unescaped(shown) == name
-
-
-@pytest.mark.parametrize("tokens_per_block", [3, 100])
-def test_words_are_written_to_the_file_as_in_the_vocabulary(tokens_per_block, monkeypatch):
-    monkeypatch.setattr(score_job, "_TOKENS_PER_BLOCK", tokens_per_block)
-    vocabulary = WordVocabulary(("<eos>", "the", "<unk>", "a\\b"), LineMark.EOS)
-    nats = np.array([9, 0.1, 1e-9, 16777216], np.float32)
-    assert list(score_job.token_lines(np.array([1, 3, 0, 2]), nats, vocabulary)) == [
-        "index\ttoken\tnats\n",
-        "1\ta\\\\b\t0.1\n",
-        "2\t<eos>\t1e-09\n",
-        f"3\t<unk>\t{nats[3]!s}\n",  # 16777216.0 or 1.6777216e+07, as NumPy has it.
-    ]
 
 
 TEXT = b"one\n\n \ntwo\nthree\n\nfour"

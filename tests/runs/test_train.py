@@ -5,7 +5,6 @@ import os
 import re
 import threading
 from pathlib import Path
-from unittest import mock
 
 import jax
 import numpy as np
@@ -56,22 +55,6 @@ def test_a_stopped_run_goes_on_exactly(run_once, config, corpus, tmp_path):
     assert runs.train(config, corpus, tmp_path).finished
     assert numbers(tmp_path) == numbers(whole)
     tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path, whole)))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "fails"), [("valid", (RunCheckpoints, "save")), ("test", (validation, "write_json"))])
-def test_what_was_recorded_before_a_kill_is_recorded_once(run_once, config, corpus, tmp_path, monkeypatch, kind, fails):
-    """A kill between a record and the file that marks it as done."""
-    whole, _ = run_once
-    # In the first evaluation, which then has to be repeated.
-    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(5)).finished
-    with monkeypatch.context() as patch:
-        patch.setattr(*fails, mock.Mock(side_effect=Killed))
-        with pytest.raises(Killed):
-            runs.train(config, corpus, tmp_path)
-    assert [record["kind"] for record in read_metrics(tmp_path)][-1] == kind
-    runs.train(config, corpus, tmp_path)
-    assert numbers(tmp_path) == numbers(whole)
 
 
 def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tmp_path, monkeypatch):

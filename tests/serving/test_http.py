@@ -57,11 +57,11 @@ def test_a_stream_is_the_same_text_in_pieces(port):
 
 
 def test_scores_of_prompts_are_those_of_the_library(port):
-    """As lm-evaluation-harness asks for them: ids or text, echo, one token or none, and the likeliest token."""
+    """As lm-evaluation-harness asks for them: ids or text, echo, one token or none, and the likeliest tokens."""
     model = tiny_model.make()
     prompts = [ids(40).tolist(), ids(70, seed=1).tolist()]
     for max_tokens in (0, 1):
-        found = complete(port, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0)[1]
+        found = complete(port, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=3, temperature=0)[1]
         for prompt, choice in zip(prompts, found["choices"], strict=True):
             logprobs = choice["logprobs"]
             assert logprobs["token_logprobs"][0] is None and len(logprobs["tokens"]) == len(prompt) + max_tokens
@@ -69,9 +69,11 @@ def test_scores_of_prompts_are_those_of_the_library(port):
             np.testing.assert_allclose(logprobs["token_logprobs"][1 : len(prompt)], expected, rtol=1e-5, atol=1e-5)
             assert logprobs["tokens"][: len(prompt)] == list(model.decode(prompt))
             assert logprobs["text_offset"] == list(range(len(prompt) + max_tokens))
-            table, _ = model.log_probabilities([prompt[:-1]], model.init_memory(1))
-            likeliest = [model.decode([token]) for token in np.argmax(table[0], axis=-1)]
-            assert [next(iter(top)) for top in logprobs["top_logprobs"][1 : len(prompt)]] == likeliest
+            table = np.asarray(model.log_probabilities([prompt[:-1]], model.init_memory(1))[0][0])
+            for row, top in zip(table, logprobs["top_logprobs"][1 : len(prompt)], strict=True):
+                order = np.argsort(-row)[:3]
+                assert list(top) == [model.decode([token]) for token in order]
+                np.testing.assert_allclose(list(top.values()), row[order], rtol=1e-5, atol=1e-5)
     text = complete(port, prompt=model.decode(prompts[0]), max_tokens=0, echo=True, logprobs=1)[1]
     found = sum(text["choices"][0]["logprobs"]["token_logprobs"][1:])
     np.testing.assert_allclose(found, -model.score(prompts[:1])[0].nats, 1e-5)

@@ -62,17 +62,6 @@ def on_thread(function):
         return pool.submit(function).result()
 
 
-def test_a_thread_has_no_mesh_of_its_own():
-    x = np.arange(8.0)
-    with sharding.use_mesh(MESH):
-        assert sharding.num_batch_shards() == 4
-        assert sharding.num_vocab_shards() == 2
-        assert sharding.vocab_axis() == "tensor"
-        assert on_thread(sharding.ambient_mesh) is None
-        assert on_thread(lambda: (sharding.num_batch_shards(), sharding.num_vocab_shards())) == (1, 1)
-        assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
-
-
 def test_one_device_is_left_alone():
     mesh = sharding.make_mesh(MeshConfig(data=1))
     jitted = jax.jit(lambda x: x + 1)
@@ -84,10 +73,14 @@ def test_one_device_is_left_alone():
     assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
 
 
-def test_bound_functions_enter_their_mesh_on_any_thread():
+def test_a_thread_has_a_mesh_in_bound_functions_only():
     def shards():
-        return sharding.num_batch_shards()
+        return sharding.num_batch_shards(), sharding.num_vocab_shards()
 
     shards.lower = shards.eval_shape = shards
-    bound = sharding.bind_mesh(MESH, shards)
-    assert on_thread(lambda: (shards(), bound(), bound.lower(), bound.eval_shape())) == (1, 4, 4, 4)
+    bound, x = sharding.bind_mesh(MESH, shards), np.arange(8.0)
+    with sharding.use_mesh(MESH):
+        assert shards() == (4, 2) and sharding.vocab_axis() == "tensor"
+        assert on_thread(sharding.ambient_mesh) is None and on_thread(shards) == (1, 1)
+        assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
+    assert on_thread(lambda: (bound(), bound.lower(), bound.eval_shape())) == ((4, 2),) * 3

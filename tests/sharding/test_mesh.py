@@ -1,48 +1,13 @@
 """Tests the table from logical axes to the mesh, and that eight devices give one device's numbers."""
 
-import flax.linen as nn
-import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from support import eight_devices, tiny
+from support import eight_devices
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build
-from txl_jax.sharding import axes
-from txl_jax.training.step import init_params
-
-
-def boxed_params():
-    model = tiny.make(layer_norm="pre", untie_r=True, tie_weight=False, cutoffs=(4, 11), d_embed=16, div_val=2)
-    return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
-
-
-def test_every_axis_has_a_row():
-    boxes = jax.tree.leaves(boxed_params(), is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
-    assert len(boxes) > 10
-    for box in boxes:
-        assert len(sharding.spec(*box.names)) == box.value.ndim
-    names = {value for name, value in vars(axes).items() if name.isupper() and isinstance(value, str)}
-    names -= {sharding.DATA, sharding.FSDP, sharding.TENSOR}
-    assert len(sharding.spec(*names)) == len(names) == 12
-    with pytest.raises(ValueError, match="'heds'"):
-        sharding.spec("batch", "heds")
-
-
-def test_shardings_of_parameters():
-    found = sharding.param_shardings(sharding.make_mesh(MeshConfig()), boxed_params())
-    layer = found["stack"]["layers"]
-    assert layer["attention"]["query"].spec == PartitionSpec(None, "fsdp", "tensor", None)
-    assert layer["attention"]["output"].spec == PartitionSpec(None, "tensor", None, "fsdp")
-    assert layer["feed_forward"]["inner_kernel"].spec == PartitionSpec(None, "fsdp", "tensor")
-    assert layer["feed_forward"]["outer_kernel"].spec == PartitionSpec(None, "tensor", "fsdp")
-    assert found["embedding"]["table_0"].spec == PartitionSpec(("tensor",), ("fsdp",))
-    assert found["embedding"]["projection_1"].spec == PartitionSpec(None, "fsdp")
-    bare = sharding.param_shardings(sharding.make_mesh(MeshConfig()), {"x": jax.ShapeDtypeStruct((2, 3), "int32")})
-    assert bare["x"].is_fully_replicated
 
 
 @pytest.mark.parametrize(
@@ -188,14 +153,6 @@ def test_sums_over_devices_are_those_that_must_be(pairs):
 def test_tails_of_the_softmax_on_eight_devices(computed):
     """Each device computes the tails of its own rows."""
     assert computed("few")["tail"] == {"positions": 16, "all_gathers": 0}
-
-
-def test_a_vocabulary_that_does_not_divide_stays_whole():
-    config = eight_devices.config(MeshConfig(data=2, fsdp=2, tensor=2))
-    params = build(config, vocab_size=13, mesh=sharding.abstract_mesh(config.mesh, 8)).abstract_state.params
-    table, query = params["embedding"]["table_0"], params["stack"]["layers"]["attention"]["query"]
-    assert list(table.sharding.spec) == [None, "fsdp"] and table.sharding.shard_shape(table.shape) == (13, 8)
-    assert query.sharding.spec[2] == "tensor"
 
 
 @pytest.mark.full

@@ -26,13 +26,6 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
     return dataclasses.replace(make_case("tiny", config, task, batch=2, dtype="float32"), **changes)
 
 
-def test_sizes_are_those_of_the_configuration():
-    training, evaluation = case("training", DROPOUT), case("evaluation")
-    assert training.lengths("bhlke") == (2, 3, 20, 33, 8) and (training.mem_len, training.dropout_rate) == (13, 0.3)
-    # The KV cache has 18 slots; distances are clamped at 9, and the window is the memory's length.
-    assert evaluation.lengths("bhlke") == (1, 3, 6, 24, 8) and (evaluation.n_positions, evaluation.window) == (10, 16)
-
-
 @pytest.mark.parametrize("window", [None, 1, 19])  # Of no query, of all, of a part.
 @pytest.mark.parametrize(("task", "passes"), [("training", 3), ("evaluation", 1)])
 def test_operations_are_counted_on_visible_pairs(task, passes, window):

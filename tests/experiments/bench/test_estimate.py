@@ -152,11 +152,6 @@ def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
         estimate.parse(name)
 
 
-def test_a_name_without_a_size_is_all_sizes_from_small_to_large():
-    assert estimate.slices("h200") == ["h200x1", "h200x2", "h200x4", "h200x8"]
-    assert [estimate.parse(name).num_devices for name in estimate.slices("v4")] == [4, 8, 16, 32, 64, 128]
-
-
 @pytest.mark.parametrize(
     ("name", "num_slices", "num_devices"),  # The v3 has two devices per chip.
     [("h100x1", 1, 1), ("h100x8", 1, 8), ("h100x24", 1, 24), ("v5e:2x4", 1, 8), ("2*v5e:4x8", 2, 64), ("v3:2x2", 1, 8)],

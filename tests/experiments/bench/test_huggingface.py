@@ -87,16 +87,6 @@ def test_training_and_evaluation_carry_their_memory():
     assert np.abs(parts[1] - make().evaluate(*second)).max() > 1e-3, "from an empty memory"
 
 
-@HUGGINGFACE
-@pytest.mark.parametrize("name", ["rate", "attention"])
-def test_only_training_has_dropout(name):
-    peer, without = make(**{f"model__dropout__{name}": 0.5}), make()
-    tokens = tiny.text(T + 1)
-    inputs, targets = next(segments(tokens))
-    np.testing.assert_array_equal(peer.evaluate(inputs, targets), without.evaluate(inputs, targets))
-    assert peer.train_step(inputs, targets) != pytest.approx(without.train_step(inputs, targets), rel=1e-4)
-
-
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"\btorch\b.*txl_jax\[peer\]"):

@@ -19,7 +19,7 @@ from txl_jax.runs.score import Interrupted
 L, M = 3, 7
 
 
-def read(model, *, segments=4, clamp_len=None):
+def read(model, *, segments, clamp_len=None):
     """The weights at each segment, from an empty memory."""
     params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
     text = tiny.text(segments * L)
@@ -30,27 +30,15 @@ def read(model, *, segments=4, clamp_len=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("preset", "window"), [("ours", M), ("tf", M + 1)])
-def test_probabilities_sum_to_one_and_have_a_column_per_distance(preset, window):
-    for k, (weights, _) in enumerate(read(tiny.make(compat=tiny.compat_config(preset)))):
-        assert weights.probabilities.shape == (tiny.N, tiny.B, tiny.H, L, window)
-        np.testing.assert_allclose(weights.probabilities.sum(-1), 1, rtol=1e-5)
-        if preset == "ours":  # No memory is filled: row i has seen k * L + i + 1 tokens.
-            for i in range(L):
-                n = min(k * L + i + 1, M)
-                assert (weights.probabilities[..., i, :n] > 0).all() and not weights.probabilities[..., i, n:].any()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("untie_r", [False, True])
-def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
+@pytest.mark.parametrize(("untie_r", "preset", "window"), [(False, "ours", M), (True, "tf", M + 1)])
+def test_probabilities_are_those_of_the_model_by_distance(untie_r, preset, window, x64, monkeypatch):
     """Probabilities that the softmax gives, layer by layer outside of the scan."""
-    model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r)
+    model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r, compat=tiny.compat_config(preset))
     params, text, seen = tiny.variables(model)["params"], tiny.text(2 * L), []
     (_, before), (weights, _) = read(model, segments=2, clamp_len=2)
     stack, layers = params["stack"], params["stack"]["layers"]
     codes = positions.sinusoids(positions.key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
-    visibility = Visibility(before.valid, L, M, M)
+    visibility = Visibility(before.valid, L, M, window)
     hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
 
     softmax = jax.nn.softmax
@@ -62,13 +50,13 @@ def test_probabilities_are_those_of_the_model(untie_r, x64, monkeypatch):
         hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases))
     for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):
-            of_keys = expected[:, :, row, row + 1 : M + row + 1]  # Distances M - 1 .. 0.
+            of_keys = expected[:, :, row, M + row + 1 - window : M + row + 1]  # Distances window - 1 .. 0.
             np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.full
 def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
-    *_, (weights, _) = read(tiny.make(dtype=DType.FLOAT64))
+    *_, (weights, _) = read(tiny.make(dtype=DType.FLOAT64), segments=4)
     d, b = np.asarray(weights.terms.d), np.asarray(weights.terms.b)
     np.testing.assert_allclose(d, np.broadcast_to(d[:, :1, :, :1], d.shape), rtol=0, atol=1e-12)
     assert np.abs(b - b[:, :1, :, :1]).max() > 0.1

@@ -66,13 +66,6 @@ def test_the_baseline_is_taken_anew_at_each_length():
     assert steps[4].relative == pytest.approx(1 - math.exp(-0.02), rel=1e-6)
 
 
-def test_the_hardest_positions():
-    baseline = np.array([1.0, 5.0, 3.0, 5.0, 2.0])
-    assert recl.hardest(baseline, 0.4).tolist() == [1, 3]
-    assert recl.hardest(baseline, 0.2).tolist() == recl.hardest(baseline, 0.01).tolist() == [1]
-    assert recl.hardest(baseline, 1.0).tolist() == [0, 1, 2, 3, 4]
-
-
 PLAN = Plan(lengths=(2, 8, 3), stride=3, batch_size=4)
 MODELS = {
     "ours": {"model.encoding": Encoding.RELATIVE},
