@@ -193,6 +193,8 @@ def test_other_ends_are_taken_and_empty_lines_without_meaning(path):
 
 
 def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkeypatch):
+    real = read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
+    assert 5e6 < sum(file.size for files in real.splits.values() for file in files) < 20e6
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     wanted = {"a.py": "first", "b/c.py": "second", "b/testing/x.py": "third", "b.py": "fourth"}
     skipped = ["test/t.py", "b/tests/t.py", "idlelib/idle_test/t.py", "a.txt"]

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from support import ROOT
 from txl_jax.config import CorpusName, DataConfig, Tokenizer
-from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file, program_of
+from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, check_file
 from txl_jax.errors import UserError
 
 
@@ -46,22 +45,3 @@ def test_a_part_is_read_of_one_file_alone():
             with pytest.raises(UserError, match=rf"^data\.file is 'a'.*\b{name}\b"):
                 check_file(data)
             check_file(dataclasses.replace(data, file=None))
-
-
-def test_the_official_facts():
-    for name in (CorpusName.ENWIK8, CorpusName.TEXT8):
-        assert CORPORA[name].closed_alphabet and CORPORA[name].facts[WHOLE].sha256
-        assert CORPORA[name].cuts == {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}
-    counts = {CorpusName.PTB: [929_589, 73_760, 82_430], CorpusName.WIKITEXT103: [103_227_021, 217_646, 245_569]}
-    for name, tokens in counts.items():
-        assert [facts.tokens for facts in CORPORA[name].facts.values()] == tokens
-    for layout in CORPORA[CorpusName.LM1B].layouts:
-        names = [name.rpartition("monolingual.tokenized.shuffled/news.en")[2] for name in layout["train"]]
-        assert names == [f"-{i:05}-of-00100" for i in range(1, 100)]
-        assert layout["test"][0].endswith("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050")
-        assert layout["valid"][0].endswith("/news.en.heldout-00001-of-00050")
-
-
-def test_the_program_of_a_corpus_is_there():
-    for name in CorpusName:
-        assert (ROOT / "experiments" / f"{program_of(name)}.py").is_file()

@@ -176,17 +176,6 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
-def test_types_and_shapes_are_the_same_whatever_the_texts_type(kind, dtype):
-    text = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000, dtype=dtype)
-    constructor, given_beside = KINDS[kind]
-    found = constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(5, 99)
-    assert [values.dtype for values in found] == [np.int32, np.int32, np.float32, bool]
-    assert [values.shape for values in found] == [(99, 3, 7)] * 3 + [(99, 3)]
-    assert all(type(values) is np.ndarray and values.flags.c_contiguous for values in found)
-
-
 class IndexingForbidden(np.ndarray):
     """Tokens that record which places were taken, and refuse any other way of reading."""
 

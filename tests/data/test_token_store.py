@@ -22,7 +22,7 @@ from txl_jax.data.corpus import make_vocabulary
 from txl_jax.data.text import SPLITS, File, Text
 from txl_jax.data.token_store import find_store, fingerprint, open_store
 from txl_jax.data.vocabulary import dumps
-from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
+from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 
 SETTINGS = {"tokenizer": "word", "min_count": 1}
@@ -171,22 +171,14 @@ def test_ids_are_those_of_this_version(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("block", "times", "vocabulary"),
-    [
-        (b"the cat sat\n" * 20_000, 125, ByteVocabulary.all_bytes()),  # 30 MB of bytes,
-        ("the cät\n".encode() * 1000, 1000, CharacterVocabulary("the cä\n\N{REPLACEMENT CHARACTER}")),  # 9 MB,
-        (b"the cat sat\n" * 500, 1000, WordVocabulary(WORDS)),  # and 6 MB, of 2 million ids.
-    ],
-    ids=["byte", "char", "word"],
-)
-def test_memory_is_that_of_a_block(block, times, vocabulary, tmp_path):
+def test_memory_is_that_of_a_block(tmp_path):
+    block, times = b"the cat sat\n" * 500, 1000  # 6 MB, of 2 million ids.
     repeated = File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
     large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated,)})
-    open_store(text_of(), {"first": True}, lambda: vocabulary, folder=tmp_path)  # Tables of the vocabulary.
+    open_store(text_of(), {"first": True}, words, folder=tmp_path)  # Tables of the vocabulary.
     tracemalloc.start()
     try:
-        tokens = open_store(large, SETTINGS, lambda: vocabulary, folder=tmp_path)
+        tokens = open_store(large, SETTINGS, words, folder=tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

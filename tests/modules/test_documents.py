@@ -10,7 +10,7 @@ from support.cases import nightly_but
 from txl_jax.config import DType, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.ops.attention import CachedVisibility, Visibility, attention, choose
+from txl_jax.ops.attention import Visibility, attention, choose
 
 END, SEGMENTS = 4, 9
 # L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is compiled.
@@ -92,17 +92,6 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, lengths)
     differs = np.abs(without - expected).max(axis=1) > 1e-3
     assert differs.tolist() == [True, True, True, False]
-
-
-def test_the_mask_by_hand():
-    # L = 3, M = 2; a document ends at position 0 of the first row, and at none of the second.
-    start = jnp.array([[0, 1, 1], [0, 0, 0]])
-    mask = Visibility(jnp.array([2, 1]), 3, 2, document_start=start).mask().astype(int).tolist()
-    assert mask[0] == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
-    assert mask[1] == [[0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
-    visibility = CachedVisibility(jnp.array([2, 1]), jnp.int32(0), 3, 3, document_start=start)
-    assert visibility.own_mask().astype(int).tolist() == [[row[2:] for row in rows] for rows in mask]
-    assert visibility.ring_mask().sum(-1).tolist() == [[2, 0, 0], [1, 1, 1]]
 
 
 def test_tiles_and_kernels_take_no_documents_and_a_run_chooses_the_reference():

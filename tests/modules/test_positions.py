@@ -49,16 +49,12 @@ def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, cl
 
 @pytest.mark.parametrize("encoding", nightly_but([Encoding.RELATIVE, Encoding.VASWANI], Encoding))
 def test_encodings_say_what_they_can_do(encoding, x64):
-    """Single tokens give the states of a segment or not, and position keys are a third product of query and key."""
+    """Single tokens give the states of a segment or not."""
     model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
     variables, encode, text = tiny.variables(model), tiny.encoder(model), tiny.text(4)
     memory = model.init_memory(batch_size=tiny.B, mem_len=4)
     whole, one_by_one = (tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4))
     assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
-
-    keys = tiny.prepared(model, variables, segment_len=2, mem_len=4).layers[0].position_keys
-    has_keys = keys is not None and keys.key is not None
-    assert ENCODINGS[encoding].products_per_key == (3 if has_keys else 2)
 
 
 # A bias per distance, which no encoding of the project is

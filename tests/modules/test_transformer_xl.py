@@ -3,11 +3,8 @@
 Values and gradients are compared with the original's in tests/test_golden.py.
 """
 
-import collections
 import itertools
 
-import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +12,10 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import nightly_but
-from txl_jax.config import AttentionWindow, DType, Encoding, NormPlace, Remat, ShawTerms
+from txl_jax.config import AttentionWindow, DType, Encoding, NormPlace, Remat
 from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import positions
-from txl_jax.sharding import axes
 
 L, M = 3, 8
 
@@ -106,24 +102,13 @@ def test_memory_and_segment_are_projected_apart():
     n_query, n_slot = 7, 9  # Sizes that nothing else has, and neither has their sum.
     model = tiny.make()
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=n_slot), tiny.variables(model)
-
-    def loss(variables):
-        return model.apply(variables, tiny.text(n_query), memory)[0].sum()
-
-    def count(function):
-        """Counts products with a projection [D, H, E], by the rows of each row of the batch."""
-        rows = [
-            size
-            for shapes in products_of(jax.make_jaxpr(function)(variables))
-            if {tiny.B, tiny.D, tiny.H, tiny.E} <= (sizes := set(sum(shapes, ())))
-            for size in sizes & {n_query, n_slot, n_query + n_slot}
-        ]
-        return dict(collections.Counter(rows))
-
-    # Forward those for queries, keys, values and outputs. Backward their gradients for the weights, and of the segment
-    # for the states.
-    assert count(loss) == {n_query: 4, n_slot: 2}
-    assert count(jax.grad(loss)) == {n_query: 4 + 4 + 4, n_slot: 2 + 2}
+    gradient = jax.grad(lambda variables: model.apply(variables, tiny.text(n_query), memory)[0].sum())
+    sizes = [set(sum(shapes, ())) for shapes in products_of(jax.make_jaxpr(gradient)(variables))]
+    projections = [each for each in sizes if {tiny.B, tiny.D, tiny.H, tiny.E} <= each]
+    # Of the memory keys and values, and their gradients for the weights. Of the segment queries and outputs too, and
+    # gradients for the states.
+    rows = {n: sum(n in each for each in projections) for n in (n_slot, n_query, n_query + n_slot)}
+    assert rows == {n_slot: 2 + 2, n_query: 4 + 4 + 4, n_query + n_slot: 0}
 
 
 def test_layer_norm_takes_the_variance_of_centred_values():
@@ -177,28 +162,3 @@ def test_the_future_has_exactly_no_influence(options, encoding):
         other, _ = encode(variables, changed, memory)
         np.testing.assert_array_equal(other[:, :t], hidden[:, :t])
         assert np.all(np.any(other[:, t] != hidden[:, t], axis=-1))
-
-
-# Axes of parameters. Their paths, shapes and initial values are compared in tests/anchors.
-
-CASES = {
-    "tied, u and v per layer": {"layer_norm": NormPlace.PRE, "untie_r": True},
-    "adaptive, not tied": {"cutoffs": (4, 9), "d_embed": 8, "div_val": 2, "tie_weight": False},
-    "vaswani": {"encoding": Encoding.VASWANI},
-    "al_rfou": {"encoding": Encoding.AL_RFOU},
-    "shaw": {"encoding": Encoding.SHAW, "compat__shaw_terms": ShawTerms.ORIGINAL},
-}
-SIZES = {axes.LAYERS: {tiny.N}, axes.EMBED: {tiny.D}, axes.NORM: {tiny.D}, axes.CLUSTERS: {2}, axes.POSITIONS: {12}}
-SIZES |= {axes.HEADS: {tiny.H}, axes.HEAD_DIM: {tiny.E}, axes.INNER: {tiny.F}, axes.VOCAB: {tiny.V, 4, 5}}
-SIZES |= {axes.CLUSTER_EMBED: {tiny.D, 8, 4, 2}, None: {2, 3}}  # Without a name: gates side by side.
-
-
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_the_axes_of_parameters_have_names_and_their_sizes(changes):
-    model = tiny.make(**changes)
-    tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
-    boxed = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)["params"]
-    for path, leaf in flax.traverse_util.flatten_dict(boxed, sep="/").items():
-        assert isinstance(leaf, nn.LogicallyPartitioned) and len(leaf.names) == leaf.value.ndim, path
-        for name, size in zip(leaf.names, leaf.value.shape, strict=True):
-            assert size in SIZES[name], f"{path}: {name} of size {size}"

@@ -121,36 +121,3 @@ def test_any_distribution_of_targets(data):
     chunk_size = data.draw(st.sampled_from([None, 1, 3, 128]), label="chunk_size")
     with enable_x64(True):
         check_gradients(name, np.reshape(targets, (B, L)), chunk_size=chunk_size)
-
-
-def test_chunk_size_of_a_tail():
-    """1/32 of 9,000 positions is 281; 2**25 logits of 20,000 words are 1,677 positions; an eighth of 100 is 12."""
-    sizes = {(20_000, 9_000): 256, (20_000, 100_000): 1024, (10**7, 100_000): 128, (5, 100): 8, (5, 1): 1}
-    assert {given: adaptive_softmax._tail_chunk_size(*given) for given in sizes} == sizes
-
-
-def test_work_follows_the_number_of_targets_in_a_tail(monkeypatch):
-    """The nll of a tail is computed for as many chunks of 2 as its targets fill, forward and again backward."""
-    calls, cluster_nll = [], adaptive_softmax._cluster_nll
-
-    def counted(cluster, hidden, labels, *, vocab_axis):
-        if cluster.table.shape[0] in (5, 4):  # The tails; the head is computed at all positions.
-            jax.debug.callback(lambda _: calls.append((cluster.table.shape[0], hidden.shape[0])), hidden[0, 0])
-        return cluster_nll(cluster, hidden, labels, vocab_axis=vocab_axis)
-
-    monkeypatch.setattr(adaptive_softmax, "_cluster_nll", counted)
-
-    @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def gradients(hidden, weights, targets):
-        return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, (4, 9), chunk_size=2).sum()
-
-    for counts in ((10, 0, 0), (2, 1, 7), (0, 5, 5)):
-        targets = jnp.asarray(np.repeat([0, 4, 9], counts).reshape(B, L), jnp.int32)
-        hidden = jnp.asarray(make_hidden(), jnp.float32)
-        jax.block_until_ready(gradients(hidden, as_arrays(CASES["div_val 2"]), targets))
-        jax.effects_barrier()
-        assert {shape: calls.count(shape) for shape in set(calls)} == {
-            (rows, 2): 2 * -(-count // 2) for rows, count in zip((5, 4), counts[1:], strict=True) if count
-        }
-        calls.clear()

@@ -48,6 +48,22 @@ def test_positions_that_are_not_selected_are_not_read():
     assert np.array_equal(np.any(of_states, axis=1), selected)
 
 
+def test_the_function_is_computed_for_as_many_chunks_as_are_begun():
+    """Forward, and again backward."""
+    calls = []
+
+    def counted(weights, states, labels):
+        jax.debug.callback(lambda _: calls.append(states.shape), states[0, 0])
+        return squashed(weights, states, labels)
+
+    gradient = jax.jit(jax.grad(lambda *given: chunked_apply(counted, 3, *given).sum(), argnums=(0, 1)))
+    for n_selected in (0, 1, 3, 4, T):
+        calls.clear()
+        jax.block_until_ready(gradient(*inputs(n_selected)))
+        jax.effects_barrier()
+        assert calls == [(3, D)] * 2 * -(-n_selected // 3)
+
+
 def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32():
     """A bfloat16 sum of ones stops at 256."""
     n_position = 2000

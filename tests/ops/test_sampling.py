@@ -139,22 +139,6 @@ def test_draws_are_as_frequent_as_under_the_full_softmax(name, cutoffs):
     assert (n * (found - expected)[likely] ** 2 / expected[likely]).sum() < 39.1
 
 
-UNEVEN, LIKELIEST = [0.1, 0.4, 0.05, 0.3, 0.15], [1, 3, 4, 0, 2]
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p():
-    logits = jnp.log(jnp.asarray([UNEVEN]))
-    # The likeliest always stays.
-    for top_p, n in ((1e-6, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.94, 4), (0.96, 5), (1.0, 5)):
-        restricted = sampling.mask_top_p(logits, top_p)
-        allowed = np.flatnonzero(restricted[0] > -jnp.inf)
-        np.testing.assert_array_equal(restricted[0][allowed], logits[0][allowed])
-        assert allowed.tolist() == sorted(LIKELIEST[:n]), top_p
-    # Each row by itself, and ties stay.
-    logits = jnp.log(jnp.asarray([UNEVEN, [0.9, 0.04, 0.03, 0.02, 0.01], [0.2, 0.4, 0.2, 0.1, 0.1]]))
-    assert (sampling.mask_top_p(logits, 0.5) > -jnp.inf).sum(axis=-1).tolist() == [2, 1, 3]
-
-
 def test_limits_by_row_draw_what_the_same_limits_draw_for_all():
     limits = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (1.4, 0.9), (0.0, 0.3)]
     clusters, hidden = make_clusters(2.0), hidden_states(60)

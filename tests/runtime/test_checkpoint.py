@@ -378,14 +378,6 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoin
 
 
 @pytest.mark.full
-def test_damage_ends_in_the_step_before(saved, steps_in_bucket, lines):
-    name, _ = max(json.loads((steps_in_bucket / "200" / DIGESTS).read_bytes()).items())
-    (steps_in_bucket / "200" / name).write_bytes(b"damaged")
-    assert_restores(saved, 100)
-    assert name in lines[-1]
-
-
-@pytest.mark.full
 def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, steps_in_bucket, storage):
     storage.refuse("DELETE|batch")
     with pytest.raises(PermissionError):  # A deletion begins with the commit.

@@ -2,14 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from support import tiny, tiny_run
 from support.cases import full_but
 from txl_jax.config import LossPart
-from txl_jax.config.training import ADAM_B1
-from txl_jax.training.step import activation_penalty, position_weights
+from txl_jax.training.step import activation_penalty
 
 # Half loss without dropout and without a limit on the gradient.
 HALF = {"model__dropout__rate": 0.0, "optimizer__clip_norm": 1e9, "train__loss": LossPart.HALF}
@@ -106,21 +104,6 @@ def test_the_memory_reaches_the_next_segment_of_rows_that_are_not_reset():
     (_, expected), (_, found), (_, other) = map(one_update, (forgetful, state, state), (segments, reset, segments))
     tiny_run.assert_equal(found, expected)
     assert other.nats != expected.nats
-
-
-def test_the_gradient_norm_is_reported_before_clipping():
-    limit = tiny_run.CONFIG.optimizer.clip_norm
-    for changes, norm_is_clipped in (({}, True), (HALF, False)):
-        state, metrics = one_update(**changes)
-        assert metrics.grad_norm > 2 * limit
-        after = optax.tree.norm(optax.tree.get(state.opt_state, "mu")) / (1 - ADAM_B1)
-        np.testing.assert_allclose(after, limit if norm_is_clipped else metrics.grad_norm[0], rtol=1e-5)
-
-
-def test_position_weights():
-    for expected in ([0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [1]):
-        assert position_weights(len(expected), LossPart.HALF).tolist() == expected
-        assert position_weights(len(expected), LossPart.FULL).tolist() == [1] * len(expected)
 
 
 def test_activation_penalties_by_hand():

@@ -42,14 +42,6 @@ def test_means_by_hand(settings, begin_at, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_the_first_mean_has_buffers_of_its_own():
-    """The step reuses those of parameters and mean, and refuses one that it is given twice."""
-    params = {"w": jnp.ones(3)}
-    average = weight_averaging.init(params, AverageConfig(start_step=0))
-    step = jax.jit(lambda params, mean: (params["w"] + 1, mean["w"] + 2), donate_argnums=(0, 1))
-    np.testing.assert_array_equal(step(params, average.params), [[2] * 3, [3] * 3])
-
-
 def test_a_mean_begins_once_and_of_an_ensemble_one_members():
     average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
     assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))

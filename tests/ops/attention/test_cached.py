@@ -1,7 +1,7 @@
-"""Tests of attention over a KV cache: the reference against a loop over pairs, tiles and the TPU kernel against it.
+"""Tests of attention over a KV cache: tiles and the TPU kernel against the reference.
 
-The reference with position keys is compared with training attention, through the model, in
-tests/inference/test_forward.py.
+The reference is compared with training attention, through the model, in tests/inference/test_forward.py, and with a
+score per distance in tests/modules/test_positions.py.
 """
 
 import itertools
@@ -11,41 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import oracles
 from support.cases import nightly_but
-from txl_jax.ops.attention import CachedVisibility, Implementation, Tile, Visibility, cached_attention
+from txl_jax.ops.attention import CachedVisibility, Implementation, Tile, cached_attention
 from txl_jax.ops.attention.positions import table_length
 from txl_jax.ops.attention.problem import REFERENCE
 
-B, H, L, R, E = 2, 3, 4, 8, 5
 _attention = jax.jit(cached_attention, static_argnames="implementation")
-
-
-@pytest.mark.parametrize(("valid", "window"), [([R, 3], None), ([0, R], 6)])
-@pytest.mark.parametrize("clamp_len", [None, 0, 3, 7, 30])  # Below a segment, inside the ring, above all distances.
-def test_position_scores_alone_match_a_loop_over_pairs(clamp_len, valid, window, x64):
-    rng = np.random.default_rng(0)
-    query, key, value, ring_key, ring_value = (rng.normal(size=(B, H, n, E)) for n in (L, L, L, R, R))
-    n_position = table_length(segment_len=L, capacity=R, clamp_len=clamp_len)
-    score = rng.normal(size=(H, n_position))  # Of the distances P - 1, .., 0.
-
-    distances = np.minimum(np.arange(R + L - 1, -1, -1), n_position - 1)
-    biases = dict.fromkeys(("content_bias", "position_bias"), np.zeros((H, E)))
-    expected = oracles.relative_attention(
-        query,
-        np.concatenate([ring_key, key], axis=2),
-        np.concatenate([ring_value, value], axis=2),
-        position_key=np.zeros((H, R + L, E)),
-        **biases,
-        mask=Visibility(jnp.asarray(valid), L, R, window).mask(),
-        position_score=score[:, n_position - 1 - distances] * E**0.5,  # The loop divides by it.
-    )
-    for write_index in (0, 2, R - 1):
-        keys, values = (np.roll(stored, write_index, axis=2) for stored in (ring_key, ring_value))
-        visibility = CachedVisibility(jnp.asarray(valid), jnp.asarray(write_index), L, R, window)
-        arrays = query * E**-0.5, key, value, (keys.swapaxes(2, 3), values), (query, None, score)
-        found = _attention(*arrays, visibility, implementation=REFERENCE)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def tiled(query, key):

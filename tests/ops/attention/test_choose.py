@@ -7,7 +7,6 @@ import pytest
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import Implementation, Problem, Tile, choose
 from txl_jax.ops.attention.problem import PATHS
-from txl_jax.ops.attention.tiled.training import Layout
 
 LARGE = Problem("cpu", "cpu", "float32", 2, 8, 512, 1024, 64, 1024)
 ON_TPU = dataclasses.replace(LARGE, platform="tpu", device_kind="TPU v5 lite", dtype="bfloat16")
@@ -31,16 +30,6 @@ def test_implementations_are_written_and_read():
     for text in (*wrong, "other 8x8"):
         with pytest.raises(ValueError, match="no implementation"):
             Implementation.parse(text)
-
-
-def test_an_earlier_choice_is_kept_where_it_can_serve():
-    tiled, fused = WRITTEN[1], WRITTEN[2]
-    assert choose.resolve(tiled, LARGE) == tiled
-    # A kernel is resolved on a machine that only compiles for it.
-    assert choose.resolve(fused, dataclasses.replace(ON_TPU, platform="cpu", device_kind="cpu")) == fused
-    assert not choose.can_serve(fused, LARGE) and choose.can_serve(fused, ON_TPU)
-    tiny = dataclasses.replace(ON_TPU, segment_len=4, n_keys=8, n_positions=8)
-    assert choose.resolve(fused, tiny).path == "stored"
 
 
 @pytest.mark.parametrize(
@@ -91,22 +80,3 @@ def test_stored_and_one_token_over_a_cache_are_the_references(problem):
             with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
                 choose.choose("fused", given)
     assert choose.refusal("tiled", dataclasses.replace(one, capacity=None)) is None
-
-
-def test_a_long_segment_has_at_most_eight_strips():
-    for segment_len, tile in ((1, Tile(64, 1024)), (512, Tile(128, 1024)), (4000, Tile(500, 1024))):
-        problem = dataclasses.replace(LARGE, segment_len=segment_len, n_keys=2 * segment_len)
-        assert choose.default_tile(problem) == tile
-        assert len(Layout(segment_len, segment_len, None, True, tile).strips()) <= 8
-
-
-def test_auto_takes_tiles_where_they_are_faster():
-    for changes, faster in (
-        ({}, True),
-        ({"segment_len": 32, "n_keys": 64, "batch": 600}, False),
-        ({"segment_len": 150, "n_keys": 300, "batch": 4}, False),
-        ({"platform": "gpu"}, False),
-        ({"segment_len": 64, "n_keys": 704, "capacity": 640}, True),
-        ({"segment_len": 4, "n_keys": 16, "capacity": 12}, False),
-    ):
-        assert choose.tiles_are_faster(dataclasses.replace(LARGE, **changes)) is faster, changes

@@ -33,16 +33,13 @@ UNEVEN, SMALL, WHOLE = tiled(5, 11), tiled(4, 8), tiled(6, 64)
 STORED = Implementation("stored")
 # Rows see all M slots, heads have the width 8, and there are u, v and position keys, if nothing else is said.
 CASES = {
-    "tiled: one tile": {"by": tiled(64, 64)},
     "tiled: uneven tiles": {"by": UNEVEN},
-    "tiled: part-filled": {"by": UNEVEN, **ROWS},
     "tiled: part-filled, whole rows": {"by": WHOLE, **ROWS},
     "tiled: window": {"by": UNEVEN, "window": 7, **ROWS},
     "tiled: window of one key": {"by": UNEVEN, "window": 1},
     "tiled: one query": {"by": SMALL, "L": 1},
     "tiled: no memory": {"by": SMALL, "M": 0},
     "tiled: odd head width": {"by": SMALL, "E": 41},
-    "tiled: Shaw's terms": {"by": UNEVEN, "names": SHAW},
     "tiled: Shaw's terms and scores": {"by": SMALL, "names": (*SHAW, "position_score")},
     "tiled: all terms": {"by": SMALL, "names": NAMES},
     "tiled: no positions": {"by": UNEVEN, "names": ABSOLUTE},
@@ -56,7 +53,6 @@ CASES = {
     "stored: window, part-filled, dropout": {"by": STORED, "window": 7, **ROWS, "rate": 0.3},
     "stored: one query": {"by": STORED, "L": 1},
     "stored: no memory, u only": {"by": STORED, "M": 0, "E": 41, "names": NAMES[:5]},
-    "stored: Shaw's terms": {"by": STORED, "names": SHAW},
     "stored: Shaw's terms and scores": {"by": STORED, "names": (*SHAW, "position_score"), "rate": 0.2},
     "stored: all terms": {"by": STORED, "names": NAMES, "rate": 0.3},
     "stored: scores only": {"by": STORED, "names": SCORES, "window": 5},
@@ -169,24 +165,6 @@ def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
     for i in range(3):
         one = jax.tree.map(lambda array, i=i: array[i], (members, valid, seeds, rates))
         assert_close(jax.tree.map(lambda array, i=i: array[i], found), of_member(REFERENCE, *one), by)
-
-
-@pytest.mark.parametrize("name", OF_EACH.values(), ids=OF_EACH)
-def test_layers_are_scanned_and_computed_again(name):
-    by, arrays, visibility, _ = make(CASES[name])
-
-    def gradient(implementation):
-        @jax.checkpoint
-        def layer(query, seed):
-            options = {"visibility": visibility, "implementation": implementation, "dropout": (0.3, seed)}
-            return query + attention(**{**arrays, "query": query}, **options), None
-
-        def result(query):
-            return jnp.sum(jax.lax.scan(layer, query, jnp.arange(2, dtype=jnp.uint32))[0] ** 2)
-
-        return {"query": jax.jit(jax.grad(result))(arrays["query"])}
-
-    assert_close(gradient(by), gradient(REFERENCE), by)
 
 
 @pytest.mark.parametrize("causal", nightly_but([True], [True, False]))

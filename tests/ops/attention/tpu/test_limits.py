@@ -4,11 +4,10 @@ import dataclasses
 import importlib.metadata
 import itertools
 
-import jax.numpy as jnp
 import pytest
 
 from txl_jax.ops.attention.problem import Problem, Tile
-from txl_jax.ops.attention.tpu.geometry import Geometry, default_tile, kernel_of, refusal, round_tile
+from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal, round_tile
 
 PROBLEM = Problem("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
 CACHED = Problem("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
@@ -35,7 +34,9 @@ def resized(problem, sizes, **changes):
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 def test_the_published_models_are_served(kind):
     for sizes, dtype in itertools.product(TRAINING.values(), ("bfloat16", "float32")):
-        assert refusal(resized(PROBLEM, sizes, device_kind=kind, dtype=dtype)) is None
+        problem = resized(PROBLEM, sizes, device_kind=kind, dtype=dtype)
+        rotates = kind != "TPU v4"  # The rotation needs v5.
+        assert (refusal(problem), kernel_of(problem)) == (None, "mosaic_roll" if rotates else "mosaic_gather")
     for sizes, capacity, tile in EVALUATION.values():
         problem = resized(CACHED, sizes, device_kind=kind, capacity=capacity)
         assert (refusal(problem), default_tile(problem), kernel_of(problem)) == (None, tile, "mosaic_gather")
@@ -67,32 +68,6 @@ def test_a_libtpu_that_compiles_no_kernels_is_named(monkeypatch):
         assert (f"libtpu is {version}" in (refusal(PROBLEM) or "")) is refused
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind", "dtype", "tile"),
-    [
-        ("enwik8_12l", "TPU v5 lite", "bfloat16", Tile(512, 1024)),
-        ("enwik8_24l", "TPU v4", "bfloat16", Tile(256, 1536)),
-        ("enwik8_24l", "TPU v4", "float32", Tile(256, 512)),
-        ("wt103_base", "TPU v4", "bfloat16", Tile(160, 384)),
-    ],
-)
-def test_tiles_are_equal_parts_that_fit_into_vmem(preset, kind, dtype, tile):
-    problem = resized(PROBLEM, TRAINING[preset], device_kind=kind, dtype=dtype)
-    assert default_tile(problem) == tile
-    assert kernel_of(problem) == ("mosaic_gather" if kind == "TPU v4" else "mosaic_roll")  # The rotation needs v5.
-
-
 def test_a_tile_is_rounded_to_registers_and_no_larger_than_the_scores():
     assert round_tile(Tile(256, 512), segment_len=150, n_keys=300) == Tile(160, 384)
     assert round_tile(Tile(100, 200), segment_len=768, n_keys=1536) == Tile(112, 256)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_are_counted_as_the_kernels_visit_them(causal):
-    for (segment_len, mem_len), window in itertools.product([(96, 300), (1, 500), (600, 600)], [None, 1, 200]):
-        sizes = {"segment_len": segment_len, "n_keys": segment_len + mem_len, "causal": causal, "window": window}
-        rest = {"batch": 1, "n_head": 1, "d_head": 8, "n_positions": 0, "n_drawn_head": None}
-        geometry = Geometry(tile=Tile(32, 128), rotate=True, interpret=True, **sizes, **rest)
-        start, stop = jnp.int32(0), jnp.int32(geometry.n_keys)
-        ranges = [geometry.key_tiles(jnp.int32(number), start, stop) for number in range(geometry.n_query_tile)]
-        assert geometry.n_tile == sum(max(int(last) - int(first) + 1, 0) for first, last in ranges) > 0
