@@ -30,6 +30,7 @@ CHANGES = [
     {"eval__same_length": True, "eval__clamp_len": 4},
     {"model__cutoffs": (3, 7), "model__div_val": 2},
     {"eval__mem_len": 0, "eval__same_length": False},
+    {"model__network": "lstm"},
 ]
 
 
@@ -42,16 +43,6 @@ def test_losses_are_those_of_each_document_alone(changes, x64):
     totals = model.score(documents, batch_size=3)
     assert [total.tokens for total in totals] == [max(length - 1, 0) for length in LENGTHS]
     assert [total.nats for total in totals] == [nats.sum(dtype="float64") for nats in found]
-
-
-@pytest.mark.full
-def test_an_lstm_reads_documents_too():
-    model, documents = tiny_model.make(model__network="lstm"), tiny_model.documents(LENGTHS)
-    assert_alone(model, documents, model.score(documents, per_token=True, batch_size=3), tolerance=1e-5)
-    [found] = model.score_continuations([(documents[5][:30], documents[5][30:])])
-    assert found.logprob == pytest.approx(-model.score([documents[5]], per_token=True)[0][29:].sum(), rel=1e-5)
-    with pytest.raises(UserError, match=r"model\.network is lstm"):
-        model.hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
 
 
 def test_texts_and_ids_give_the_same_also_as_the_first_token():
@@ -144,6 +135,8 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", ["relative", "vaswani"])
 def test_embeddings_take_the_place_of_tokens(encoding):
+    with pytest.raises(UserError, match=r"model\.network is lstm"):
+        tiny_model.make(model__network="lstm").hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
     model = tiny_model.make(model__encoding=encoding)
     documents = tiny_model.documents([6, 23, 1])
     embeddings = [model.embed(tokens) for tokens in documents]
@@ -255,7 +248,6 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     [
         (lambda model: model.score([[0, 13]]), r"token id 13 is .* 0 to 12"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
-        (lambda model: model.score_stream("abc"), "'abc'"),
         (lambda model: model.score("one text"), "one text"),
         (lambda model: model.score(["a"], first="cc"), r"'cc'.*\b2\b"),
         (lambda model: model.score(["a"], first=99), r"\b99\b"),

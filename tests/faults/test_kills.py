@@ -34,15 +34,8 @@ FAST = ("before the tokens have their name", "while arrays are written", "betwee
 FAST += ("between the best parameters and their digests", "before the test scores are written")
 
 # Best parameters are written per member: the second's at step 8 only, the first's at steps 8, 16 and 24.
-OF_ENSEMBLE = {
-    "before config.json has its name": "os.rename *config.json*",
-    "while the best of the second member are written": "os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*",
-    "between the best of the first member and their digests": "open *best/seed=1/16/.digests.json.*",
-    "while arrays are written": "os.mkdir *latest/18.orbax-checkpoint-tmp/*",
-    "between the last checkpoint and its digests": "open *latest/24/.digests.json*",
-    "before results.json has its name": "os.rename *results.json*",
-}
-FAST_OF_BOTH = ("while the best of the second member are written", "between the last checkpoint and its digests")
+OF_ENSEMBLE = ["os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*", "open *best/seed=1/16/.digests.json.*"]
+OF_ENSEMBLE += ["open *latest/24/.digests.json*"]
 
 
 def kill_at_each(moments, name, train, place, undisturbed):
@@ -59,10 +52,10 @@ def test_kills_before_chosen_file_operations(moments, place, undisturbed):
     kill_at_each(moments, f"chosen-{len(moments)}", place.train, place, undisturbed)
 
 
-@pytest.mark.parametrize("moments", few_or_all([OF_ENSEMBLE[each] for each in FAST_OF_BOTH], OF_ENSEMBLE.values()))
-def test_kills_of_an_ensemble(moments, place, undisturbed_ensemble):
+@pytest.mark.full
+def test_kills_of_an_ensemble(place, undisturbed_ensemble):
     train = functools.partial(place.train, program="ensemble")
-    kill_at_each(moments, f"ensemble-{len(moments)}", train, place, undisturbed_ensemble)
+    kill_at_each(OF_ENSEMBLE, "ensemble", train, place, undisturbed_ensemble)
 
 
 def assert_nothing_left_over(place, name):
