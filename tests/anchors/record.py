@@ -77,7 +77,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "bfloat16": {**ADAPTIVE, "model.dtype": "bfloat16"},
 }
-FLOAT64_RUNS = ("accumulated", "adaptive")
 
 
 def text() -> bytes:
@@ -223,7 +222,7 @@ def _lists(segments: txl_jax.Segments) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{name: functools.partial(run, changes=changes) for name, changes in RUNS.items()},
-    **{f"{name}_float64": functools.partial(run_float64, changes=RUNS[name]) for name in FLOAT64_RUNS},
+    "adaptive_float64": functools.partial(run_float64, changes=RUNS["adaptive"]),
     "drawn": functools.partial(drawn, changes={}),
     "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
     "batches": batches,

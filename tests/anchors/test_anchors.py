@@ -11,8 +11,7 @@ import pytest
 from anchors import record
 from support.cases import full_but
 
-SLOW = ("accumulated_float64", "adaptive_one_width")
-QUICK = [name for name in record.CASES if name not in SLOW]
+QUICK = [name for name in record.CASES if name != "adaptive_one_width"]
 
 
 @pytest.mark.parametrize("name", full_but(QUICK, record.CASES))

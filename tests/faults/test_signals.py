@@ -5,17 +5,13 @@ import signal
 
 import pytest
 
-from support.faults import assert_equal_runs, few_or_all, finished
-
-PHASES = ("compiling", "evaluating", "testing")
-FAST = ("compiling", "testing")
+from support.faults import NIGHTLY, assert_equal_runs, finished
 
 
-@pytest.mark.parametrize("phases", few_or_all(FAST, PHASES))
-def test_a_signal_when_a_phase_begins(phases, place, undisturbed):
-    name = f"term-{len(phases)}"
-    for number, phase in enumerate(phases):
-        sent = (signal.SIGTERM, signal.SIGINT)[number % 2]
+@pytest.mark.full
+def test_a_signal_when_a_phase_begins(place, undisturbed):
+    name = "signals"
+    for phase, sent in (("compiling", signal.SIGTERM), ("evaluating", signal.SIGTERM), ("testing", signal.SIGINT)):
         victim = place.train(name)
         victim.wait_for(f"+{phase}")
         victim.send(sent)
@@ -25,3 +21,13 @@ def test_a_signal_when_a_phase_begins(phases, place, undisturbed):
         assert re.match(r"stopped\D*\b\d+\b", ended.out.splitlines()[-1])
     finished(place.train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
+
+
+@NIGHTLY
+def test_sigterm_while_a_text_is_prepared_and_while_a_checkpoint_is_written(place, undisturbed):
+    preparing = place.train("term-files", fault="term", at="os.rename *tfds*incomplete*").end()
+    assert preparing.code == -signal.SIGTERM and "Traceback" not in preparing.err  # 143 in a shell.
+    saving = place.train("term-files", fault="term", at="os.mkdir *latest/*.orbax-checkpoint-tmp").end()
+    assert saving.code == 128 + signal.SIGTERM and saving.err.startswith("SIGTERM: "), saving.err
+    finished(place.train("term-files"))
+    assert_equal_runs(place.workdir("term-files"), undisturbed)

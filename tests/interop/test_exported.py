@@ -109,11 +109,7 @@ def test_the_manifest_describes_the_files(workdir, folder):
     assert sorted(path.name for path in folder.iterdir()) == FILES
     manifest, weights, functions = exported.read(folder)
     assert (manifest["rows"], manifest["segment_len"], manifest["mem_len"]) == (2, 5, 9)
-    for name, function in functions.items():
-        assert function.platforms == ("cpu", "tpu", "cuda") and function.nr_devices == 1
-        described = manifest["functions"][name]["arguments"].values()
-        shapes = [(list(array.shape), str(array.dtype)) for array in function.in_avals[-len(described) :]]
-        assert shapes == [(each["shape"], each["dtype"]) for each in described]
+    assert {each.platforms for each in functions.values()} == {("cpu", "tpu", "cuda")}
     assert "clusters.0.table" not in weights  # It is the embedding's.
 
 

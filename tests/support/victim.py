@@ -4,8 +4,8 @@ MARKS is a descriptor that takes a line per mark: "ready" once everything is imp
 begins. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
 be repeated:
 
-fault   "kill", "full" (from then on no file may grow), "clock" (from then on the clock is wrong), or "pause" (it waits
-        for a file to appear)
+fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), "clock" (from then on the clock is wrong), or
+        "pause" (it waits for a file to appear)
 at      when: a pattern, as of the shell, of a file operation such as "os.rename */config.json"
 count   which of the operations that match, from 1
 jump    for "clock": by how many seconds it is wrong
@@ -83,6 +83,9 @@ class AuditHook:
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def term(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def full(self) -> None:
         """A limit on the size of files stops every thread, whatever the language, as a full disk would."""
