@@ -85,8 +85,8 @@ def test_weights_in_several_files(tmp_path):
 
 
 # Hugging Face has none of these.
-ENCODINGS = [{"encoding": encoding, "num_positions": 7} for encoding in (Encoding.SHAW, Encoding.AL_RFOU)]
-ENCODINGS += [{"encoding": Encoding.VASWANI}]
+ENCODINGS = [{"encoding": Encoding.SHAW, "num_positions": 7}, {"encoding": Encoding.VASWANI}]
+ENCODINGS += [{"encoding": Encoding.AL_RFOU, "num_positions": 7, "n_head": 2, "d_head": 3}]
 
 
 @pytest.mark.parametrize("changes", [*foreign.CONFIGS.values(), *ENCODINGS], ids=str)
