@@ -1,7 +1,6 @@
-"""Tests the adapter of lm-evaluation-harness, offline, on three tasks in local files; needs the extra `lm-eval`."""
+"""Tests the adapter of lm-evaluation-harness, offline, on a task in local files; needs the extra `lm-eval`."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -18,31 +17,16 @@ pytestmark = pytest.mark.nightly(part="lm_eval")
 
 TEXT = "the cat sat on the mat and the dog ran to the cat "
 DOCUMENTS = ["the cat sat", "a dog ran on the mat and sat there for a while, as long as this line", "x"]
-CHOICES = [("the cat ", ["sat on", "ran", "is a dog"]), ("", ["the", "mat"]), ("on the ", ["mat", "dog and a cat"])]
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
-# Each is a task of the harness on a file of JSON lines beside it.
-TASKS = {
-    "own_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    },
-    "own_rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
-    },
-    "own_generation": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{prompt}}",
-        "doc_to_target": "{{text}}",
-        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    },
+TASK = {
+    "task": "own_generation",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_target": "{{text}}",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
 }
 
 
@@ -75,39 +59,19 @@ def greedy(model, prompt, length):
     return model.generate([prompt], GenerateConfig(length=length, temperature=0.0, top_k=None))[0]
 
 
-def write_tasks(folder, model):
-    """Writes the tasks and their documents; returns the answers to expect."""
-    nats = [[own_nats(model, choice, context).sum() for choice in choices] for context, choices in CHOICES]
-    written = greedy(model, "a ", 7)
-    documents = {
-        "own_choice": [{"context": context, "choices": choices, "answer": 0} for context, choices in CHOICES],
-        "own_rolling": [{"text": text} for text in DOCUMENTS],
-        "own_generation": [{"prompt": "a ", "text": written}, {"prompt": "the dog ", "text": "something else"}],
-    }
-    for name, task in TASKS.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents[name]))
-        files = {"data_files": {"test": str(folder / f"{name}.jsonl")}}
-        dataset = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
-        (folder / f"{name}.yaml").write_text(json.dumps(dataset | task))  # JSON is YAML.
-    return float(np.mean([np.argmin(each) == 0 for each in nats]))
-
-
-def test_three_tasks_of_files_of_ones_own_from_the_command_line(runs, tmp_path):
-    model = load(runs["word"])
-    accuracy = write_tasks(tmp_path, model)
+def test_a_task_of_a_file_of_ones_own_from_the_command_line(runs, tmp_path):
+    written = greedy(load(runs["word"]), "a ", 7)
+    documents = [{"prompt": "a ", "text": written}, {"prompt": "the dog ", "text": "something else"}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "own.jsonl")}}}
+    (tmp_path / "own.yaml").write_text(json.dumps(TASK | files))  # JSON is YAML.
     command = [sys.executable, "-m", "experiments.lm_eval", f"--model_path={runs['word']}", "--batch_size=2"]
-    flags = [f"--tasks={','.join(TASKS)}", f"--include_path={tmp_path}", f"--output={tmp_path / 'scores.json'}"]
+    flags = [f"--tasks={TASK['task']}", f"--include_path={tmp_path}", f"--output={tmp_path / 'scores.json'}"]
     environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT)}
     given = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
     done = subprocess.run([*command, *flags], check=False, **given)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "scores.json").read_text())["results"]
-    assert found["own_choice"]["acc,none"] == accuracy
-    nats = sum(own_nats(model, text).sum() for text in DOCUMENTS)
-    num_bytes, num_words = sum(map(len, DOCUMENTS)), sum(len(text.split()) for text in DOCUMENTS)
-    rolling = found["own_rolling"]
-    assert rolling["bits_per_byte,none"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-5)
-    assert rolling["word_perplexity,none"] == pytest.approx(math.exp(nats / num_words), rel=1e-4)
     assert found["own_generation"]["exact_match,none"] == 0.5
     unknown = subprocess.run([*command, "--tasks=no_such_task_here"], check=False, **given)
     assert unknown.returncode == 1 and "no_such_task_here" in unknown.stderr.splitlines()[-1]

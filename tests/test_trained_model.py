@@ -30,6 +30,7 @@ CHANGES = [
     {"eval__same_length": True, "eval__clamp_len": 4},
     {"model__cutoffs": (3, 7), "model__div_val": 2},
     {"eval__mem_len": 0, "eval__same_length": False},
+    {"model__network": "lstm"},
 ]
 
 
@@ -42,16 +43,6 @@ def test_losses_are_those_of_each_document_alone(changes, x64):
     totals = model.score(documents, batch_size=3)
     assert [total.tokens for total in totals] == [max(length - 1, 0) for length in LENGTHS]
     assert [total.nats for total in totals] == [nats.sum(dtype="float64") for nats in found]
-
-
-@pytest.mark.full
-def test_an_lstm_reads_documents_too():
-    model, documents = tiny_model.make(model__network="lstm"), tiny_model.documents(LENGTHS)
-    assert_alone(model, documents, model.score(documents, per_token=True, batch_size=3), tolerance=1e-5)
-    [found] = model.score_continuations([(documents[5][:30], documents[5][30:])])
-    assert found.logprob == pytest.approx(-model.score([documents[5]], per_token=True)[0][29:].sum(), rel=1e-5)
-    with pytest.raises(UserError, match=r"model\.network is lstm"):
-        model.hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
 
 
 def test_texts_and_ids_give_the_same_also_as_the_first_token():
@@ -144,6 +135,8 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", ["relative", "vaswani"])
 def test_embeddings_take_the_place_of_tokens(encoding):
+    with pytest.raises(UserError, match=r"model\.network is lstm"):
+        tiny_model.make(model__network="lstm").hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
     model = tiny_model.make(model__encoding=encoding)
     documents = tiny_model.documents([6, 23, 1])
     embeddings = [model.embed(tokens) for tokens in documents]
@@ -189,14 +182,8 @@ def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
     found = model.generate(prompts, config, batch_size=4)
     assert found == alone(model, prompts, config)
     assert len(set(found)) > 2 and {len(text) for text in found} == {LENGTH}
-
-
-@pytest.mark.full
-def test_seeds_of_prompts_and_any_number_of_rows():
-    model, [prompt] = tiny_model.make(), tiny_model.documents([8])
-    found = model.generate([prompt] * 4, settings(), seeds=[3, 4, 4, -1], batch_size=3)
-    assert [[text] for text in found[2:]] == [alone(model, [prompt], settings(seed=seed)) for seed in (4, -1)]
-    assert len(set(found)) == 3 and model.generate([prompt], settings(), seeds=[4]) == found[1:2]
+    found = model.generate(prompts[:1] * 3, config, seeds=[5, 4, -1])
+    assert [[text] for text in found] == [alone(model, prompts[:1], settings(**drawing, seed=n)) for n in (5, 4, -1)]
 
 
 @pytest.mark.full
@@ -240,19 +227,14 @@ def test_generation_ends_with_the_last_text_that_goes_on():
     assert model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize("size", [1, 3, 50])
 def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     text = "aé the en the\n en then\nend and end".encode()
     stream = TextStream(bytes, ["\nend", "endless"])
     pieces = [stream.add(text[start : start + size]) for start in range(0, len(text), size)]
     assert "".join(pieces) == "aé the en the\n en then" and stream.ended
     stream = TextStream(bytes, ["\nend", "endless"])
-    whole = b"".join([text[: text.index(b"\nend")], b"\nen", "é".encode()[:1]])
-    pieces = [stream.add(whole[start : start + size]) for start in range(0, len(whole), size)]
-    assert "".join([*pieces, stream.finish()]) == "aé the en the\n en then\nen\N{REPLACEMENT CHARACTER}"
-    assert size != 1 or pieces[-4:] == ["en", "", "", "\nen"]
-    stream, text = TextStream(bytes, ["bcde", "cd"]), b"abcdef"  # The first that is complete counts.
-    assert stream.add(text[:size]) + stream.add(text[size:]) == "ab"
+    assert stream.add("é\nenü".encode()[:-1]) + stream.finish() == "é\nen\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +242,6 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     [
         (lambda model: model.score([[0, 13]]), r"token id 13 is .* 0 to 12"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
-        (lambda model: model.score_stream("abc"), "'abc'"),
         (lambda model: model.score("one text"), "one text"),
         (lambda model: model.score(["a"], first="cc"), r"'cc'.*\b2\b"),
         (lambda model: model.score(["a"], first=99), r"\b99\b"),

@@ -14,13 +14,7 @@ from txl_jax.errors import UserError
 from txl_jax.version import OLDEST_JAX, check_jax
 
 
-def test_a_supported_jax_passes(monkeypatch):
-    for found in ("0.7.2", "0.12.0.1", "0.10.0.dev20260101", "1.0"):
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: found)  # noqa: B023
-        check_jax()
-
-
-@pytest.mark.parametrize("found", ["0.7.1", "0.4.38", "not installed"])
+@pytest.mark.parametrize("found", ["0.7.1", "not installed"])
 def test_an_old_or_missing_jax_is_refused(monkeypatch, found):
     missing = importlib.metadata.PackageNotFoundError("jax") if found == "not installed" else None
     monkeypatch.setattr(importlib.metadata, "version", mock.Mock(return_value=found, side_effect=missing))

@@ -64,7 +64,6 @@ SHARED = "transformer.r_w_bias"
         (Format.ORIGINAL, {}, "layers.1.dec_attn.r_net.weight", None, r"[^\[]*\[20, 6\]"),
         (Format.ORIGINAL, {}, "r_emb", np.zeros((3, 4)), r".*\[3, 4\]"),
         (Format.ORIGINAL, {}, "layers.1.dec_attn.o_net.weight", np.zeros((20, 6)), r".*\[20, 6\].*\[6, 20\]"),
-        (Format.ORIGINAL, {}, "word_emb.emb_layers.0.weight", np.zeros((14, 6)), r".*\[14, 6\].*\[13, 6\]"),
         # They share one.
         (Format.ORIGINAL, {}, "crit.out_layers.0.weight", np.zeros((13, 6)), r".*\bword_emb\.emb_layers\.0\.weight\b"),
         (Format.ORIGINAL, {}, original.FREQUENCIES, TWICE, r".*\[3\]"),

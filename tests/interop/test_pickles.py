@@ -111,24 +111,17 @@ def harmful(marker) -> dict[str, bytes]:
     calls = {
         "os.system": Calls(os.system, command),
         "builtins.exec": Calls(exec, f"open({str(marker)!r}, 'w').close()"),
-        "builtins.getattr": Calls(getattr, "", "join"),
         "subprocess.Popen": Calls(subprocess.Popen, command, -1, None, None, None, None, None, True, True),
         "a function of tests": Calls(write_marker, str(marker)),
     }
     found = {f"{name}, protocol {p}": pickle.dumps(call, p) for name, call in calls.items() for p in (0, 2, 4)}
-    found |= {f"nested {name}": pickle.dumps({"a": [({"b": call},)]}, 2) for name, call in calls.items()}
-    posix = os.system.__module__.encode()
     return found | {
         "INST": b"(S'" + text + b"'\nios\nsystem\n.",
         "OBJ": b"(cos\nsystem\nS'" + text + b"'\no.",
-        "GLOBAL and REDUCE": b"c" + posix + b"\nsystem\n(S'" + text + b"'\ntR.",
-        "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c" + bytes([len(text)]) + text + b"\x85R.",
         "a dotted name": b"\x80\x04\x8c\x02os\x8c\x0bpath.isfile\x93.",
         "NEWOBJ": b"\x80\x02csubprocess\nPopen\nS'" + text + b"'\n\x85\x81.",
         "NEWOBJ_EX": b"\x80\x04\x8c\x0asubprocess\x8c\x05Popen\x93)}\x92.",
         "EXT1": b"\x80\x02\x82\xf0.",
-        "EXT2": b"\x80\x02\x83\xf0\x00.",
-        "EXT4": b"\x80\x02\x84\xf0\x00\x00\x00.",
         "PERSID": b"Pos.system\n.",
         "BINPERSID": b"\x80\x02S'os'\nQ.",
         "a call of what a call made": b"cbuiltins\nset\n((ltR)R.",
@@ -153,55 +146,30 @@ def test_what_would_run_is_refused(name, tmp_path):
     assert not marker.exists()
 
 
-def test_the_harmful_pickles_would_run(tmp_path):
-    """Otherwise the test above shows nothing."""
-    marker = tmp_path / "marker"
-    for name in ("os.system, protocol 2", "builtins.exec, protocol 0", "STACK_GLOBAL", "INST", "nested os.system"):
-        pickle.loads(harmful(marker)[name])
-        marker.unlink()  # An error, if nothing ran.
-
-
 def callable_of_a_reader(shape=(), *, is_kept=True):
     """What a caller of `load` allows a pickle to call."""
     return shape, is_kept
 
 
-# What BUILD would set, with the state (None, {name: value}) of an object with slots.
-CHANGES = dict.fromkeys(("__code__", "__doc__", "attribute", "load"), "of the file")
-CHANGES |= {"__defaults__": ("of the file",), "__kwdefaults__": {"is_kept": "of the file"}, "__dict__": {"of": "file"}}
-
-
-def build(module: str, name: str, state) -> bytes:
-    """A pickle that gives what it finds by this name a state."""
-    return f"\x80\x02c{module}\n{name}\n".encode("latin1") + pickle.dumps(state, 2)[2:-1] + b"b."
-
-
-def attributes(thing):
-    """All that can be set on a function or a class, comparable."""
-    names = ("__defaults__", "__kwdefaults__", "__code__", "__doc__", "__name__", "__qualname__", "__module__")
-    return [getattr(thing, name, None) for name in names] + [dict(vars(thing))]
-
-
 def test_a_state_changes_no_function_and_no_class_of_ours():
+    """The pickle module would set the defaults of a function by BUILD with the state (None, {name: value})."""
     reader = {"of.reader": callable_of_a_reader}
-    ours = {**pickles._CALLS, **reader, f"{__name__}.Vocab": Vocab}
-    ours |= {f"txl_jax.interop.pickles.{cls.__name__}": cls for cls in (Record, Symbol, Omitted)}
-    before = {name: attributes(thing) for name, thing in ours.items()}
-    changes = [CHANGES, *({name: value} for name, value in CHANGES.items())]
-    for dotted, change in itertools.product(ours, changes):
-        for state in (change, (None, change), (change, change)):
-            with contextlib.suppress(UserError):
-                pickles.load(build(*dotted.rpartition(".")[::2], state), name="file.pt", calls=reader)
-    assert {name: attributes(thing) for name, thing in ours.items()} == before
+    ours = {**pickles._CALLS, **reader, "txl_jax.interop.pickles.Record": Record}
+    change = {"__defaults__": ("of the file",), "__kwdefaults__": {"is_kept": "of the file"}, "attribute": 1}
+
+    def attributes():
+        names = ("__defaults__", "__kwdefaults__")
+        return [[getattr(each, name, None) for name in names] + [dict(vars(each))] for each in ours.values()]
+
+    before = attributes()
+    for dotted, state in itertools.product(ours, (change, (None, change), (change, change))):
+        module, _, name = dotted.rpartition(".")
+        data = f"\x80\x02c{module}\n{name}\n".encode("latin1") + pickle.dumps(state, 2)[2:-1] + b"b."
+        with contextlib.suppress(UserError):
+            pickles.load(data, name="file.pt", calls=reader)
+    assert attributes() == before
     made = load(b"\x80\x02cevil\nEvil\n)\x81" + pickle.dumps((None, {"symbol": 1, "__class__": 1}), 2)[2:-1] + b"b.")
     assert type(made) is Record and made.symbol == Symbol("evil", "Evil") and made.state[1]["symbol"] == 1
-
-
-def test_the_pickle_module_would_change_the_function(monkeypatch):
-    """Otherwise the test above shows nothing."""
-    monkeypatch.setattr(callable_of_a_reader, "__defaults__", callable_of_a_reader.__defaults__)
-    found = pickle.loads(build(__name__, "callable_of_a_reader", (None, {"__defaults__": ("of the file",)})))
-    assert found is callable_of_a_reader and callable_of_a_reader()[0] == "of the file"
 
 
 VALID = [
@@ -222,24 +190,13 @@ def test_a_damaged_pickle_is_read_or_refused(data, draw):
         load(bytes(changed[:end]))
 
 
-@pytest.mark.parametrize("data", VALID)
-def test_a_truncated_pickle_is_refused_at_every_length(data):
-    for end in range(len(data)):
-        with pytest.raises(UserError, match=r"^file\.pt: .*(early|damaged)"):
-            load(data[:end])
-
-
 @pytest.mark.parametrize(
     "data",
     [
         b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.",  # A text of 2^60 bytes.
-        b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little") + b"a.",
-        b"\x80\x02T\xff\xff\xff\xffa.",
         b"\x80\x02\x8b\xff\xff\xff\x7fa.",  # An integer of 2^31 bytes.
         b"\x80\x02\x8b\x00\x08\x00\x00" + b"\x01" * 2048 + b".",  # An integer that Python cannot print.
-        b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"a.",
         b"\x80\x05\x97.",  # A buffer outside of the pickle.
-        b"I" + b"9" * 5000 + b"\n.",
         b"L" + b"9" * (1 << 17) + b"L\n.",
         b"\x80\x02}(" + b")" + b"\x85" * 100_000 + b"K\x01u.",  # A key that nests 100,000 deep.
     ],

@@ -1,7 +1,6 @@
 """A metadata server of Google Cloud on loopback: values that can be waited for."""
 
 import contextlib
-import functools
 import http.server
 import threading
 import urllib.parse
@@ -9,7 +8,7 @@ import urllib.parse
 ROOT = "/computeMetadata/v1/instance/"
 
 
-class MetadataServer(contextlib.AbstractContextManager):
+class MetadataServer(http.server.ThreadingHTTPServer):
     """Values by key; `change` wakes up those who wait.
 
     Attributes:
@@ -19,47 +18,39 @@ class MetadataServer(contextlib.AbstractContextManager):
     """
 
     def __init__(self, failures=0, **values):
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.values = {key.replace("_", "-"): value for key, value in values.items()}
-        self.asked, self.failures = [], failures
-        self._changed = threading.Condition()
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, self))
-        self.host = f"127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.host, self.asked, self.failures = f"127.0.0.1:{self.server_port}", [], failures
+        self.changed = threading.Condition()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def change(self, key, value):
-        with self._changed:
+        with self.changed:
             self.values[key] = value
-            self._changed.notify_all()
-
-    def wait(self, key, etag):
-        """Returns the value of a key once its ETag is another than this one; None: there is no such key."""
-        with self._changed:
-            self._changed.wait_for(lambda: f"etag-{self.values.get(key)}" != etag, timeout=20)
-            return self.values.get(key)
+            self.changed.notify_all()
 
     def __exit__(self, *unused):
-        with self._changed:
+        with self.changed:
             self.values.clear()  # A thread that waits is answered 404 and ends; the port may be another test's next.
-            self._changed.notify_all()
-        self._server.shutdown()
-        self._server.server_close()
+            self.changed.notify_all()
+        self.shutdown()
+        self.server_close()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    def __init__(self, owner, *args):
-        self._owner = owner
-        super().__init__(*args)
-
     def do_GET(self):
-        owner, url = self._owner, urllib.parse.urlsplit(self.path)
+        server, url = self.server, urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query))
-        owner.asked.append((url.path, query))
+        server.asked.append((url.path, query))
         if self.headers.get("Metadata-Flavor") != "Google":
             return self._answer(403, "")
-        if owner.failures > 0:
-            owner.failures -= 1
+        if server.failures > 0:
+            server.failures -= 1
             return self._answer(503, "")
-        value = owner.wait(url.path.removeprefix(ROOT), query.get("last_etag"))
+        key = url.path.removeprefix(ROOT)
+        with server.changed:
+            server.changed.wait_for(lambda: f"etag-{server.values.get(key)}" != query.get("last_etag"), timeout=20)
+            value = server.values.get(key)
         return self._answer(404, "") if value is None else self._answer(200, value)
 
     def _answer(self, status, text):

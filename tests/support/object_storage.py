@@ -25,16 +25,12 @@ _OBJECT = re.compile(r"(?:/upload|/download)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 
 
 class _Handler(emulator.RequestHandler):
-    def __init__(self, storage_server, *args):
-        self._server = storage_server
-        super().__init__(storage_server.storage, *args)
-
     def _handle(self, method, serve):
-        if not self._server.is_up:
+        if not self.server.is_up:
             self.connection.shutdown(2)
             return
-        with self._server.lock:
-            if status := self._server.intercepted(method, self.path):
+        with self.server.lock:
+            if status := self.server.intercepted(method, self.path):
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 self.send_response(status)
                 body = b'{"error": {"code": %d, "message": "made by a test"}}' % status
@@ -51,7 +47,7 @@ class _Handler(emulator.RequestHandler):
     def end_headers(self):
         """Adds the generation of what is read, which TensorStore relies on and the emulator leaves out."""
         if self.command == "GET" and (match := _OBJECT.fullmatch(urlsplit(self.path).path)) and match[2]:
-            self.send_header("x-goog-generation", self._server.generation(unquote(match[2])))
+            self.send_header("x-goog-generation", self.server.generation(unquote(match[2])))
         super().end_headers()
 
 
@@ -64,11 +60,7 @@ for _method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
     setattr(_Handler, f"do_{_method}", _served(_method))
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 256  # More than a run connects at once: what is beyond it is lost, and its client waits.
-
-
-class ObjectStorage:
+class ObjectStorage(http.server.ThreadingHTTPServer):
     """A server with one bucket, `BUCKET`. Use it as a context manager.
 
     Attributes:
@@ -77,34 +69,34 @@ class ObjectStorage:
       is_up: whether it answers at all.
     """
 
+    request_queue_size = 256  # More than a run connects at once: what is beyond it is lost, and its client waits.
+
     def __init__(self):
         self.storage = emulator.Storage(use_memory_fs=True)
         emulator.buckets.create_bucket(BUCKET, self.storage)
         self.lock, self.is_up = threading.Lock(), True
         self.requests, self.errors = [], 0
-        self._http = _Server(("localhost", 0), partial(_Handler, self))
-        self._http.handle_error = lambda *unused: None  # Of clients that were killed.
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+        super().__init__(("localhost", 0), partial(_Handler, self.storage))
         self.calm()
 
+    def handle_error(self, *unused):
+        """Says nothing of clients that were killed."""
+
     def __enter__(self):
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *unused):
-        self._http.shutdown()
-        self._http.server_close()
-
-    @property
-    def url(self):
-        return f"http://localhost:{self._http.server_address[1]}"
+        self.shutdown()
+        self.server_close()
 
     @property
     def environment(self):
         """Environment variables of a program that is to use this server, without a network."""
+        url = f"http://localhost:{self.server_port}"
         return {
-            "STORAGE_EMULATOR_HOST": self.url,
-            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # It asks Google about the kind of bucket.
             "GCE_METADATA_HOST": "localhost:1",
             "GOOGLE_CLOUD_PROJECT": "test",
