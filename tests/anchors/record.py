@@ -3,20 +3,21 @@
     python -m pytest tests/anchors                                   # compares, and says what differs
     PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]   # replaces NAME.json; without a name, all
 
-What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the first updates, in
-which masks of dropout show; the tokens of every kind of draw; the order in which texts are read. Everything goes
-through the public names of `txl_jax` and its files, so that modules can be moved. Ensembles, meshes and the server are
-compared with such a run by their own tests. Write the files again only for a change that is meant to change numbers,
-and say so in the commit.
+What is recorded: some elements and the sums of initial parameters, the masks of dropout, losses and gradient norms of
+the first updates, the tokens of every kind of draw, and the order in which texts are read. Everything goes through the
+public names of `txl_jax`, its programs and its files, so that modules can be moved. Write the files again only for a
+change that is meant to change numbers, and say so in the commit.
 
 Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so those runs have
 losses of their own.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import txl_jax
+from support import programs
+from support.http_server import Program, complete
 from support.tiny import enable_x64
 
 FOLDER = Path(__file__).parent
@@ -77,6 +81,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "bfloat16": {**ADAPTIVE, "model.dtype": "bfloat16"},
 }
+FLOAT64_RUNS = ("accumulated", "adaptive")
 
 
 def text() -> bytes:
@@ -124,13 +129,14 @@ def summary(tree: Any) -> dict[str, Any]:
 
 
 def curves(workdir: Path) -> dict[str, Any]:
-    """Returns the losses and gradient norms of metrics.jsonl, by kind."""
+    """Returns the losses and gradient norms of metrics.jsonl, by kind and member."""
     found: dict[str, Any] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
+        name = " ".join(filter(None, (record["kind"], record.get("member"))))
         for key in ("loss", "grad_norm"):
             if key in record:
-                found.setdefault(f"{record['kind']} {key}", []).append(float(record[key]))
+                found.setdefault(f"{name} {key}", []).append(float(record[key]))
     return found
 
 
@@ -162,6 +168,33 @@ def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         return run(folder, {**changes, "model.dtype": "float64"})
 
 
+def on_eight_devices(folder: Path, *, name: str) -> dict[str, Any]:
+    """Returns what a case of `ON_A_MESH` finds in a process with eight devices."""
+    return json.loads(programs.on_eight_devices("-m", "anchors.record", "--on-a-mesh", name, str(folder)))
+
+
+def program(module: str, folder: Path, settings: dict[str, Any], *flags: str) -> None:
+    """Runs a program with these settings as flags."""
+    given = {"cache_dir": folder / "cache", "workdir": folder / "run", "data.file": folder / "text.txt"} | settings
+    words = [f"--{name}={_as_flag(value)}" for name, value in given.items() if name != "model.projection_init_std"]
+    code, _, errors = programs.run(module, *words, *flags)
+    assert code == 0, errors
+
+
+def _as_flag(value: Any) -> str:
+    return ",".join(map(_as_flag, value)) if isinstance(value, tuple) else "none" if value is None else str(value)
+
+
+def ensemble(folder: Path) -> dict[str, Any]:
+    """Trains two members that differ in seed, rate and dropout as one program."""
+    config(folder, {})
+    members = ("seed=1", "seed=2 optimizer.learning_rate=0.01 model.dropout.rate=0.3")
+    program("experiments.ensemble", folder, BASE, *(f"--ensemble_member={member}" for member in members))
+    return {"curves": curves(folder / "run")}
+
+
+EIGHT = _of("mesh", data=2, fsdp=2, tensor=2) | {"model.n_head": 4, "eval.batch_size": 4}
+EIGHT |= _of("train", batch_size=8, grad_accum_steps=2)
 # Of models that write: logits as far apart as those of a trained one, and as different after different prompts.
 WRITER = {"model.init_std": 0.8, "optimizer.learning_rate": 1e-6}
 LIMITS = {
@@ -190,6 +223,58 @@ def drawn(folder: Path, changes: dict[str, Any], kinds: tuple[str, ...] = tuple(
 def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, list[str]]:
     settings = {name: txl_jax.GenerateConfig(length=24, seed=3, **LIMITS[name]) for name in kinds}
     return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
+
+
+def program_drawn(folder: Path) -> dict[str, Any]:
+    """Returns the samples of the program that generates, which continues one prompt several times."""
+    train(folder, WRITER, STOP)
+    kept = {name: value for name, value in BASE.items() if name.startswith("eval.")}
+    flags = ("--mode=generate", "--generate.samples=3", "--generate.length=24", f"--generate.prompt={PROMPTS[0]}")
+    program("experiments.text", folder, kept, *flags, "--generate.top_p=0.9", "--generate.seed=3")
+    return {file.name: file.read_text() for file in sorted((folder / "run").glob("sample*"))}
+
+
+def served(folder: Path) -> dict[str, Any]:
+    """Returns what the server answers to requests that share its rows."""
+    train(folder, WRITER, STOP)
+    server = Program(folder / "run", "--rows=4")
+    try:
+        given: dict[str, Any] = {"prompt": list(PROMPTS), "max_tokens": 24, "seed": 3}
+        found = {name: complete(server.port, **given, **limits)[1] for name, limits in _REQUESTS.items()}
+    finally:
+        server.end(signal.SIGTERM)
+    return {name: [choice["text"] for choice in answer["choices"]] for name, answer in found.items()}
+
+
+_REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.8, "top_p": 0.9, "n": 2},
+    "greedy": {"temperature": 0.0},
+}
+
+
+def masks(folder: Path) -> dict[str, Any]:
+    """Returns masks of dropout: of the model's outputs, of attention's probabilities, and what all of them come to."""
+    found: dict[str, Any] = {}
+    for name, changes in {"each position": {}, "locked": {"model.dropout.locked": True}}.items():
+        made = config(folder, changes)
+        model = txl_jax.TransformerXL(made.model, 20)
+        tokens, memory = jnp.arange(10).reshape(2, 5), model.init_memory(batch_size=2, mem_len=3)
+        apply = functools.partial(model.apply, deterministic=False, rngs={"dropout": jax.random.key(7)})
+        variables = jax.jit(model.init)(jax.random.key(5), tokens, memory)
+        hidden, _ = jax.jit(apply)(variables, tokens, memory)
+        dropped = np.asarray(hidden) == 0
+        found[name] = {"dropped": np.flatnonzero(dropped).tolist(), "hidden": summary(hidden)}
+    rng = np.random.default_rng(1)
+    query, key = (rng.normal(size=(2, 3, length, 9)).astype(np.float32) for length in (5, 9))
+    visibility = txl_jax.Visibility(jnp.full(2, 4), 5, 4)
+    dropout = (0.4, jnp.uint32(11))
+    values = jnp.broadcast_to(jnp.eye(9), key.shape)  # The weighted sum of these is the row of probabilities.
+    for path in ("reference", "tiled"):
+        given = {"visibility": visibility, "dropout": dropout, "implementation": path}
+        probabilities = txl_jax.attention(query, key, values, **given)
+        found[path] = np.flatnonzero(np.asarray(probabilities) == 0).tolist()
+    return found
 
 
 def batches(folder: Path) -> dict[str, Any]:
@@ -222,11 +307,18 @@ def _lists(segments: txl_jax.Segments) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{name: functools.partial(run, changes=changes) for name, changes in RUNS.items()},
-    "adaptive_float64": functools.partial(run_float64, changes=RUNS["adaptive"]),
+    **{f"{name}_float64": functools.partial(run_float64, changes=RUNS[name]) for name in FLOAT64_RUNS},
+    "eight_devices": functools.partial(on_eight_devices, name="float32"),
+    "eight_devices_float64": functools.partial(on_eight_devices, name="float64"),
+    "ensemble": ensemble,
     "drawn": functools.partial(drawn, changes={}),
     "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
+    "drawn_by_the_program": program_drawn,
+    "served": served,
+    "masks": masks,
     "batches": batches,
 }
+ON_A_MESH = {"float32": functools.partial(run, changes=EIGHT), "float64": functools.partial(run_float64, changes=EIGHT)}
 
 
 def tolerance(name: str) -> float:
@@ -248,12 +340,17 @@ def differences(found: Any, expected: Any, relative: float, path: str = "") -> I
 
 
 def main(option: str, *words: str) -> None:
-    """Writes the files of the cases that are named, or of all."""
-    assert option == "--write", option
-    for name in words or CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            found = CASES[name](Path(folder))
-        (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    """Prints what a case on a mesh finds, or writes the files of the cases that are named, or of all."""
+    if option == "--on-a-mesh":
+        name, folder = words
+        with contextlib.redirect_stdout(sys.stderr):
+            found = ON_A_MESH[name](Path(folder))
+        print(json.dumps(found))
+    elif option == "--write":
+        for name in words or CASES:
+            with tempfile.TemporaryDirectory() as folder:
+                found = CASES[name](Path(folder))
+            (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,29 +5,47 @@ import signal
 
 import pytest
 
-from support.faults import NIGHTLY, assert_equal_runs, finished
+from support.faults import NIGHTLY, assert_equal_runs, few_or_all, finished
+
+ANSWERED = 128 + signal.SIGTERM
+UNANSWERED = -signal.SIGTERM  # Which a shell shows as 143 too.
+# Where the signal comes: a file operation of that phase, and the step that the start then names.
+MOMENTS = {
+    "while records are written": ("os.rename *tfds*incomplete*", UNANSWERED, None),
+    "while the log is opened, before anything is compiled": ("open */log.txt", ANSWERED, "2"),
+    "while the first checkpoint is written": ("os.mkdir *latest/*.orbax-checkpoint-tmp", ANSWERED, r"\d+"),
+    "while digests are written": ("open *latest/12/.digests.json.*", ANSWERED, r"\d+"),
+    "after the last evaluation": ("os.mkdir *best/24.orbax-checkpoint-tmp", ANSWERED, "24"),
+}
+PHASES = ("compiling", "evaluating", "testing")  # Or when it begins.
+FAST = ("compiling", "testing")
 
 
-@pytest.mark.full
-def test_a_signal_when_a_phase_begins(place, undisturbed):
-    name = "signals"
-    for phase, sent in (("compiling", signal.SIGTERM), ("evaluating", signal.SIGTERM), ("testing", signal.SIGINT)):
+def assert_stopped(ended, code, step, name="SIGTERM"):
+    """One answer on the error stream, one line on the other; or, without a handler, neither."""
+    assert ended.code == code
+    assert "Traceback" not in ended.err
+    if code != UNANSWERED:
+        assert ended.err.startswith(f"{name}: ") and ended.err.count("\n") == 1, ended.err
+        assert re.match(rf"stopped\D*\b{step}\b", ended.out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("phases", few_or_all(FAST, PHASES))
+def test_a_signal_when_a_phase_begins(phases, place, undisturbed):
+    name = f"term-{len(phases)}"
+    for number, phase in enumerate(phases):
+        sent = (signal.SIGTERM, signal.SIGINT)[number % 2]
         victim = place.train(name)
         victim.wait_for(f"+{phase}")
         victim.send(sent)
-        ended = victim.end()
-        assert ended.code == 128 + sent
-        assert ended.err.startswith(f"{sent.name}: ") and ended.err.count("\n") == 1, ended.err
-        assert re.match(r"stopped\D*\b\d+\b", ended.out.splitlines()[-1])
+        assert_stopped(victim.end(), 128 + sent, r"\d+", sent.name)
     finished(place.train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
 
 
 @NIGHTLY
-def test_sigterm_while_a_text_is_prepared_and_while_a_checkpoint_is_written(place, undisturbed):
-    preparing = place.train("term-files", fault="term", at="os.rename *tfds*incomplete*").end()
-    assert preparing.code == -signal.SIGTERM and "Traceback" not in preparing.err  # 143 in a shell.
-    saving = place.train("term-files", fault="term", at="os.mkdir *latest/*.orbax-checkpoint-tmp").end()
-    assert saving.code == 128 + signal.SIGTERM and saving.err.startswith("SIGTERM: "), saving.err
+def test_sigterm_before_chosen_file_operations(place, undisturbed):
+    for at, code, step in MOMENTS.values():
+        assert_stopped(place.train("term-files", fault="term", at=at).end(), code, step)
     finished(place.train("term-files"))
     assert_equal_runs(place.workdir("term-files"), undisturbed)
