@@ -3,10 +3,10 @@
     python -m pytest tests/anchors                                   # compares, and says what differs
     PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]   # replaces NAME.json; without a name, all
 
-What is recorded: some elements and the sums of initial parameters, the masks of dropout, losses and gradient norms of
-the first updates, the tokens of every kind of draw, and the order in which texts are read. Everything goes through the
-public names of `txl_jax`, its programs and its files, so that modules can be moved. Write the files again only for a
-change that is meant to change numbers, and say so in the commit.
+What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the first updates, in
+which masks of dropout show; the tokens of every kind of draw; the order in which texts are read. Everything goes
+through the public names of `txl_jax`, its programs and its files, so that modules can be moved. Write the files again
+only for a change that is meant to change numbers, and say so in the commit.
 
 Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so those runs have
 losses of their own.
@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,12 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import txl_jax
 from support import programs
-from support.http_server import Program, complete
 from support.tiny import enable_x64
 
 FOLDER = Path(__file__).parent
@@ -225,58 +222,6 @@ def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, li
     return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
 
 
-def program_drawn(folder: Path) -> dict[str, Any]:
-    """Returns the samples of the program that generates, which continues one prompt several times."""
-    train(folder, WRITER, STOP)
-    kept = {name: value for name, value in BASE.items() if name.startswith("eval.")}
-    flags = ("--mode=generate", "--generate.samples=3", "--generate.length=24", f"--generate.prompt={PROMPTS[0]}")
-    program("experiments.text", folder, kept, *flags, "--generate.top_p=0.9", "--generate.seed=3")
-    return {file.name: file.read_text() for file in sorted((folder / "run").glob("sample*"))}
-
-
-def served(folder: Path) -> dict[str, Any]:
-    """Returns what the server answers to requests that share its rows."""
-    train(folder, WRITER, STOP)
-    server = Program(folder / "run", "--rows=4")
-    try:
-        given: dict[str, Any] = {"prompt": list(PROMPTS), "max_tokens": 24, "seed": 3}
-        found = {name: complete(server.port, **given, **limits)[1] for name, limits in _REQUESTS.items()}
-    finally:
-        server.end(signal.SIGTERM)
-    return {name: [choice["text"] for choice in answer["choices"]] for name, answer in found.items()}
-
-
-_REQUESTS: dict[str, dict[str, Any]] = {
-    "plain": {"temperature": 1.0},
-    "cool": {"temperature": 0.8, "top_p": 0.9, "n": 2},
-    "greedy": {"temperature": 0.0},
-}
-
-
-def masks(folder: Path) -> dict[str, Any]:
-    """Returns masks of dropout: of the model's outputs, of attention's probabilities, and what all of them come to."""
-    found: dict[str, Any] = {}
-    for name, changes in {"each position": {}, "locked": {"model.dropout.locked": True}}.items():
-        made = config(folder, changes)
-        model = txl_jax.TransformerXL(made.model, 20)
-        tokens, memory = jnp.arange(10).reshape(2, 5), model.init_memory(batch_size=2, mem_len=3)
-        apply = functools.partial(model.apply, deterministic=False, rngs={"dropout": jax.random.key(7)})
-        variables = jax.jit(model.init)(jax.random.key(5), tokens, memory)
-        hidden, _ = jax.jit(apply)(variables, tokens, memory)
-        dropped = np.asarray(hidden) == 0
-        found[name] = {"dropped": np.flatnonzero(dropped).tolist(), "hidden": summary(hidden)}
-    rng = np.random.default_rng(1)
-    query, key = (rng.normal(size=(2, 3, length, 9)).astype(np.float32) for length in (5, 9))
-    visibility = txl_jax.Visibility(jnp.full(2, 4), 5, 4)
-    dropout = (0.4, jnp.uint32(11))
-    values = jnp.broadcast_to(jnp.eye(9), key.shape)  # The weighted sum of these is the row of probabilities.
-    for path in ("reference", "tiled"):
-        given = {"visibility": visibility, "dropout": dropout, "implementation": path}
-        probabilities = txl_jax.attention(query, key, values, **given)
-        found[path] = np.flatnonzero(np.asarray(probabilities) == 0).tolist()
-    return found
-
-
 def batches(folder: Path) -> dict[str, Any]:
     """Returns the positions in the text that each kind of batch reads, in two epochs and a half."""
     del folder
@@ -313,9 +258,6 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "ensemble": ensemble,
     "drawn": functools.partial(drawn, changes={}),
     "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
-    "drawn_by_the_program": program_drawn,
-    "served": served,
-    "masks": masks,
     "batches": batches,
 }
 ON_A_MESH = {"float32": functools.partial(run, changes=EIGHT), "float64": functools.partial(run_float64, changes=EIGHT)}

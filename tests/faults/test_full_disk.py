@@ -1,11 +1,8 @@
 """Tests a disk that fills up: one sentence, nothing that was there is lost, and with space again the same numbers."""
 
-import os
-import subprocess
-
 import pytest
 
-from support.faults import NIGHTLY, Place, assert_equal_runs, assert_one_sentence, few_or_all, finished
+from support.faults import assert_equal_runs, assert_one_sentence, few_or_all, finished
 from txl_jax.runtime.checkpoint import find_damage, find_steps
 
 # When the disk fills up: before which file operation, how large files may still become, and words of the error.
@@ -41,31 +38,3 @@ def test_no_file_may_grow(moments, place, undisturbed):
         assert all(new >= old for new, old in zip(whole_steps(place.workdir(name)), before, strict=True))
     finished(place.train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, of 3 MB, which only root may mount."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=True)
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-@NIGHTLY
-def test_a_small_disk_fills_up_again_and_again(small_disk, place, undisturbed):
-    """A run ends in one sentence each time, with a little more space than before, until there is enough."""
-    here = Place(small_disk, place.environment)
-    (small_disk / "data").symlink_to(place.folder / "data")
-    ballast = small_disk / "ballast"
-    for stops in range(40):
-        ballast.write_bytes(b"")
-        space = os.statvfs(small_disk)
-        ballast.write_bytes(b"\0" * max(space.f_bavail * space.f_frsize - 8_000 - 30_000 * stops, 0))
-        ended = here.train("run").end()
-        if ended.code == 0:
-            break
-        assert ended.code == 1
-        assert_one_sentence(ended.err, "space")
-    assert stops >= 5, "the disk was large enough at once"
-    print(f"a disk with 8 kB, 38 kB, ... of space: {stops} sentences, then the end")
-    assert_equal_runs(here.workdir("run"), undisturbed)

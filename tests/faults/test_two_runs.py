@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.faults import NIGHTLY, assert_equal_runs, assert_one_sentence, finished
+from support.faults import assert_equal_runs, assert_one_sentence, finished
 
 
 def contents(folder):
@@ -23,19 +23,3 @@ def test_the_second_is_refused_while_the_first_starts(place, undisturbed):
     go_on.touch()
     finished(first)
     assert_equal_runs(workdir, undisturbed)
-
-
-@NIGHTLY
-@pytest.mark.parametrize("at", ["os.mkdir *tfds*incomplete*", "open *tokens/*/test.npy"], ids=["records", "tokens"])
-def test_while_the_first_prepares_its_text_the_second_waits_and_then_one_is_refused(at, place, undisturbed, request):
-    name, go_on = request.node.callspec.id, place.folder / f"go-on-{request.node.callspec.id}"
-    first = place.train(name, fault="pause", at=at, go_on=str(go_on))
-    first.wait_for("paused")
-    second = place.train(name)
-    second.wait_for("ready")
-    go_on.touch()
-    ends = [first.end(), second.end()]
-    assert sorted(ended.code for ended in ends) == [0, 1], ends
-    (refused,) = (ended for ended in ends if ended.code)
-    assert_one_sentence(refused.err, place.workdir(name), "--workdir")
-    assert_equal_runs(place.workdir(name), undisturbed)

@@ -1,17 +1,22 @@
 """Tests ensembles: each member is the run that it would be alone, stopped, resumed, scored and split off alike."""
 
 import json
+import operator
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from support import drawn_run, runs, tiny_run
-from support.runs import stop_after
+from support import drawn_run, runs, tiny, tiny_run
 from txl_jax.config import DType, config_tree
 from txl_jax.errors import UserError
-from txl_jax.runs import ensemble, score
-from txl_jax.runs.ensemble import split_off
+from txl_jax.runs import ensemble
+from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
 from txl_jax.runtime.log import read_metrics
+from txl_jax.training.ensemble import Variation, make_ensemble_step
+from txl_jax.training.step import make_train_step
 
 STEPS = 12
 RATE, DROPOUT = "optimizer.learning_rate", "model.dropout.rate"
@@ -82,47 +87,33 @@ def test_one_workdir_holds_all_members(base, whole):
         assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
 
 
-def test_a_member_is_loaded_and_scored_by_its_name(base, whole):
-    folder, outcome = whole
-    for name, config in ensemble.member_configs(base[0], MEMBERS).items():
-        workdir = Run.read(folder, member=name)
-        assert workdir.config == config
-        scored = score.evaluate_splits(config, base[1], workdir)
-        expected = outcome.results["members"][name]
-        assert scored["test"]["loss"] == expected["test"]["loss"] and scored["step"] == expected["best_valid"]["step"]
-
-
-@pytest.mark.full
-def test_a_member_that_is_split_off_goes_on_as_an_ordinary_run(base, whole, tmp_path):
-    """The state is the ensemble's, bit for bit; its updates from there on agree with the ensemble's up to rounding."""
-    name = NAMES[1]
-    assert not run(base, tmp_path / "all", stop_requested=stop_after(9)).finished
-    split_off(tmp_path / "all", name, tmp_path / "own")
-    made = Run.read(tmp_path / "own")
-    assert made.config == ensemble.member_configs(base[0], MEMBERS)[name]
-    step, found, _ = runs.state_of(made)
-    expected_step, expected, _ = runs.state_of(Run(tmp_path / "all", member=name))
-    assert 0 < step == expected_step < STEPS
-    tiny_run.assert_equal(found, expected)
-    assert records(made.path) == records(tmp_path / "all", name)
-    with pytest.raises(UserError, match=r"--to"):
-        split_off(tmp_path / "all", name, made.path)
-    outcome = runs.train(made.config, base[1], made)
-    ours, theirs = outcome.results["test"], whole[1].results["members"][name]["test"]
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-    own, all_of_it = records(made.path), records(whole[0], name)
-    assert [(r["kind"], r["step"]) for r in own] == [(r["kind"], r["step"]) for r in all_of_it]
-
-
-def test_a_member_of_a_finished_ensemble_is_finished_when_split_off(base, whole, tmp_path):
-    name = NAMES[2]
-    split_off(whole[0], name, tmp_path / "own")
-    made = Run.read(tmp_path / "own")
-    before = records(made.path)
-    outcome = runs.train(made.config, base[1], made)
-    own = whole[1].results["members"][name]
-    assert outcome.finished and {key: outcome.results[key] for key in own} == own
-    assert records(made.path) == before == records(whole[0], name)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "n_compared"),
+    [(DType.FLOAT64, 1e-9, 1), pytest.param(DType.BFLOAT16, 2e-2, 2, marks=pytest.mark.full)],
+)
+def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_compared, x64):
+    """Seeds, rates of dropout and learning rates of its own; in bfloat16 a traced rate must widen nothing."""
+    rates = ("model.dropout.embedding", "model.dropout.qkv", DROPOUT)
+    config = config_tree.replace(tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2})
+    configs = [
+        config_tree.replace(config, {"seed": 3} | dict.fromkeys(rates, 0.0)),
+        config_tree.replace(config, {"seed": 4, RATE: 0.02} | dict.fromkeys(rates, 0.3)),
+    ]
+    made, segments = build(config, vocab_size=tiny.V), tiny_run.text().segments(0, 1)
+    state, step = tiny_run.state(made), jax.jit(make_ensemble_step(made.model, config))
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (state, segments))
+    after, found = step(Variation.of(config, configs), *both)
+    assert abs(found.nats[0] - found.nats[1]) > 1e-3 * found.nats[0]
+    for i, own in list(enumerate(configs))[-n_compared:]:
+        alone = build(own, vocab_size=tiny.V)
+        lone_step = jax.jit(make_train_step(alone.model, alone.optimizer, alone.schedule, own))
+        expected_after, expected = lone_step(state, segments)
+        # In bfloat16 the same roundings, up to the order of sums.
+        np.testing.assert_allclose(found.nats[i], expected.nats, rtol=min(2e-3, tolerance))
+        np.testing.assert_allclose(found.grad_norm[i], expected.grad_norm, rtol=tolerance)
+        if dtype is DType.FLOAT64:
+            params = jax.tree.map(operator.itemgetter(i), after.params)
+            tiny_run.assert_close(params, expected_after.params, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ The run is one of all kinds of work: the records and tokens of a miniature of th
 trained, evaluated and saved, and the test text is scored. Its numbers are compared bit for bit.
 """
 
-import collections
 import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -40,13 +38,11 @@ NIGHTLY = pytest.mark.nightly(part="faults")
 
 @dataclasses.dataclass
 class Ended:
-    """The end of one start: exit code, output and phase."""
+    """The end of one start: exit code and output."""
 
     code: int
     out: str
     err: str
-    phase: str  # The last that had begun and not ended.
-    seconds: float  # From the time when everything was imported.
 
 
 def few_or_all(few, every):
@@ -67,7 +63,7 @@ class Victim:
         self._process = subprocess.Popen(command, cwd=ROOT, env=inherited | place.environment, **pipes)
         os.close(marks)
         self.pid = self._process.pid
-        self._received, self._ready = b"", time.monotonic()
+        self._received = b""
 
     def wait_for(self, mark):
         """Returns once the program has come to a mark; fails if it ends before."""
@@ -75,8 +71,6 @@ class Victim:
             more = os.read(self._marks, 4096)
             assert more, f"it ended before {mark!r}: {self._process.communicate()}"
             self._received += more
-        if mark == "ready":
-            self._ready = time.monotonic()
 
     def send(self, signal_number):
         """Sends a signal; it may come too late."""
@@ -89,20 +83,8 @@ class Victim:
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGABRT)  # It prints the stack of each thread.
             raise AssertionError(f"it did not end in {PATIENCE} s: {self._process.communicate()}") from None
-        seconds = time.monotonic() - self._ready
-        while more := os.read(self._marks, 4096):
-            self._received += more
         os.close(self._marks)
-        return Ended(self._process.returncode, out, err, phase_of(self._received.decode().splitlines()), seconds)
-
-
-def phase_of(marks):
-    """The last phase that had begun and not ended; a save goes on while the loop does other things."""
-    if "ready" not in marks:
-        return "importing"
-    begun, ended = ([mark[1:] for mark in marks if mark[0] == sign] for sign in "+-")
-    going_on = collections.Counter(begun) - collections.Counter(ended)
-    return next((phase for phase in reversed(begun) if phase in going_on), "between")
+        return Ended(self._process.returncode, out, err)
 
 
 @dataclasses.dataclass(frozen=True)

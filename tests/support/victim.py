@@ -1,7 +1,7 @@
 """A program of this project with faults in it: `python victim.py MARKS FAULTS PROGRAM [flags]`.
 
-MARKS is a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" and "-NAME" around a
-phase. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
+MARKS is a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" where a phase
+begins. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
 be repeated:
 
 fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), "clock" (from then on the clock is wrong), or
@@ -29,20 +29,13 @@ from pathlib import Path
 from unittest import mock
 
 from support import miniature
-from txl_jax.data import prepare, token_store
-from txl_jax.runs import build, checkpoints, score, trainer
+from txl_jax.runs import build
 from txl_jax.runs.validation import Validation
-from txl_jax.runtime import checkpoint
 
-# Where a phase begins and ends.
 PHASES = {
-    "preparing": [(prepare, "_prepare"), (token_store, "_write")],
-    "restoring": [(checkpoints.RunCheckpoints, "restore")],
-    "compiling": [(build.Built, "compile_step")],
-    "training": [(trainer, "run_updates")],
-    "evaluating": [(Validation, "evaluate")],
-    "testing": [(Validation, "make_results")],
-    "scoring again": [(score, "evaluate_splits")],
+    "compiling": (build.Built, "compile_step"),
+    "evaluating": (Validation, "evaluate"),
+    "testing": (Validation, "make_results"),
 }
 
 
@@ -55,35 +48,21 @@ def main() -> None:
     def mark(name):
         os.write(int(marks), f"{name}\n".encode())  # One write: after a kill all of the line is there or nothing.
 
-    watch_phases(mark)
+    for name, (owner, attribute) in PHASES.items():
+        setattr(owner, attribute, marked(getattr(owner, attribute), mark, f"+{name}"))
     for fault in json.loads(faults):
         sys.addaudithook(AuditHook(fault, mark))
     mark("ready")
     runpy.run_module(f"experiments.{program}", run_name="__main__", alter_sys=True)
 
 
-def watch_phases(mark) -> None:
-    """Marks where each phase begins and ends. A save ends in another thread than it began in."""
-    for name, places in PHASES.items():
-        for owner, attribute in places:
-            setattr(owner, attribute, marked(getattr(owner, attribute), mark, f"+{name}", f"-{name}"))
-    writer = checkpoint.Checkpointer
-    writer.save = marked(writer.save, mark, "+saving", None)
-    writer._finish = marked(writer._finish, mark, None, "-saving")
-
-
-def marked(function, mark, before, after):
-    """The function with marks around it."""
+def marked(function, mark, name):
+    """The function, with a mark before it."""
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        if before:
-            mark(before)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if after:
-                mark(after)
+        mark(name)
+        return function(*args, **kwargs)
 
     return wrapper
 
