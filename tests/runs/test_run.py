@@ -30,9 +30,9 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("storage", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
-def test_what_was_recorded_is_read_and_nothing_is_made_before(storage, request, tmp_path):
-    place = str(tmp_path / "run" if storage == "disk" else request.getfixturevalue("bucket"))
+@pytest.mark.parametrize("where", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
+def test_what_was_recorded_is_read_and_nothing_is_made_before(where, request, tmp_path):
+    place = str(tmp_path / "run" if where == "disk" else request.getfixturevalue("bucket"))
     with Run.open(place) as run:
         assert run.is_new and not holds_run(place) and (files.is_remote(place) or not os.path.exists(place))
         with pytest.raises(UserError, match=r"config\.json"):
