@@ -408,9 +408,8 @@ def _config(
     if weights is not None or (is_recorded and config.init_from is not None):
         sizes = warm_start.other_sizes(config, weights or base)
         keep = typed | {name for name in sizes if name.startswith("model.compat.") and "compat" in typed}
-        config = use(
-            {name: value for name, value in sizes.items() if name not in keep}, "the sizes are those of the weights"
-        )
+        theirs = {name: value for name, value in sizes.items() if name not in keep}
+        config = use(theirs, "the sizes are those of the weights")
     end, warmup = config.optimizer.decay_steps or config.train.steps, config.optimizer.warmup_steps
     if is_recorded and warmup != base.optimizer.warmup_steps and _WARMUP not in typed:
         config = use({_WARMUP: base.optimizer.warmup_steps}, "the warm-up is the recorded one")
