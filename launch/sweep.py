@@ -94,7 +94,10 @@ class Run:
     def results(self) -> dict[str, Any] | None:
         """The content of results.json, or None if it is corrupted or the run has not finished with these settings."""
         path = os.path.join(self.folder, RESULTS)
-        if not storage.exists(path) or run_lib.Run.read(self.folder).config != self.config:
+        if not storage.exists(path):
+            return None
+        recorded, program = run_lib.Run.read(self.folder).config, self.command[2].removeprefix("experiments.")
+        if config_of(program, list(self.command[3:-1]), recorded) != recorded:  # As the program compares them.
             return None
         try:
             results = json.loads(storage.read(path))
@@ -273,9 +276,10 @@ def _run(program: str, common: list[str], point: _Point, names: list[str], out: 
     name = _name(point, names)
     arguments, folder = [*common, *_as_flags(point.differs)], os.path.join(out, name)
     with rephrased(f"{name}: %s", ValueError):
-        config = config_of(program, arguments)
-        if run_lib.holds_run(folder):
-            run_lib.Run.read(folder).compare(config)
+        recorded = run_lib.Run.read(folder) if run_lib.holds_run(folder) else None
+        config = config_of(program, arguments, recorded.config if recorded else None)
+        if recorded is not None:
+            recorded.compare(config)
     command = (sys.executable, "-m", f"experiments.{program}", *arguments, f"--workdir={folder}")
     return Run(name, folder, point.differs, command, config)
 
@@ -292,11 +296,14 @@ def _name(point: _Point, names: list[str]) -> str:
     return re.sub(r"[^\w.,=+-]+", "_", "+".join(parts)) or "base"
 
 
-def config_of(program: str, arguments: list[str]) -> ExperimentConfig:
-    """Returns the config that the program would make of these arguments; raises `UserError` as it would."""
+def config_of(program: str, arguments: list[str], recorded: ExperimentConfig | None = None) -> ExperimentConfig:
+    """Returns the config that the program would make of these arguments, and of the record in the workdir, if any.
+
+    Raises `UserError` as the program would.
+    """
     defaults: ExperimentConfig = importlib.import_module(f"experiments.{program}").DEFAULTS
     without = () if program == "quickstart" else ("data_dir", "cache_dir")  # Flags that are not settings.
-    config = config_of_words(defaults, [program, *arguments], without=without)
+    config = config_of_words(defaults, [program, *arguments], without=without, recorded=recorded)
     check_program(defaults, config)
     return config
 

@@ -11,17 +11,20 @@ from unittest import mock
 import jax
 import pytest
 
+from experiments import text
 from support import ROOT, drawn_run, programs, runs
 from support.own_text import own_text
 from txl_jax import cli
-from txl_jax.cli import other_hosts, program, setting
+from txl_jax.cli import flag_tree, other_hosts, program, setting
 from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
-from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, Tokenizer, config_tree
+from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, NormPlace, Tokenizer, config_tree
 from txl_jax.config.config_tree import require
-from txl_jax.config.experiment import apply_preset
+from txl_jax.config.experiment import apply_preset, preset
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
+from txl_jax.data.published import default_data
 from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
-from txl_jax.runs.run import Run
+from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.score import Interrupted
 from txl_jax.runtime import distributed, stop
 
@@ -143,12 +146,13 @@ def trained(tmp_path_factory):
 def built(trained, start, capsys, tmp_path):
     """Returns the config of a command line with --init_from for a run in a folder, which is new or recorded."""
 
-    def built(*words, folder="new"):
+    def built(*words, folder="new", notes=None):
         found = []
 
         def run(plan, job):
             with Run.open(tmp_path / folder) as opened:
                 found.append(job.config(opened))
+                (notes if notes is not None else []).extend(opened.notes)
 
         files = [f"--data.file={trained[0] / 'text'}", f"--init_from={trained[0] / 'run'}"]
         code, *_ = start("--from=x", *files, *words, run=run, config=ExperimentConfig(data=own_text()))
@@ -175,6 +179,25 @@ def test_flags_of_the_same_model_may_be_given_and_others_are_named(built):
     assert built("--compat=tf").model.compat.layer_norm_eps == COMPAT_PRESETS["tf"]["model.compat.layer_norm_eps"]
 
 
+def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path):
+    """At the first start and at a later one, and nothing else of it does. Sizes that are typed are refused."""
+    notes = []
+    first = built("--flagfile=small", notes=notes)
+    assert {name: getattr(first.model, name) for name in SIZES} == SIZES
+    assert first.train == preset("small").train and first.optimizer == preset("small").optimizer
+    [note] = notes
+    assert all(f"--model.{name} was" in note for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"))
+    with pytest.raises(UserError, match=r"model\.n_layer is 4 and there 1; leave"):
+        built("--flagfile=small", "--model.n_layer=4")
+    (tmp_path / "mine.flags").write_text("--compat=ours\n--model.layer_norm=pre\n--model.cutoffs=2\n")
+    model = built(f"--flagfile={tmp_path / 'mine.flags'}").model
+    assert (model.layer_norm, model.cutoffs, model.compat.final_norm) == (NormPlace.POST, (), False)
+    with pytest.raises(UserError, match=r"model\.layer_norm is pre and there post"):
+        built(f"--flagfile={tmp_path / 'mine.flags'}", "--model.layer_norm=pre")
+    runs.record(tmp_path / "new", first, read_corpus(trained[1].data, "nowhere", str(trained[0])))
+    assert built("--flagfile=small", notes=notes) == first and notes[1:] == [note]
+
+
 def test_a_kept_vocabulary_brings_its_tokenizer(built):
     assert built("--init_vocabulary=kept").data.tokenizer.kind is Tokenizer.WORD
     for word, named in (("--data.tokenizer.vocab_file=words", "vocab_file"), ("--init_from=none", "give --init_from")):
@@ -194,6 +217,130 @@ def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
             built(folder="another")
     finally:
         (trained[0] / "gone").rename(trained[0] / "run")
+
+
+# Without sizes, with a warm-up of a flagfile, and with flags that a mode does not read
+
+
+@pytest.fixture
+def config_in(start, tmp_path):
+    """Returns the config and the notes of a command line of experiments.text, in a workdir that is new or recorded."""
+
+    def config_in(*words, defaults=text.DEFAULTS, folder="new"):
+        found = []
+
+        def run(plan, job):
+            with Run.open(tmp_path / folder) as opened:
+                found.append((job.config(opened), opened.notes))
+
+        words = [f"--data.file={tmp_path / 'text'}", *words]
+        code, *_ = start(*words, run=run, config=defaults, plan=program.TrainPlan)
+        if code:
+            return code, []
+        # A sweep checks the settings of its runs before they start, and must come to the same.
+        recorded = Run.read(tmp_path / folder).config if (tmp_path / folder / "config.json").exists() else None
+        assert program.config_of_words(defaults, ["text", *words], recorded=recorded) == found[0][0]
+        return found[0]
+
+    return config_in
+
+
+def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp_path):
+    small = config_tree.replace(preset("small"), {"data.file": str(tmp_path / "text")})
+    config, [note] = config_in()
+    assert config == small and "--flagfile=small" in note
+    config, [note] = config_in("--train.batch_size=3", "--compat=tf")
+    assert config.train == dataclasses.replace(small.train, batch_size=3) and config.model.n_layer == 4
+    assert config == apply_preset(config, "tf")
+    (tmp_path / "mine.flags").write_text("--train.batch_size=3\n")
+    for words in (["--model.n_layer=3"], ["--model.dropout.rate=0"], [f"--flagfile={tmp_path / 'mine.flags'}"]):
+        config, notes = config_in(*words)
+        assert config.model.d_model == ExperimentConfig().model.d_model and config.train.steps == 400_000 and not notes
+    for name in (CorpusName.ENWIK8, CorpusName.PTB):
+        others = ExperimentConfig(data=default_data(name))
+        assert config_in("--data.file=none", defaults=others) == (others, [])
+
+
+def test_a_run_that_began_with_the_papers_sizes_keeps_them(config_in, tmp_path):
+    paper = ExperimentConfig(data=own_text(file=str(tmp_path / "text")))
+    runs.record(tmp_path / "new", paper, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
+    assert config_in() == (paper, [])
+
+
+def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tmp_path):
+    for words in (["--flagfile=small"], []):
+        config, notes = config_in(*words, "--train.steps=100")
+        assert config.optimizer.warmup_steps == 10 and "warm-up" in notes[-1] and "100 and is now 10" in notes[-1]
+        assert config_in(*words, "--train.steps=105")[0].optimizer.warmup_steps == 100
+    assert config_in("--flagfile=small", "--optimizer.warmup_steps=100", "--train.steps=100")[0] == 1
+    # A run that gets more steps keeps the warm-up that it had.
+    runs.record(tmp_path / "new", config, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
+    for steps in (100, 200, 800):
+        longer, notes = config_in("--flagfile=small", f"--train.steps={steps}")
+        assert longer == config_tree.replace(config, {"train.steps": steps}) and len(notes) == 1
+    assert config_in("--optimizer.warmup_steps=7")[0].optimizer.warmup_steps == 7
+
+
+def test_a_study_says_that_it_shortens_the_warm_up(start, capsys):
+    words = ["--from=x", "--flagfile=small", "--train.steps=50"]
+    assert start(*words, run=lambda plan, job: job.config() and None, config=ExperimentConfig())[0] == 0
+    assert re.search(r"(?m)^note      .*--optimizer\.warmup_steps was 100 and is now 5$", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9", "--generate.length=7"],
+            "train.mem_len generate.length",
+        ),
+        (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
+        (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
+        (
+            ["--mode=generate", "--generate.length=3", "--average.start_step=2", "--data.roll=rows"],
+            "average.start_step data.roll",
+        ),
+        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
+        (["--input_format=lines"], "input_format"),
+        (["--train.mem_len=9", "--generate.length=7"], ""),
+    ],
+)
+def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys, words, named):
+    trained = config_tree.replace(ExperimentConfig(), {"train.steps": 24})
+
+    def run(plan, job):
+        config = flag_tree.build(trained)
+        program._note_unread(plan, job, config, trained if plan.mode != "train" else config)
+
+    start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    assert [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes] == (
+        [named.split()] if named else []
+    )
+
+
+def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, tmp_path, monkeypatch):
+    """Also the folder of compiled programs. On another machine they may not exist."""
+    kept = []
+    monkeypatch.setattr(program, "keep_compiled", lambda *folders, **given: kept.append(folders))
+    there = [tmp_path / "there", tmp_path / "there" / "prepared"]
+    info = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes(), *map(str, there))
+    runs.record(tmp_path / "run", ExperimentConfig(data=own_text(file="a")), info)
+    monkeypatch.chdir(tmp_path)
+
+    def folders(*words):
+        code, (plan, _) = start(f"--workdir={tmp_path / 'run'}", *words, plan=program.TrainPlan)
+        assert code == 0 and kept.pop() == (plan.data_dir, plan.cache_dir)
+        return plan.data_dir, plan.cache_dir
+
+    here = str(tmp_path / "data")
+    assert folders() == (here, None), "they do not exist"
+    there[1].mkdir(parents=True)
+    assert folders() == tuple(map(str, there))
+    assert folders("--data_dir=data") == (here, None)
+    assert folders("--cache_dir=x") == (str(there[0]), str(tmp_path / "x"))
+    (tmp_path / "run" / "config.json").write_text("{")
+    assert folders() == (here, None)
 
 
 # Errors

@@ -41,6 +41,32 @@ def undisturbed(own_text, tmp_path_factory):
     return workdir
 
 
+def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_more_steps(
+    own_text, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    flags = [*own_text, *SHORT, f"--data_dir={own_text[-1].partition('=')[2]}/data", "--compilation_cache=off"]
+    succeed("text", *flags, "--workdir=../run")
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    workdir = f"--workdir={tmp_path / 'run'}"
+    assert re.search(r"(?m)^finished +already", succeed("text", workdir)), "nothing else is given"
+    out = succeed("text", workdir, *flags[:3], "--train.steps=4", "--train.log_every=4")
+    notes = [f"--train.{name} was 2 and is now 4" for name in ("steps", "log_every")]
+    assert re.findall(r"(?m)^note +(--.*)", out) == notes
+    now = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert now == recorded | {"config": recorded["config"] | {"train.steps": 4, "train.log_every": 4}}
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["changes"] == [{"step": 2, "name": "train.steps", "old": 2, "new": 4}]
+    out = succeed("text", workdir, "--mode=eval", "--train.mem_len=7", "--eval.mem_len=8", "--train.steps=4")
+    assert re.findall(r"(?m)^note +.*", out) == ["note      changes nothing with --mode=eval: --train.mem_len"]
+    assert not any((tmp_path / "there").iterdir()) and not any((tmp_path / "here").iterdir())
+    code, _, err = run("text", workdir, "--train.steps=2", "--model.d_model=8")
+    assert code == 1 and "--model.d_model was 16 and is now 8" in err and "fewer than the 4 " in err
+
+
 @pytest.mark.full
 def test_evaluation_generation_and_scores_of_a_workdir(undisturbed, tmp_path):
     changes = ["--eval.mem_len=8", "--model.attention=reference", f"--data_dir={tmp_path}"]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,30 @@ def test_damaged_results_and_those_of_other_settings_are_none(write, text, finis
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
     (Path(run.folder) / "results.json").write_text(text.replace("EVAL", evaluation))
     assert (run.results is not None) == finished
+
+
+def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
+    """A flagfile's sizes yield to those of the weights, and its warm-up to a short training or to the record."""
+    small = 'program = "text"\nflagfile = "small"\n[base]\ndata.file = "WORK/words.txt"\n'
+
+    def read_one(text):
+        return read(write(f"[[runs]]\nname = 'a'\n{text}", base=small)).runs[0]
+
+    run = read_one("train.steps = 100\n")
+    assert run.config.optimizer.warmup_steps == 10
+    words = WordVocabulary(("<eos>", "one", "<unk>"))
+    info, results = TextInfo("text", "own text", "d" * 64, words), Path(run.folder) / "results.json"
+    runs.record(run.folder, run.config, info)
+    results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
+    assert run.results is not None
+    longer = read_one("train.steps = 200\n")
+    assert longer.config == config_tree.replace(run.config, {"train.steps": 200}) and longer.results is None
+    shutil.rmtree(run.folder)
+    tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
+    runs.record(run.folder, config_tree.replace(tuned.config, {"model.n_layer": 2, "model.n_head": 3}), info)
+    results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
+    tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
+    assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (2, 3) and tuned.results is not None
 
 
 @pytest.mark.full

@@ -6,7 +6,9 @@ Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another 
 import contextlib
 import dataclasses
 import enum
+import functools
 import hashlib
+import itertools
 import os
 import platform
 import signal
@@ -22,12 +24,13 @@ from absl import flags
 from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
 from txl_jax.config.config_tree import Config, require, setting
+from txl_jax.config.experiment import preset
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.published import check_file, default_data, program_of
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import generate_text
-from txl_jax.runs.run import Run
+from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
 from txl_jax.runs.train import train_run
 from txl_jax.runs.weights import Weights, open_weights
@@ -42,6 +45,8 @@ FLAGS = flags.FLAGS
 _RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, --model.remat=full or --model.attention=tiled"
 _TRAINED = "Settings that are not given are those of the trained run, instead of the defaults shown."
+_WARMUP = "optimizer.warmup_steps"
+SMALL = "small"  # The preset of own text where no sizes are given: the paper's would take months on a CPU.
 # JAX compiles dozens of programs for a run; those that take less would gain little.
 _MIN_COMPILE_SECONDS = 0.1
 
@@ -117,6 +122,10 @@ class Mode(enum.StrEnum):
     GENERATE = "generate"
 
 
+# Groups of settings that only training reads.
+_OF_TRAINING = ("seed", "init_", "optimizer.", "train.", "regularization.", "average.", "profile_", "wandb_")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TextPlan):
     """The plan of a corpus's program."""
@@ -151,11 +160,13 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
         "own with python -m experiments.ensemble --mode=split",
     )
     if (workdir := plan.workdir) is None:
-        workdir = os.path.abspath(os.path.join("runs", job.flagfile or str(job.config().data.corpus)))
+        corpus = flag_tree.given().get("data.corpus", job.defaults.data.corpus)
+        workdir = os.path.abspath(os.path.join("runs", job.flagfile or str(corpus)))
         print(f"workdir   {workdir}; --workdir=PATH gives another", flush=True)
     with Run.open(workdir) as run:
         watched = plan.watch(run)
         config = job.config(run)
+        _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
         run.compare(config)  # Before a text is read, which may take minutes.
         corpus = job.corpus(config, run)
@@ -208,6 +219,7 @@ def main(
         if several:
             other_hosts.check_same(made)
         made.validate()
+        made = _with_recorded_folders(made, parsed[1])
         keep_compiled(getattr(made, "data_dir", None), getattr(made, "cache_dir", None), given=made.compilation_cache)
         defaults = config or ExperimentConfig()
         job = Job(made, _defaults_of_corpus(defaults, FLAGS) if by_corpus else defaults, *parsed)
@@ -254,17 +266,26 @@ class Job:
     def config(self, run: Run | None = None) -> ExperimentConfig:
         """Returns the flags over the defaults, or over what a run to train has recorded; all processes call it.
 
-        For a new run with `init_from`, settings of the model there replace the same defaults. Raises `UserError` if
-        settings cannot go together, or describe another model than the weights.
+        For a new run with `init_from`, settings of the model there replace the same defaults. Notes of the run say
+        which settings of a flagfile yield (`_config`). Raises `UserError` if settings cannot go together, or describe
+        another model than the weights.
         """
-        base = self.defaults if run is None or run.is_new else run.config
-        config = distributed.run_on_all(lambda: _config(base))
-        if run is not None and run.is_new and config.init_from is not None:
-            trained = warm_start.basis(config.init_from, run)
-            begun = warm_start.with_trained_settings(self.defaults, trained, config.init_vocabulary)
-            changed = distributed.run_on_all(lambda: _config(begun))
-            distributed.run_on_all(lambda: warm_start.check_model(changed, trained.config))
-            return changed
+        recorded = None if run is None or run.is_new else run.config
+        base, weights, notes = recorded or self.defaults, None, list[str]()
+        if run is not None and run.is_new:
+            asked = distributed.run_on_all(lambda: flag_tree.build(base))
+            if asked.init_from is not None:
+                trained = warm_start.basis(asked.init_from, run)
+                base, weights = warm_start.with_trained_settings(base, trained, asked.init_vocabulary), trained.config
+            elif _names_no_sizes(base, self.places):
+                base = preset(SMALL)
+                notes.append(f"no flag gives a size of the model: this is --flagfile={SMALL} with the flags given")
+        config = distributed.run_on_all(
+            lambda: _config(base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes)
+        )
+        tell = functools.partial(print, "note     ") if run is None else run.notes.append
+        for note in notes:
+            tell(note)
         return config
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
@@ -276,7 +297,7 @@ class Job:
         """Returns the flags over a trained model's settings; raises `UserError` if they change model or tokens."""
 
         def over_trained() -> ExperimentConfig:
-            config = _config(trained.config)
+            config = _config(trained.config, self.places, is_recorded=True)
             refused = [
                 config_tree.describe_change(leaf, old, new)
                 for leaf, old, new in config_tree.differences(trained.config, config)
@@ -313,18 +334,25 @@ class Job:
 
 
 def config_of_words(
-    defaults: ExperimentConfig, words: Sequence[str], *, without: Collection[str] = (), by_corpus: bool = False
+    defaults: ExperimentConfig,
+    words: Sequence[str],
+    *,
+    without: Collection[str] = (),
+    by_corpus: bool = False,
+    recorded: ExperimentConfig | None = None,
 ) -> ExperimentConfig:
     """Returns the config that a program would make of a command line; raises `UserError` as it would.
 
-    `without` names flags that are not settings.
+    `without` names flags that are not settings. `recorded` is the config of the run in the workdir, if there is one.
     """
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
     for name in without:
         flags.DEFINE_string(name, None, "", flag_values=values)
-    flag_tree.parse(words, values)
-    return _config(_defaults_of_corpus(defaults, values) if by_corpus else defaults, values)
+    _, places, _ = flag_tree.parse(words, values)
+    base = recorded or (_defaults_of_corpus(defaults, values) if by_corpus else defaults)
+    base = preset(SMALL) if _names_no_sizes(base, places) else base
+    return _config(base, places, values, is_recorded=recorded is not None)
 
 
 def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
@@ -335,15 +363,62 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     require(program_of(asked) == program_of(own), f"{found}; {advice}")
 
 
+def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
+    """Returns a plan whose default folders are those of the run in its workdir, where they exist on this machine."""
+    workdir = getattr(plan, "workdir", None)
+    if not workdir or not isinstance(plan, TextPlan) or "data_dir" in places:
+        return plan
+    return dataclasses.replace(plan, **{k: v for k, v in recorded_folders(workdir).items() if k not in places})
+
+
 def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValues) -> ExperimentConfig:
     return dataclasses.replace(defaults, data=default_data(CorpusName(str(flag_values["data.corpus"].value))))
 
 
-def _config(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """Returns the flags over a config; raises `UserError` for settings that do not go together."""
+def _names_no_sizes(defaults: ExperimentConfig, places: Mapping[str, str]) -> bool:
+    """Returns whether flags for own text leave the model to the defaults, the paper's; a flagfile's have a place."""
+    named = (place or name.startswith("model.") or name == "init_from" for name, place in places.items())
+    return defaults == ExperimentConfig(data=default_data(CorpusName.TEXT)) and not any(named)
+
+
+def _config(
+    base: ExperimentConfig,
+    places: Mapping[str, str],
+    flag_values: flags.FlagValues = FLAGS,
+    *,
+    is_recorded: bool = False,
+    weights: ExperimentConfig | None = None,
+    notes: list[str] | None = None,
+) -> ExperimentConfig:
+    """Returns the flags over a config; raises `UserError` for settings that do not go together.
+
+    What was not typed yields, with a line in `notes`: sizes to those of the `weights` that a run begins with, and a
+    warm-up to the recorded one or, if it would not end before training does, to a tenth of the steps.
+    """
     config = flag_tree.build(base, flag_values)
+    typed = {name for name, place in places.items() if not place}
+
+    def use(values: Mapping[str, Any], what: str) -> ExperimentConfig:
+        changed = config_tree.replace(config, values)
+        lines = itertools.starmap(config_tree.describe_change, config_tree.differences(config, changed))
+        if values and notes is not None:
+            notes.append(f"{what}: {'; '.join(lines)}")
+        return changed
+
+    if weights is not None or (is_recorded and config.init_from is not None):
+        sizes = warm_start.other_sizes(config, weights or base)
+        keep = typed | {name for name in sizes if name.startswith("model.compat.") and "compat" in typed}
+        theirs = {name: value for name, value in sizes.items() if name not in keep}
+        config = use(theirs, "the sizes are those of the weights")
+    end, warmup = config.optimizer.decay_steps or config.train.steps, config.optimizer.warmup_steps
+    if is_recorded and warmup != base.optimizer.warmup_steps and _WARMUP not in typed:
+        config = use({_WARMUP: base.optimizer.warmup_steps}, "the warm-up is the recorded one")
+    elif warmup >= end and _WARMUP not in typed:
+        config = use({_WARMUP: end // 10}, "the warm-up is a tenth of the steps")
     config.validate()
     check_file(config.data)
+    if weights is not None:
+        warm_start.check_model(config, weights)
     return config
 
 
@@ -362,6 +437,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     )
     run = Run.read(workdir, member=plan.ensemble_member)
     config, own = job.config_of(run), job.defaults.data.corpus
+    _note_unread(plan, job, config, run.config)
     if program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
         print(f"corpus    {config.data.corpus}, as in training; this is the program of {own}")
     if plan.mode is Mode.GENERATE:
@@ -392,7 +468,9 @@ def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
                 raise Interrupted(plan.input)
 
         weights = open_weights(workdir, member=plan.ensemble_member)
-        weights = dataclasses.replace(weights, config=job.config_of(weights))
+        config = job.config_of(weights)
+        _note_unread(plan, job, config, weights.config)
+        weights = dataclasses.replace(weights, config=config)
         try:
             with score.open_input(plan.input) as file:
                 texts = score.documents(file, plan.input_format)
@@ -403,6 +481,17 @@ def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
             return 128 + signal.SIGPIPE
     return None
+
+
+def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig) -> None:
+    """Prints a note on typed flags that change nothing in this mode, unless they say what the record says too."""
+    unread = ["input_format", "per_token"] if plan.input is None else ["data."]
+    if plan.mode is not Mode.TRAIN:
+        unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
+    new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()
+    typed = [name for name, place in job.places.items() if not place and name in new]
+    if found := ", ".join(f"--{name}" for name in typed if name.startswith(tuple(unread))):
+        print(f"note      changes nothing with --mode={plan.mode}: {found}", flush=True)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ class Setting:
     only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     not_with: tuple[str, ...] = ()  # Other fields of the group that must be off, empty or 0 where this one is set.
     free_on_resume: bool = False  # May differ when a run is resumed: it changes the training by rounding at most.
+    may_grow: bool = False  # May differ too, from the step that is reached, but not fall below what is done.
     shapes_tokens: bool = False  # Makes the token ids of a text what they are, so that a trained run keeps it.
     shapes_params: bool = False  # Makes trained parameters what they are, so that a warm start keeps it.
     flag: bool = True  # Can be set from the command line, otherwise only in code and by presets.

@@ -126,7 +126,7 @@ class Recurrence(Config):
 class TrainConfig(Recurrence, prefix="train."):
     """The training recurrence and its intervals. Intervals count updates, one per segment."""
 
-    steps: int = setting(400_000, "Number of updates.", at_least=1)
+    steps: int = setting(400_000, "Number of updates; a resumed run may get more.", at_least=1, may_grow=True)
     batch_size: int = setting(22, "B, rows over all devices.", at_least=1)
     grad_accum_steps: int = setting(1, "Gradient accumulation: microbatches per update.", at_least=1)
     segment_len: int = setting(512, "L, tokens per row and update (tgt_len).", at_least=1)

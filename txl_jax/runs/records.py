@@ -111,6 +111,9 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
     record, records = Run.read_all(folder), read_metrics(folder)
     members = by_name(record.members)
     for member in members or [None]:
+        results, train = read_results(folder, member), record.config.train
+        # Those of an earlier end stay until a run that got more steps ends. With patience a run may end before.
+        ended = results.get("steps", train.steps) == train.steps or train.patience is not None
         yield RunRecords(
             name=": ".join(filter(None, [name, member])) or Path(folder).name,
             path=folder,
@@ -118,7 +121,7 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
             config=config_tree.replace(record.config, dict(members[member])) if member else record.config,
             measure=record.text.vocabulary.measure,
             records=[each for each in records if each.get("member") == member],
-            results=read_results(folder, member) or None,
+            results=results if results and ended else None,
         )
 
 

@@ -23,6 +23,7 @@ from txl_jax.errors import MissingPackageError, UserError
 from txl_jax.ops.attention import Implementation, Implementations
 from txl_jax.runs.build import AttentionChoice
 from txl_jax.runtime import distributed, storage
+from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import access_error
@@ -163,7 +164,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         check_same_settings(config)
         if self.is_new:
             return
-        refused = self._changes(config, free_on_resume=False)
+        refused = self._changes(config, allowed=False)
+        if (steps := config.train.steps) < (before := self.config.train.steps):
+            found = distributed.broadcast_from_primary(lambda: [step for step, _ in find_steps(self.latest)])
+            if steps < (done := max(found, default=0)):
+                refused.append(f"--train.steps was {before} and is now {steps}, fewer than the {done} that are done")
         old, new = ("; ".join(by_name(each)) or "none" for each in (self.members, members))
         if old != new:
             refused.append(f"the members of the ensemble were {old} and are now {new}")
@@ -197,7 +202,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             changed = f"the weights in {weights['path']} changed since the run in {self.path} began"
             raise UserError(f"{changed} ({was}, now {is_now}); give another --workdir")
         self.weights = weights or self.weights
-        self.notes += self._changes(config, free_on_resume=True)
+        self.notes += self._changes(config, allowed=True)
         if attention is not None and (changed := attention.describe(self.attention)):
             self.notes.append(f"attention: {changed}")
 
@@ -217,12 +222,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             seconds=_SECONDS_TO_APPEAR,
         )
 
-    def _changes(self, config: ExperimentConfig, *, free_on_resume: bool) -> list[str]:
+    def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
         """Returns a line for each setting that differs from the record, of those that may, or of the others."""
         return [
             config_tree.describe_change(leaf, before, after)
             for leaf, before, after in config_tree.differences(config if self.is_new else self.config, config)
-            if leaf.setting.free_on_resume is free_on_resume
+            if (leaf.setting.free_on_resume or leaf.setting.may_grow) is allowed
         ]
 
     def _refuse(self, refused: list[str]) -> None:
@@ -343,6 +348,15 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
         return storage.exists(os.path.join(path, _CONFIG))
     except OSError as error:
         raise access_error("read", path, error) from error
+
+
+def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns data_dir and cache_dir of the run in a directory, if on this machine; `Run` raises a record's errors."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        text = json.loads(storage.read(os.path.join(storage.as_path(path), _CONFIG)))["text"]
+        has_cache = storage.is_dir(text["cache_dir"])  # Own text may have been read without a data_dir.
+        return {name: text[name] for name in ("data_dir", "cache_dir") if has_cache or storage.is_dir(text[name])}
+    return {}
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from txl_jax.runtime.log import RunLog
 from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
 from txl_jax.training.hooks import Hook, HookContext
+from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.progress import Progress
 from txl_jax.training.step import TrainState, TrainStep, UpdateMetrics
 
@@ -80,6 +81,7 @@ class Trainer:
             restored = self._checkpoints.restore(built.members.abstract(built.abstract_state))
             step, state, saved = restored or (0, built.init_state(self.warm_state), {})
             validation.pending = saved.get("evaluation_pending", False)
+            validation.changes = self._changes(step, saved)
             # What was recorded and then lost its consequences to a kill is done, and recorded, again.
             redone = {"valid"} if validation.pending else set()
             if validation.results_after(step) is None:
@@ -93,7 +95,8 @@ class Trainer:
                 if self._has_ended(step):  # A first start skips this.
                     results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
                     if results:
-                        log.print(f"finished  already: {validation.results_path}")
+                        why = "" if step >= config.steps else ", by its train.patience; give more, or none, to train on"
+                        log.print(f"finished  already: {validation.results_path}{why}")
                         return Outcome(True, step, results)
                 compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
                 log.print(_memory_line(built, compilation))
@@ -118,6 +121,20 @@ class Trainer:
                     saved_all = "everything is saved, the same command goes on from here"
                     log.print(f"stopped   on request after step {step}; {saved_all}")
                 return Outcome(results is not None, step, results)
+
+    def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the changes of `train.steps` so far: those of a checkpoint's notes, and the one that comes here."""
+        changes, config, new = saved.get("changes", []), self.built.config, self._config.steps
+        # Checkpoints of earlier versions do not have it, and the record does.
+        old = saved.get("steps", new if self.run.is_new else self.run.config.train.steps)
+        if not saved or old == new:
+            return changes
+        before = config_tree.replace(config, {"train.steps": old})
+        was, rate = (float(learning_rate(each, peak=1.0)(step)) for each in (before, config))
+        if was != rate:
+            why = f"its schedule ends with train.steps, {new:,} instead of {old:,}"
+            self._log.note(f"after step {step:,} the learning rate is {rate:.1%} of its peak, not {was:.1%}: {why}")
+        return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:
         ended = step >= self._config.steps or self._validation.out_of_patience
@@ -186,7 +203,9 @@ class Trainer:
         return self.built.place(segments, batch_size=self._config.batch_size)
 
     def _save(self, context: HookContext) -> None:
-        notes = {"running_totals": self._progress.state(), "evaluation_pending": self._validation.pending}
+        validation = self._validation
+        notes = {"running_totals": self._progress.state(), "evaluation_pending": validation.pending}
+        notes |= {"steps": self._config.steps, "changes": validation.changes}
         self._log.seal()  # The records up to here are not made again by a run that resumes from this checkpoint.
         self._checkpoints.save(context.step, context.state, notes)
 

@@ -32,6 +32,8 @@ class Validation:
     log: RunLog
     stop_requested: Callable[[], Any]
     pending: bool = False  # Whether the last evaluation was cut short. A resumed run repeats it.
+    # Changes of `train.steps`: [{"step": after which it came, "name": .., "old": .., "new": ..}, ..].
+    changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.losses: list[list[float]] = [[] for _ in self.built.members.labels]  # Of validation, by member.
@@ -171,6 +173,7 @@ class Validation:
         content = {
             **self.facts,
             "steps": step,
+            **({"changes": self.changes} if self.changes else {}),
             **({"members": self._members.to_json(results)} if self._members.names else results[0]),
             "eval": self._eval_settings,
             **environment.describe(),

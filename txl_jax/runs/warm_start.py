@@ -86,15 +86,19 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
     return distributed.run_on_all(read)
 
 
+def other_sizes(config: ExperimentConfig, trained: ExperimentConfig) -> dict[str, Any]:
+    """Returns the trained model's values of settings that make parameters what they are and differ."""
+    different = config_tree.differences(trained, config)
+    sizes = [each for each in different if each[0].setting.shapes_params and _is_read(each[0].name, config)]
+    return {leaf.name: old for leaf, old, new in sizes if leaf.name != _CUTOFFS or len(old) != len(new)}
+
+
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
     """Raises `UserError` if settings differ that make the parameters what they are. Bounds of clusters may differ."""
     refused = []
-    for leaf, theirs, ours in config_tree.differences(trained, config):
-        if leaf.name == _CUTOFFS and len(theirs) == len(ours):
-            continue
-        if leaf.setting.shapes_params and _is_read(leaf.name, config):
-            here, there = (config_tree.format_value(value) or "empty" for value in (ours, theirs))
-            refused.append(f"{leaf.name} is {here} and there {there}")
+    for name, theirs in other_sizes(config, trained).items():
+        here, there = (config_tree.format_value(value) or "empty" for value in (config_tree.get(config, name), theirs))
+        refused.append(f"{name} is {here} and there {there}")
     advice = "leave these settings out, and they are taken from there"
     require(not refused, f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; {advice}")
 
