@@ -38,7 +38,7 @@ class Validation:
         self.results_path = os.path.join(self.run.path, RESULTS)
         self._config = self.built.config
         self._members = self.built.members
-        self._vocabulary = self.corpus.vocabulary
+        self._vocabulary, self._measure = self.corpus.vocabulary, self.corpus.vocabulary.measure
         # Scores at other evaluation settings are not comparable.
         self._eval_settings = config_tree.to_dict(self._config.eval)
 
@@ -88,9 +88,7 @@ class Validation:
                 notes = {"step": context.step, **as_result(totals, self._vocabulary), "eval": self._eval_settings}
                 self.checkpoints.save_best(index, context.step, of_members[index], notes)
             else:
-                context.log(
-                    f"{line}  best {Totals(best['loss'], 1).format(self._vocabulary.measure)} at step {best['step']}"
-                )
+                context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
             self.losses[index].append(totals.nll)
 
     def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
