@@ -136,10 +136,10 @@ def test_by_way_of_hugging_face_a_model_gives_the_same_numbers(tmp_path, changes
     convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
     convert(tmp_path / "theirs", tmp_path / "back")
     before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "back")
-    assert after.step == drawn_run.STEP
     pairs = zip(before.score(TEXTS, per_token=True), after.score(TEXTS, per_token=True), strict=True)
     for nats, again in pairs:
         np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
+    assert after.step == drawn_run.STEP
     (tmp_path / "theirs" / portable.RECORD).unlink()  # As somebody else's directory.
     assert formats.read(tmp_path / "theirs").info.config.model.compat.memory_start is MemoryStart.ZEROS
 
