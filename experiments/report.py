@@ -48,10 +48,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     if not job.words:
         raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report")
     runs = records.read_runs(job.words)
-    by_measure = {run.measure: run.name for run in runs}
-    if len(by_measure) > 1:
-        found = " and ".join(f"{name} has {measure}" for measure, name in by_measure.items())
-        raise UserError(f"{found}, which one figure cannot compare; make a report of each kind of run")
+    measures = {run.measure for run in runs}
     names = records.swept_settings(runs)
     # A row has the last step even while the run is training, and the speed once it is known.
     rows = [{"steps": run.last_step, **run.row(names)} for run in runs]
@@ -70,7 +67,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     storage.make_folder(plan.out)
     columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
-    if _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
+    if len(measures) > 1:
+        print("no figure drawn: the runs have bpc and ppl, which one axis cannot show; compare their bits per byte")
+    elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
     storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())
     print(f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} run{'s' if len(runs) > 1 else ''}")

@@ -7,9 +7,10 @@ r"""Train, evaluate and sample on your own text: bytes, characters, words, subwo
         --data.tokenizer.vocab_size=4000 --data.file=book.txt
     python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id --train=train.bin --valid=val.bin
 
-One file is split 90/5/5 by position. Lists are joined in the order given, patterns in the order of
-names. --train, --valid, --test and --tokenizer are short for --data.train, .., and
---data.tokenizer.kind. Without a flagfile, --model.* and --init_from, this is --flagfile=small.
+One file is split 90/5/5 by position, three or more in a directory or pattern between files. Lists are
+joined in the order given, patterns in the order of names. --train, --valid, --test and --tokenizer are
+short for --data.train, .., and --data.tokenizer.kind. Without a flagfile, --model.* and --init_from,
+this is --flagfile=small.
 """
 
 from txl_jax.cli.program import train_main

@@ -27,6 +27,7 @@ class Totals:
 
     nats: float = 0.0
     tokens: float = 0.0
+    bytes: float = 0.0  # UTF-8 bytes of the text behind the tokens, or 0 if unknown, as in sums.
 
     @classmethod
     def of(cls, nats: np.ndarray) -> "Totals":
@@ -50,6 +51,16 @@ class Totals:
     def perplexity(self) -> float:
         """Perplexity, exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
         return math.inf if self.nll >= 700 else math.exp(self.nll)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of the text, whatever its tokens are; nan if its bytes are unknown."""
+        return self.bpc * (self.tokens / self.bytes) if self.bytes else math.nan
+
+    def per_token(self, measure: Measure) -> dict[str, float]:
+        """Returns the loss in nats, bits and perplexity by their names in records; bits of characters also as bpc."""
+        bits = {"bpc": self.bpc} if measure is Measure.BPC else {}
+        return {"loss": self.nll, **bits, "bits_per_token": self.bpc, "perplexity": self.perplexity}
 
     def value(self, measure: Measure) -> float:
         """Returns the value of a measure."""

@@ -31,8 +31,6 @@ from txl_jax.runs.score import Split, as_record, score_with_line
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, storage
 
-COLUMNS = ("attention_length", "tokens", "loss", "bpc", "perplexity", "seconds")  # The loss is in nats.
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TrainedRun):
@@ -73,18 +71,18 @@ def score_lengths(
     plan.validate()
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=print)
-    measure, tokens = corpus.vocabulary.measure, getattr(corpus, plan.split)
+    vocabulary, tokens = corpus.vocabulary, getattr(corpus, plan.split)
     table, found, rows = f"{trained.outputs}/context_length.csv", {}, []
     for length, changed in configs.items():
         name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
         parts = build_for(changed, corpus.vocabulary)
-        options: dict[str, Any] = {"name": name, "measure": measure, "log": print, "stop_requested": stop_requested}
-        totals, line = score_with_line(parts, params, tokens, **options)
+        options: dict[str, Any] = {"name": name, "log": print, "stop_requested": stop_requested}
+        totals, line = score_with_line(parts, params, tokens, vocabulary=vocabulary, **options)
         seconds = time.monotonic() - began  # With compilation.
         print(line)
         found[length] = totals
-        rows.append({"attention_length": length, **as_record(totals), "seconds": seconds})
-        distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(COLUMNS, rows)))
+        rows.append({"attention_length": length, **as_record(totals, vocabulary), "seconds": seconds})
+        distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(list(rows[0]), rows)))
     print(f"results   {table}")
     if not distributed.broadcast_from_primary(plots.can_draw):
         print("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
@@ -92,8 +90,8 @@ def score_lengths(
     picture = f"{trained.outputs}/context_length.png"
     how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"
     title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
-    values = {str(plan.split): {length: totals.value(measure) for length, totals in found.items()}}
-    xlabel, ylabel = "attention length (tokens)", plots.UNITS[measure]
+    values = {str(plan.split): {length: totals.value(vocabulary.measure) for length, totals in found.items()}}
+    xlabel, ylabel = "attention length (tokens)", plots.UNITS[vocabulary.measure]
     distributed.broadcast_from_primary(
         lambda: plots.curves(values, picture, title=title, xlabel=xlabel, ylabel=ylabel, log_x=True)
     )

@@ -1,5 +1,6 @@
 """Tests the programs as a user starts them: each mode, the studies of a trained run, and first mistakes."""
 
+import gzip
 import json
 import os
 import re
@@ -165,6 +166,37 @@ def test_first_mistakes_are_answered_in_one_line(tmp_path, program, flags, code,
     assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
     for words in expected:
         assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
+
+
+def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path):
+    packed = tmp_path / "book.txt.gz"
+    packed.write_bytes(gzip.compress(np.random.default_rng(0).bytes(3000)))
+    flags = [
+        *programs.TINY,
+        *SHORT,
+        f"--data.file={packed}",
+        f"--cache_dir={tmp_path}",
+        f"--workdir={tmp_path / 'run'}",
+    ]
+    code, _, err = run("text", *flags)
+    assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()
+    succeed("text", *flags, "--tokenizer=byte")
+    succeed("text", *flags)  # The run's own record says so from then on.
+
+
+def test_json_lines_are_trained_on_and_scored(tmp_path):
+    path, field = tmp_path / "d.jsonl", "--data.json_field=text"
+    path.write_text("".join(json.dumps({"text": f"one two {i}\nthree"}) + "\n" for i in range(200)))
+    flags = [*programs.TINY, *SHORT, f"--data.file={path}", f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
+    succeed("text", *flags, field)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["text"].startswith("own text, 3,490 bytes")
+    path.write_text('{"text": "one\\ntwo"}\n\n{"text": ""}\n{"no": 1}\n')
+    score = ["--mode=score", f"--workdir={tmp_path / 'run'}", f"--input={path}"]
+    code, out, err = run("text", *score)  # As in training.
+    assert [json.loads(line)["tokens"] for line in out.splitlines()] == [6, 0]
+    assert code == 1 and f"line 4 of {path}" in err
+    out = succeed("text", *score, "--data.json_field=none")
+    assert [json.loads(line)["tokens"] for line in out.splitlines()] == [19, 0, 11, 8]
 
 
 def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monkeypatch):

@@ -103,7 +103,8 @@ def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
     assert marked("path") == texts | {"generate.prompt_file", "init_from"}
     names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
     groups = {name for name in LEAVES if name.startswith(("mesh.", "eval.", "generate."))}
-    assert marked("free_on_resume") == texts | groups | {f"train.{name}" for name in names} | {"model.attention"}
+    others = {f"train.{name}" for name in names} | {"model.attention", "data.json_field"}
+    assert marked("free_on_resume") == texts | groups | others
     assert marked("may_grow") == {"train.steps"}
 
 

@@ -202,6 +202,7 @@ train_step model.dropout rate=0.2 attention=0.3 input=0.3 output=0.3 qkv=0.3 emb
 train_step model.compat memory_start=zeros same_length_window=mem_len_plus_one layer_norm_eps=1e-12
 train_step model.compat shaw_terms=original final_norm=false
 corpus data corpus=python_stdlib file=other.txt heldout=published train=other.txt valid=other.txt test=other.txt
+corpus data json_field=text
 corpus data.tokenizer kind=word newlines=drop line_mark=s min_count=200 vocab_file=prompt.txt
 corpus data.tokenizer hf_file=tokenizer.json vocab_size=300
 end_token data reset_at=\n

@@ -1,17 +1,24 @@
 """Tests text from files on this machine: which bytes land in which split, digests, and every file that is refused."""
 
+import bz2
+import dataclasses
+import gzip
 import hashlib
+import json
+import lzma
 import os
 import random
 import re
 import sysconfig
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.own_text import own_text
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer
+from txl_jax.data.corpus import read_corpus, refuse_packed
 from txl_jax.data.own_text import read_own_text, read_python_stdlib, split_by_position
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
 from txl_jax.errors import UserError
@@ -121,6 +128,113 @@ def test_several_files_are_split_as_one(five_files):
     assert [contents(splits[name]) for name in SPLITS] == [whole[:49], whole[49:52], whole[52:]]
     at_lines = split_by_position(five_files, at_lines=True)
     assert [contents(at_lines[name]) for name in SPLITS] == [whole, b"", b""]
+
+
+# A directory, and a pattern
+
+
+def splits_of(file, cache, **fields):
+    """The text of each split, as `data.file` gives it."""
+    corpus = read_corpus(own_text(file=str(file), **fields), "nowhere", str(cache))
+    return [corpus.vocabulary.decode(getattr(corpus, split)).decode() for split in SPLITS]
+
+
+def test_the_last_files_of_a_directory_or_pattern_validate_and_test(tmp_path, capsys):
+    (folder := tmp_path / "texts").mkdir()
+    for number in range(44):
+        (folder / f"{number:02}.txt").write_text(f"<{number:02}>")
+    (folder / "below").mkdir()
+    (folder / "below" / "a.txt").write_text("<below>")  # The last one by name.
+    expected = ["".join(f"<{i:02}>" for i in range(41)), "<41><42>", "<43><below>"]
+    assert splits_of(folder, tmp_path / "cache") == expected
+    assert "note" not in capsys.readouterr().out
+    (folder / ".hidden").write_text("no")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "b.txt").write_text("no")
+    (folder / "empty").write_text("")
+    assert splits_of(folder, tmp_path / "cache") == expected
+    assert re.search(rf"(?m)^note +3 .*{folder}", capsys.readouterr().out)
+    assert splits_of(folder / "4*.txt", tmp_path / "cache") == ["<40><41>", "<42>", "<43>"]
+    assert splits_of(folder / "**" / "*.txt", tmp_path / "cache") == expected
+
+
+def test_one_or_two_files_of_a_directory_are_split_by_position(tmp_path):
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "b").write_text("b" * 50)
+    with_one = splits_of(folder, tmp_path / "cache")
+    assert with_one == ["b" * 45, "b" * 2, "b" * 3] == splits_of(folder / "b", tmp_path / "cache")
+    (folder / "a").write_text("a" * 50)
+    assert splits_of(folder, tmp_path / "cache") == ["a" * 50 + "b" * 40, "b" * 5, "b" * 5]
+    for name in ("none*", "empty"):
+        (folder / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=rf"--data\.file .*{re.escape(str(folder / name))}"):
+            splits_of(folder / name, tmp_path / "cache")
+
+
+# JSON lines
+
+DOCUMENTS = ['Ein "Satz".\nZweite Zeile\n', "café 😀", "drei vier"] * 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "\n"),
+        ({"reset_at": "\\n"}, "\n"),
+        ({"kind": Tokenizer.CHAR, "reset_at": "#"}, "#"),
+        ({"kind": Tokenizer.WORD, "reset_at": "<eos>"}, "\n"),
+        ({"kind": Tokenizer.WORD, "reset_at": "<doc>"}, "\n<doc> "),
+    ],
+)
+def test_documents_of_json_lines_end_as_the_reset_or_with_a_line(tmp_path, fields, end):
+    lines = [json.dumps({"id": 7, "text": text}, ensure_ascii=number % 2 == 0) for number, text in enumerate(DOCUMENTS)]
+    (tmp_path / "d.jsonl").write_text("\ufeff" + "\n".join([*lines, "", json.dumps({"text": ""})]))
+    expected = "".join((text.rstrip("\n") if end[0] == "\n" else text) + end for text in DOCUMENTS)
+    (tmp_path / "plain.txt").write_text(expected)
+    [found, plain] = (
+        read_corpus(own_text(file=str(tmp_path / name), json_field=field, **fields), "nowhere", str(tmp_path / "cache"))
+        for name, field in (("d.jsonl", "text"), ("plain.txt", None))
+    )
+    assert found.digest == plain.digest and found.vocabulary == plain.vocabulary
+    if end == "\n":
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": "another"}) + "\n" for _ in range(50)))
+        assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith("another\nanother")
+
+
+NO_TEXTS = ["{", "7", '"text"', "[]", '{"other": "a"}', '{"text": 7}', '{"text": "\\ud800"}', b"\xff"]
+
+
+@pytest.mark.parametrize("bad", NO_TEXTS)
+def test_a_line_without_the_text_is_named_by_its_number(tmp_path, bad):
+    bad = bad if isinstance(bad, bytes) else bad.encode()
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "a b"}\n\n' + bad + b"\n")
+    with pytest.raises(UserError, match=r"line 3 of .*d\.jsonl .*'text'.*--data\.json_field"):
+        splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")
+    assert not list(tmp_path.rglob("*.tmp")) and not list((tmp_path / "cache").rglob("d.txt"))
+
+
+def test_only_own_text_has_json_lines(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(100))
+    for config in (own_text(file=str(tmp_path / "ids.npy"), kind=Tokenizer.ID), DataConfig(file="enwik8-part")):
+        with pytest.raises(UserError, match=r"data\.json_field"):
+            read_corpus(dataclasses.replace(config, json_field="text"), "nowhere", str(tmp_path / "cache"))
+
+
+# Files that hardly are text
+
+
+def as_utf_16(text):
+    return text.decode().encode("utf-16")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, as_utf_16])
+def test_compressed_files_and_utf_16_are_found(tmp_path, pack):
+    (tmp_path / "plain.txt").write_bytes(b"a plain text\n" * 99)
+    (tmp_path / "packed.txt").write_bytes(pack(random.Random(0).randbytes(999).hex().encode()))
+    refuse_packed(read_corpus(own_text(file=str(tmp_path / "plain.txt")), "nowhere", str(tmp_path / "cache")))
+    corpus = read_corpus(own_text(file=str(tmp_path / "packed.txt")), "nowhere", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"packed\.txt.*--data\.tokenizer\.kind=byte"):
+        refuse_packed(corpus)
 
 
 # Three lists

@@ -45,7 +45,7 @@ def test_the_ids_are_those_of_the_package_in_blocks_too(own, package, lines, siz
 @given(text=st.text())
 def test_every_text_comes_back_also_token_by_token(own, text):
     ids = own.encode(text.encode())
-    assert own.decode(ids) == text.encode()
+    assert own.decode(ids) == text.encode() and own.count_bytes(ids) == len(text.encode())
     assert b"".join(own.decode([token]) for token in ids) == text.encode()
 
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from support.encoded_text import words_of
 from txl_jax.config import LineMark, Newlines
+from txl_jax.data import vocabulary as vocabulary_lib
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import KINDS
-from txl_jax.data.vocabulary import digest, dumps, loads
+from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.vocabulary import MARKS, digest, dumps, loads
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 
@@ -67,6 +69,43 @@ def test_the_id_of_unknown_tokens():
         with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
             vocabulary.encode("é\n".encode() + b"\xff")
     assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
+
+
+# Text that comes back, and its bytes
+
+
+@given(content=st.binary(min_size=1), text=st.text(min_size=1))
+def test_bytes_and_characters_come_back_and_their_bytes_are_counted(content, text):
+    characters = CharacterVocabulary("".join(dict.fromkeys(text + UNKNOWN)))
+    own = text.encode().replace(UNKNOWN.encode(), b"")
+    for vocabulary, whole in ((ByteVocabulary.of(content), content), (characters, own)):
+        ids = vocabulary.encode(whole)
+        assert vocabulary.decode(ids) == whole and vocabulary.count_bytes(ids) == len(whole)
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+@given(lines=st.lists(st.lists(st.sampled_from(["a", "wörd", "é"]), min_size=1), min_size=1))
+def test_the_bytes_of_words_are_those_of_the_text_with_single_spaces(line_mark, lines):
+    marks = [MARKS[line_mark]] if line_mark in MARKS else []
+    vocabulary = WordVocabulary((*marks, "<unk>", "a", "wörd", "é"), line_mark)
+    text = "".join(f"{' '.join(line)}\n" for line in lines).encode()
+    for spaced in (text, text.replace(b" ", b"  ").replace(b"\n", b" \n")):
+        assert vocabulary.count_bytes(vocabulary.encode(spaced)) == len(text)
+
+
+@pytest.mark.parametrize("vocabulary", [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))])
+def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary):
+    token = vocabulary.encode(b"a").item()
+    ids = np.full(2000, token, np.uint8)
+    ids[:2] = vocabulary.unknown_id
+    assert vocabulary.count_bytes(ids) == vocabulary.byte_lengths[ids].sum() > 0
+    ids[2] = vocabulary.unknown_id
+    assert vocabulary.count_bytes(ids) == 0 == IdVocabulary(300).count_bytes(ids)
+
+
+def test_bytes_are_counted_in_blocks(monkeypatch):
+    monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
+    assert CharacterVocabulary(f"éa{UNKNOWN}").count_bytes(np.arange(100) % 2) == 150
 
 
 # The saved form

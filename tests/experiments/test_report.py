@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import statistics
 
 import pytest
@@ -84,11 +85,19 @@ def test_without_a_figure_the_tables_are_written(tmp_path, monkeypatch, done, ca
 
 
 @pytest.mark.full
-def test_runs_of_two_measures_are_refused(tmp_path, monkeypatch):
+def test_runs_of_two_measures_are_compared_by_bytes(tmp_path, monkeypatch):
+    measures, lengths = recorded_run._measures, {"approximate_bits_per_byte": 5.0}
+    monkeypatch.setattr(recorded_run, "_measures", lambda rng: measures(rng) | lengths)
     words = recorded_run.make(tmp_path / "words")
     monkeypatch.setattr(recorded_run, "VOCABULARY", ByteVocabulary(bytes(range(256))))
-    code, printed, errors = programs.run("experiments.report", words, recorded_run.make(tmp_path / "bytes"))
-    assert (code, printed) == (1, "") and "words has ppl and bytes has bpc" in errors
+    lengths = {"bits_per_byte": 2.0}
+    paths = [words, recorded_run.make(tmp_path / "bytes")]
+    code, printed, _ = programs.run("experiments.report", *paths, f"--out={tmp_path / 'out'}")
+    heading, _, *rows = [line.split(" | ") for line in printed.splitlines()[:4]]
+    found = [dict(zip(heading, row, strict=True)) for row in rows]
+    columns = ("approximate bits per byte", "bits per byte")
+    assert code == 0 and [[row[name] for name in columns] for row in found] == [["5.0000", ""], ["", "2.0000"]]
+    assert "no figure drawn" in printed and sorted(os.listdir(tmp_path / "out")) == ["report.csv", "report.md"]
 
 
 def test_the_papers_scores_are_those_of_the_flagfiles():

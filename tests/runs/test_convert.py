@@ -16,9 +16,9 @@ from safetensors import safe_open
 
 import txl_jax
 from support import drawn_run, foreign, hf_tokenizers, torch_bytes
-from txl_jax.config import NormPlace, Tokenizer
+from txl_jax.config import AttentionWindow, MemoryStart, NormPlace, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import portable, safetensors
+from txl_jax.interop import formats, portable, safetensors
 from txl_jax.interop.leaves import leaf_of
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
@@ -116,8 +116,41 @@ def test_to_another_format_and_back(tmp_path, to_format, changes):
     names = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "layer_norm", "div_val", "tie_projs", "tie_weight")
     assert all(getattr(after.config.model, name) == getattr(before.config.model, name) for name in names)
     assert after.config.eval.mem_len == 9 and after.config.eval.clamp_len == 6
-    if to_format is TargetFormat.ORIGINAL:  # The same start of memory: also the same losses.
+    assert (after.config.model, after.config.eval) == (before.config.model, before.config.eval)
+    if to_format is TargetFormat.ORIGINAL:
         assert after.score(TEXTS) == before.score(TEXTS)
+
+
+PRE_NORM = {"model.layer_norm": NormPlace.PRE, "model.compat.final_norm": False, "model.compat.layer_norm_eps": 1e-12}
+PRE_NORM |= {"model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE, "eval.same_length": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokenizer": Tokenizer.BYTE}, drawn_run.WT103, {"tokenizer": Tokenizer.CHAR, **PRE_NORM}],
+    ids=["bytes", "adaptive words", "pre-norm"],
+)
+def test_by_way_of_hugging_face_a_model_gives_the_same_numbers(tmp_path, changes):
+    """Their class starts with a memory of zeros, and a run of ours with none: their settings give other losses."""
+    made = drawn_run.of_words(tmp_path / "run", **changes)
+    convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    convert(tmp_path / "theirs", tmp_path / "back")
+    before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "back")
+    pairs = zip(before.score(TEXTS, per_token=True), after.score(TEXTS, per_token=True), strict=True)
+    for nats, again in pairs:
+        np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
+    assert after.step == drawn_run.STEP
+    (tmp_path / "theirs" / portable.RECORD).unlink()  # As somebody else's directory.
+    assert formats.read(tmp_path / "theirs").info.config.model.compat.memory_start is MemoryStart.ZEROS
+
+
+@pytest.mark.parametrize("name", [portable.CONFIG, portable.WEIGHTS, portable.VOCABULARY])
+def test_settings_of_ours_are_not_taken_for_files_that_changed(workdir, tmp_path, name):
+    convert(workdir.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    with (tmp_path / "theirs" / name).open("a") as file:
+        file.write("\n")
+    with pytest.raises((UserError, CheckpointError), match=rf"{re.escape(name)}\b"):
+        formats.read(tmp_path / "theirs")
 
 
 def test_a_folder_is_not_written_over(folder, tmp_path):

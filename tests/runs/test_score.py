@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import drawn_run, runs, tiny_model, tiny_run
+from txl_jax.config import Tokenizer
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
@@ -52,7 +53,9 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
     for split in ("valid", "test"):
         tokens = getattr(corpus, split)
         expected = score_job.score(components, tiny_run.params(components.model), tokens, name=split, log=str)
-        assert totals[split] == expected and expected.tokens == len(tokens) - 1
+        assert (
+            totals[split] == dataclasses.replace(expected, bytes=len(tokens) - 1) and expected.tokens == len(tokens) - 1
+        )
         assert (results[split]["loss"], results[split]["tokens"]) == (expected.nll, expected.tokens)
         # Split as a reader would that knows tabs and lines.
         lines = Path(workdir.path, f"scores-{split}.tsv").read_text(encoding="utf-8").splitlines()
@@ -64,6 +67,37 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
         read = np.array(nats, np.float32)
         assert len(set(nats)) == len(set(read.tolist())) > 20
         assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
+
+
+@pytest.mark.parametrize(
+    ("kind", "has", "lacks"),
+    [
+        (Tokenizer.BYTE, {"bpc", "bits_per_byte"}, {"approximate_bits_per_byte"}),
+        (Tokenizer.CHAR, {"bpc", "bits_per_byte"}, {"approximate_bits_per_byte"}),
+        (Tokenizer.WORD, {"approximate_bits_per_byte"}, {"bpc", "bits_per_byte"}),
+        (Tokenizer.SUBWORD, {"bits_per_byte"}, {"bpc", "approximate_bits_per_byte"}),
+        (Tokenizer.ID, set(), {"bpc", "bits_per_byte", "approximate_bits_per_byte"}),
+    ],
+)
+def test_every_kind_of_tokens_has_bits_per_byte_of_its_text(tmp_path, kind, has, lacks):
+    changes = {"data__tokenizer__kind": kind}
+    changes |= {"data__tokenizer__vocab_size": 290} if kind is Tokenizer.SUBWORD else {}
+    if kind is Tokenizer.ID:
+        np.save(tmp_path / "ids.npy", np.arange(1000) % 13)
+        changes |= {"data__file": str(tmp_path / "ids.npy")}
+    config, corpus = drawn_run.on_text(tmp_path, "ein Satz für Wörter\n".encode() * 100, **changes)
+    workdir, _ = drawn_run.make(tmp_path / "run", config, corpus)
+    for split, found in evaluate_splits(config, corpus, workdir).items():
+        if split not in ("valid", "test"):
+            continue
+        assert has < found.keys() and not lacks & found.keys()
+        bits = found["loss"] * found["tokens"] / np.log(2)
+        assert found["bits_per_token"] == pytest.approx(bits / found["tokens"])
+        length = len(corpus.vocabulary.decode(getattr(corpus, split)[1:])) if has else 0
+        if kind is Tokenizer.WORD:  # Without the spaces at ends of lines.
+            length -= int(np.sum(getattr(corpus, split)[1:] == corpus.vocabulary.mark))
+        for name in has - {"bpc"}:
+            assert found[name] == pytest.approx(bits / length)
 
 
 def test_another_text_is_noted_and_another_vocabulary_and_an_empty_workdir_are_refused(run, tmp_path, capsys):

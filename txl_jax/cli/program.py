@@ -25,8 +25,9 @@ from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.config.experiment import preset
-from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.corpus import Corpus, read_corpus, refuse_packed
 from txl_jax.data.published import check_file, default_data, program_of
+from txl_jax.data.text import json_texts
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import generate_text
@@ -170,6 +171,8 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
         check_program(job.defaults, config)
         run.compare(config)  # Before a text is read, which may take minutes.
         corpus = job.corpus(config, run)
+        if run.is_new and not {"tokenizer", "data.tokenizer.kind"} & job.places.keys():
+            distributed.run_on_all(lambda: refuse_packed(corpus))
         with job.stop:  # From here on: while a text is read a signal ends the process at once.
             outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
     return 0 if outcome.finished else None
@@ -473,7 +476,9 @@ def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
         weights = dataclasses.replace(weights, config=config)
         try:
             with score.open_input(plan.input) as file:
-                texts = score.documents(file, plan.input_format)
+                texts, field = score.documents(file, plan.input_format), weights.config.data.json_field
+                if field is not None:
+                    texts = ((line, text.encode()) for line, text in json_texts(file, field, name=plan.input))
                 score.score_documents(weights, texts, name=plan.input, per_token=plan.per_token, write=write)
         except Interrupted:
             print(f"stopped   on request in {plan.input}; the records written are complete")
@@ -489,7 +494,7 @@ def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: E
     if plan.mode is not Mode.TRAIN:
         unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
     new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()
-    typed = [name for name, place in job.places.items() if not place and name in new]
+    typed = [name for name, place in job.places.items() if not place and name in new - {"data.json_field"}]
     if found := ", ".join(f"--{name}" for name in typed if name.startswith(tuple(unread))):
         print(f"note      changes nothing with --mode={plan.mode}: {found}", flush=True)
 

@@ -134,11 +134,17 @@ class DataConfig(Config, prefix="data."):
     corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
     file: str | None = free_setting(
-        None, "One file, split 90/5/5 by position: own text, or a part of a corpus that is one file.", path=True
+        None,
+        "Own text, or a part of a corpus that is one file: one file, split 90/5/5 by position. Own text also: a folder "
+        "or pattern, whose last files are for validation and test, a twentieth each.",
+        path=True,
     )
     train: tuple[str, ...] = free_setting((), "Own text: training files, in order.", path=True)
     valid: tuple[str, ...] = free_setting((), "Own text: validation files.", path=True)
     test: tuple[str, ...] = free_setting((), "Own text: test files.", path=True)
+    json_field: str | None = free_setting(
+        None, "Files and --input have JSON lines with a document in this field of each; none: they have text."
+    )
     tokenizer: TokenizerConfig = TokenizerConfig()
     reset_at: str | None = setting(
         None,

@@ -66,6 +66,11 @@ class ByteVocabulary(Vocabulary):
         """Returns the text of ids."""
         return np.frombuffer(self.symbols, np.uint8)[check_ids(ids, self.size)].tobytes()
 
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """Returns ones [V]."""
+        return np.ones(self.size, np.int64)
+
     def lines(self) -> Iterator[str]:
         """Returns the byte values, as numbers."""
         return map(str, self.symbols)

@@ -23,11 +23,14 @@ from txl_jax.data.published import check_file
 from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import SPLITS, Text, checked, file_part, text_blocks, with_bar
-from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads
+from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads, unescape
 from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
 from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
+# First bytes of files that are seldom meant to be read as bytes.
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
+_PACKED |= dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16")
 KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary, IdVocabulary)
 
 
@@ -69,6 +72,8 @@ def read_corpus(
     advice = "prepared text is memory-mapped: give --cache_dir=... a folder of this machine"
     require(not is_remote(unmapped), f"the folder for prepared text would be {unmapped}, and {advice}")
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
+    takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
+    require(config.json_field is None or takes_json, "data.json_field is set; it goes with your own text, in no ids")
     config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
@@ -85,11 +90,23 @@ def read_corpus(
     )
 
 
+def refuse_packed(corpus: Corpus) -> None:
+    """Raises `UserError` if the training text, read as bytes, begins like a compressed file or UTF-16."""
+    if isinstance(corpus.vocabulary, ByteVocabulary):
+        head = corpus.vocabulary.decode(corpus.train[:6])
+        found = next((name for start, name in _PACKED.items() if head.startswith(start)), None)
+        advice = "unpack it or convert it to UTF-8, or train on these bytes with --data.tokenizer.kind=byte"
+        require(found is None, f"the text ({corpus.description}) begins like {found}; {advice}")
+
+
 def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
     if config.corpus is CorpusName.PYTHON_STDLIB:
         return own_text.read_python_stdlib(config)
     if config.corpus is CorpusName.TEXT or config.file:
-        return own_text.read_own_text(config)
+        end = unescape(config.reset_at or "\n")  # Of documents in JSON lines. Among words it needs white space around.
+        if config.tokenizer.kind is Tokenizer.WORD:
+            end = "\n" if end in ("\n", MARKS.get(config.tokenizer.line_mark)) else f"\n{end} "
+        return own_text.read_own_text(config, cache, document_end=end)
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
     return prepare.read(config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout)

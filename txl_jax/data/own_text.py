@@ -5,6 +5,7 @@ archives are read at random.
 """
 
 import contextlib
+import dataclasses
 import glob
 import hashlib
 import itertools
@@ -18,8 +19,9 @@ from typing import Any
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
-from txl_jax.data.text import SPLITS, File, Text, checked, digest_of, expanded, file_part, with_bar
-from txl_jax.runtime.storage import access_error, as_path, download, is_remote, matching, modified, names, size
+from txl_jax.data.text import SPLITS, File, Text, digest_of, expanded, file_part, json_texts, with_bar
+from txl_jax.runtime import storage
+from txl_jax.runtime.storage import as_path, is_remote, size
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -27,23 +29,34 @@ _NPY_MAGIC = b"\x93NUMPY"  # How a .npy file begins.
 _BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to the beginning of a line.
 
 
-def read_own_text(config: DataConfig) -> Text:
+def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), document_end: str = "\n") -> Text:
     """Reads one file, split 90/5/5, or the user's own files, a list per split, each concatenated in the order given.
 
     With a published corpus the file is a part of it. A pattern in a list matches files in the order of their names.
+    A training list by itself is split: by position or, from three files on, between files.
+    JSON lines become text in `cache`, each document with the end given.
     Raises `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in empty lines,
     each of which would be a token.
     """
-    if config.file:
-        path = checked(config.file, flag="--data.file")
-        size, name = os.path.getsize(path), Path(path).name
-        if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
-            return _split_text(f"{config.corpus} prefix", f"prefix of {size} bytes of {name}", [path], config)
-        _check_text(config, [path])
-        return _split_text("text", f"own text, {size:,} bytes of {name}", [path], config)
-    lists = {split: expanded(getattr(config, split), flag=f"--data.{split}") for split in SPLITS}
+    given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
+    lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
+    if config.json_field is not None:
+        lists = {
+            name: [_text_of_json(path, config.json_field, document_end, cache) for path in paths]
+            for name, paths in lists.items()
+        }
+    first, name = next(iter(lists.values())), Path(config.file or "").name
+    total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
+    if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
+        return _split_text(f"{config.corpus} prefix", f"prefix of {total} bytes of {name}", first, config)
     for paths in lists.values():
         _check_text(config, paths)
+    if len(lists) == 1 and len(first) < 3:
+        name = name or " and ".join(Path(path).name for path in first)
+        return _split_text("text", f"own text, {total:,} bytes of {name}", first, config)
+    if len(lists) == 1:
+        parts = first[: -2 * held_out], first[-2 * held_out : -held_out], first[-held_out:]
+        lists = dict(zip(SPLITS, parts, strict=True))
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
@@ -126,6 +139,19 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
         require(not marked or empty <= 0, wrong)
 
 
+def _text_of_json(path: str, field: str, end: str, cache: Path) -> str:
+    """Writes the documents of a file as text, each with its end, unless the cache has it, and returns its path."""
+    about = os.stat(path)
+    facts = repr((os.path.abspath(path), about.st_size, about.st_mtime_ns, field, end))
+    made = _copy_of(facts, cache) / f"{Path(path).stem}.txt"
+    if not made.exists():
+        with storage.writable(made.parent, what="the text of JSON lines"), open(path, "rb") as lines:
+            texts = (text for _, text in json_texts(lines, field, name=path) if text.strip())
+            # With newlines of its own at its end a document would end in empty lines.
+            storage.write_lines(made, ((text.rstrip("\n") if end[0] == "\n" else text) + end for text in texts))
+    return str(made)
+
+
 def _digest(files: Iterable[File]) -> str:
     digest = hashlib.sha256()
     for block in itertools.chain.from_iterable(file.blocks() for file in files):
@@ -138,15 +164,35 @@ def _digest(files: Iterable[File]) -> str:
 
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
     """Returns a config and `data_dir` with copies in the cache instead of remote files; raises `UserError`."""
-    settings = (leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path)
-    given = {name: value for name in settings if (value := config_tree.get(config, name))}
+    settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
     try:
+        config = _listed(config)
+        given = {name: value for name in settings if (value := config_tree.get(config, name))}
         local = {name: _copies(value, cache) for name, value in given.items()}
         if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
             data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
     except OSError as error:
-        raise access_error("read", error.filename or "a remote file", error) from error
+        raise storage.access_error("read", error.filename or "a remote file", error) from error
     return config_tree.replace(config, local), data_dir
+
+
+def _listed(config: DataConfig) -> DataConfig:
+    """Returns a config with the files of a directory or pattern in `data.file` as a training list instead."""
+    path = config.file
+    if not path or config.corpus is not CorpusName.TEXT or config.tokenizer.kind is Tokenizer.ID:
+        return config
+    if storage.is_dir(path):
+        found = {name: os.path.relpath(name, path) for name in storage.files_below(path)}
+    elif glob.has_magic(path) and not storage.exists(path):
+        local = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+        found = {name: os.path.basename(name) for name in (storage.matching(path) if is_remote(path) else local)}
+    else:
+        return config
+    kept = tuple(name for name, below in found.items() if "/." not in f"/{below}" and size(name))
+    require(kept, f"--data.file must name files that are not empty, got {path}, which has none; correct it")
+    if len(kept) < len(found):
+        print(f"note      {len(found) - len(kept)} hidden or empty files of {path} are skipped", flush=True)
+    return dataclasses.replace(config, file=None, train=kept)
 
 
 def _copies(value: str | tuple[str, ...], cache: Path) -> Any:
@@ -157,7 +203,7 @@ def _copies(value: str | tuple[str, ...], cache: Path) -> Any:
 
 
 def _expanded(pattern: str) -> list[str]:
-    found = matching(as_path(pattern)) if is_remote(pattern) and glob.has_magic(pattern) else [pattern]
+    found = storage.matching(as_path(pattern)) if is_remote(pattern) and glob.has_magic(pattern) else [pattern]
     require(found, f"no object matches {pattern}; check the pattern")
     return found
 
@@ -168,7 +214,7 @@ def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
     for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
         with contextlib.suppress(FileNotFoundError):
-            there = names(os.path.join(place, folder).rstrip("/"))
+            there = storage.names(os.path.join(place, folder).rstrip("/"))
             for name in wanted & {os.path.join(folder, each) for each in there}:
                 _copy(os.path.join(place, name), cache, root)
     return str(_copy_of(root, cache))
@@ -185,12 +231,12 @@ def _copy(url: str, cache: Path, root: str | None = None) -> str:
     """
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
-    time = modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
+    time = storage.modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
     if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), time):
         local.parent.mkdir(parents=True, exist_ok=True)
         part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
         try:
-            download(url, part)
+            storage.download(url, part)
             os.utime(part, (time, time))
             os.replace(part, local)
         finally:

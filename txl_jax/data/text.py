@@ -8,6 +8,7 @@ import functools
 import glob
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 
@@ -98,6 +99,25 @@ def expanded(names: Iterable[str], *, flag: str) -> list[str]:
     """Returns the files of names and patterns; raises `UserError` as `checked`."""
     found = ([name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names)
     return [checked(path, flag=flag) for path in itertools.chain(*found)]
+
+
+def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tuple[int, str]]:
+    """Yields the text in a field of each JSON line that is not empty, after the line's number, from 1 on.
+
+    Raises `UserError` with number and `name` of the file for a line without such a text.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[field]
+            text.encode()  # A number has no such method, and half a surrogate pair no UTF-8.
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise UserError(
+                f"line {number} of {name} must be a JSON object with a text in the field {field!r}, got "
+                f"{line.strip()[:60]!r}. Correct the line, or give another --data.json_field (none: files have text)."
+            ) from None
+        yield number, text
 
 
 # UTF-8

@@ -20,6 +20,8 @@ from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
+_IDS_PER_BLOCK = 1 << 20
+_MOST_UNKNOWN = 0.001  # Share of unknown tokens, whose bytes are not known.
 _ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved form that are not plain JSON.
 
 
@@ -31,6 +33,7 @@ class Vocabulary(Protocol):
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
     measure: ClassVar[Measure] = Measure.PPL  # Usual measure of a loss per token.
+    per_byte: ClassVar[str] = "bits_per_byte"  # Name of a loss per byte of text in records.
     join: ClassVar[Any] = "".join  # Makes the value of the first field from the saved tokens.
 
     @property
@@ -93,6 +96,21 @@ class Vocabulary(Protocol):
     def _texts(self) -> Sequence[bytes]:
         """Returns the text of each token; empty if a kind defines `decode`."""
         return ()
+
+    @property
+    def byte_lengths(self) -> np.ndarray | None:
+        """Returns how many bytes of text each token [V] stands for, or None if the tokens have no text."""
+        return np.array(list(map(len, self._texts))) if self._texts else None
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Returns the bytes of text that ids [T] stand for, or 0 if unknown: no text, or > 0.1 % unknown tokens."""
+        if (lengths := self.byte_lengths) is None:
+            return 0
+        counts = np.zeros(self.size, np.int64)
+        for first in range(0, len(ids), _IDS_PER_BLOCK):
+            counts += np.bincount(ids[first : first + _IDS_PER_BLOCK], minlength=self.size)
+        is_known = self.unknown_id is None or counts[self.unknown_id] <= _MOST_UNKNOWN * len(ids)
+        return int(counts @ lengths) if is_known else 0
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form: the fields after the tokens."""

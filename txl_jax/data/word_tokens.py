@@ -28,6 +28,7 @@ class WordVocabulary(Vocabulary):
     unknown: str = UNKNOWN_WORD  # One of `words`: encodes all words that are not.
 
     kind: ClassVar[str] = "word"
+    per_byte: ClassVar[str] = "approximate_bits_per_byte"
     join: ClassVar[Any] = tuple
 
     def __post_init__(self) -> None:
@@ -53,6 +54,14 @@ class WordVocabulary(Vocabulary):
     def names(self) -> list[bytes]:
         """Returns the name of each token."""
         return [word.encode() for word in self.words]
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """Returns the bytes of each word [V] and of the one space or newline after it."""
+        lengths = np.array([len(word.encode()) + 1 for word in self.words])
+        if self.mark is not None:
+            lengths[self.mark] = 0  # A line's last word has counted its newline.
+        return lengths
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """Yields the ids of a split, every line ended by its mark.

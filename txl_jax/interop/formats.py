@@ -14,7 +14,7 @@ from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError, rephrased
 from txl_jax.interop import foreign_vocabulary as vocabularies
-from txl_jax.interop import infer_config, nvidia, original, safetensors, state_dict, tensorflow, torch_files
+from txl_jax.interop import infer_config, nvidia, original, portable, safetensors, state_dict, tensorflow, torch_files
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
@@ -74,6 +74,11 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
 
 
 def _read_weights(weights: _Weights, format: Format) -> Model:
+    folder = weights.path.parent
+    if weights.path.name == portable.WEIGHTS and (folder / portable.RECORD).is_file():  # From a model of ours.
+        info = portable.read_record(folder)
+        sizes, vocab_size = info.config.model, info.vocabulary.size
+        return Model(format, info, original.to_leaves(weights.tensors, sizes, vocab_size=vocab_size, format=format), [])
     beside = weights.path.with_name("config.json")
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
     by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}

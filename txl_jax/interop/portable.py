@@ -37,6 +37,7 @@ from txl_jax.runtime.storage import AnyPath
 from txl_jax.version import __version__
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
+RECORD = "txl_jax.json"  # In a directory of another format: what our config.json has.
 _KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable folder's config.json has.
 # Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a document.
 _GROUPS = ("seed", "model", "optimizer", "train", "regularization", "average", "eval", "generate")
@@ -114,11 +115,35 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     write_vocabulary(folder, info.vocabulary)
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
     storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
+    sums = {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)}
+    storage.write_json(os.path.join(folder, CONFIG), _saved(info, num_parameters, sums))
+
+
+def write_record(folder: Path, info: ModelInfo, num_parameters: int) -> None:
+    """Writes our settings into a directory of another format, which lacks some of them."""
+    sums = {name: storage.sha256(folder / name) for name in (WEIGHTS, VOCABULARY, CONFIG)}
+    storage.write_json(folder / RECORD, _saved(info, num_parameters, sums))
+
+
+def read_record(folder: Path) -> ModelInfo:
+    """Reads the settings of `write_record`, or raises `UserError` if a file that they belong to was changed."""
+    sums = _read_config(folder, RECORD).get("sha256", {})
+    for name in (WEIGHTS, VOCABULARY, CONFIG):
+        if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
+            raise UserError(
+                f"{folder / name} was changed after {RECORD} was written for it. Restore it, or remove {RECORD}: "
+                f"then the model is read with the settings of {CONFIG}."
+            )
+    return read_info(folder, RECORD)
+
+
+def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the content of config.json; `sums` are the sha256 of other files by name."""
     # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(info.config).items()
     settings = {name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths}
-    saved = {
+    return {
         _KIND: _KIND_VERSION,
         "description": info.description,
         "parameters": num_parameters,
@@ -126,14 +151,13 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
         "step": info.step,
         "config": settings | {"data.reset_at": info.config.data.reset_at},
         "scores": dict(info.scores),
-        "sha256": {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)},
+        "sha256": dict(sums),
     }
-    storage.write_json(os.path.join(folder, CONFIG), saved)
 
 
-def read_info(folder: AnyPath) -> ModelInfo:
+def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
     """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
-    path, saved = os.path.join(folder, CONFIG), _read_config(folder)
+    path, saved = os.path.join(folder, name), _read_config(folder, name)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     damaged = f"{path} is corrupted or has another version (%s). Copy or convert it again."
     with rephrased(damaged, ValueError, KeyError, TypeError, AttributeError):
@@ -143,7 +167,7 @@ def read_info(folder: AnyPath) -> ModelInfo:
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
-            f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {CONFIG} (sha256, or vocab_size "
+            f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {name} (sha256, or vocab_size "
             f"{expected[1]}). Copy or convert the directory again."
         )
     return info
@@ -175,14 +199,14 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
     return flax.traverse_util.unflatten_dict(placed, sep="/")
 
 
-def _read_config(folder: AnyPath) -> dict[str, Any]:
-    path = os.path.join(folder, CONFIG)
+def _read_config(folder: AnyPath, name: str = CONFIG) -> dict[str, Any]:
+    path = os.path.join(folder, name)
     try:
         saved: dict[str, Any] = json.loads(storage.read(path))
         version = saved[_KIND]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: {error!r}). Make one with "
+            f"{folder} is not a portable checkpoint of txl_jax ({name}: {error!r}). Make one with "
             "`python -m experiments.convert`."
         ) from error
     if version != _KIND_VERSION:

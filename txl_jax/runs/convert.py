@@ -97,6 +97,9 @@ def convert(
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s; reading it back")
         difference = _verify(read, folder, to_format)
+        if to_format is not TargetFormat.NATIVE:  # Afterwards: what was verified is what the other program will read.
+            portable.write_record(folder, read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values()))
+            log(f"settings  {portable.RECORD}: with it txl_jax reads the model back with its own settings")
     seconds = time.monotonic() - began
     log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats; {seconds:.1f} s in all")
     log(f"to        {to_format}: {target}")

@@ -25,7 +25,8 @@ from txl_jax.runtime.storage import as_path, is_dir, names
 Row = Mapping[str, Any]
 Point = tuple[int, float]  # A training step, and the value recorded there.
 
-MEASURED = ("best_valid", "test", "measure", "steps", "seconds")
+PER_BYTE = ("bits_per_byte", "approximate_bits_per_byte")  # Of the test text; the second one where tokens are words.
+MEASURED = ("best_valid", "test", "measure", *PER_BYTE, "steps", "seconds")
 SEED = "seed"
 _SCORES = ("best_valid", "test")
 
@@ -79,6 +80,7 @@ class RunRecords:
         if self.results is not None:
             losses = {name: self.results[name]["loss"] for name in _SCORES if self.results.get(name)}
             row |= {name: Totals(float(loss), 1).value(self.measure) for name, loss in losses.items()}
+            row |= {name: value for name in PER_BYTE if (value := (self.results.get("test") or {}).get(name))}
             return row | {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
         row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} updates"
         if valid := self.scores("valid"):
@@ -180,7 +182,9 @@ def csv_file(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
 def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     """Yields the lines of a Markdown table of rows, and of a second one with the means over seeds, if any."""
     speed = ["tokens_per_second"] * any("tokens_per_second" in row for row in rows)
-    yield from _table(["run", *names, *_SCORES, "steps", *speed, "seconds", "state"], rows)
+    # Not where it is every run's bpc.
+    per_byte = [name for name in PER_BYTE if any(name in row and row[name] != row["test"] for row in rows)]
+    yield from _table(["run", *names, *_SCORES, *per_byte, "steps", *speed, "seconds", "state"], rows)
     if averaged := means(names, rows):
         yield ""
         yield from _table([*(name for name in names if name != SEED), *_SCORES, "seeds"], averaged)
@@ -188,6 +192,7 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     headings = {"best_valid": "best valid", "tokens_per_second": "tokens/s", "seconds": "time"}
+    headings |= {name: name.replace("_", " ") for name in PER_BYTE}
     cells = ([_cell(row, column) for column in columns] for row in rows)
     return table([headings.get(column, column) for column in columns], cells)
 
@@ -199,6 +204,8 @@ def _cell(row: Row, column: str) -> str:
         return duration(row[column])
     if column == "tokens_per_second":
         return f"{row[column]:,.0f}"
+    if column in PER_BYTE:
+        return f"{row[column]:.4f}"
     if column in _SCORES:
         digits, deviation = 2 if row["measure"] == Measure.PPL else 4, row.get(f"{column}_deviation")
         spread = "" if deviation is None else f" ± {deviation:.{digits}f}"

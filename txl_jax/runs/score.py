@@ -110,12 +110,19 @@ def score(
 
 
 def score_with_line(
-    components: Built, params: Any, tokens: Any, *, name: str, measure: Measure, **options: Any
+    components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
 ) -> tuple[Totals, str]:
-    """Computes the losses of a text as `score` does; returns them and a line about them and the time they took."""
-    began = time.monotonic()
+    """Computes the losses of a text as `score` does; returns them and a line about them and the time they took.
+
+    The totals have the bytes of the text where the vocabulary knows them.
+    """
+    began, measure = time.monotonic(), vocabulary.measure
     totals = score(components, params, tokens, name=name, measure=measure, **options)
-    return totals, f"{name} {format_scores(totals, measure)}  in {environment.duration(time.monotonic() - began)}"
+    totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
+    line = f"{name} {format_scores(totals, measure)}"
+    if totals.bytes and measure is Measure.PPL:
+        line += f"  {vocabulary.per_byte.replace('_', ' ')} {totals.bits_per_byte:.4f}"
+    return totals, f"{line}  in {environment.duration(time.monotonic() - began)}"
 
 
 def evaluate_splits(
@@ -132,7 +139,7 @@ def evaluate_splits(
         "step": scored[0][0],
         "eval": config_tree.to_dict(config.eval),
         **environment.describe(),
-        **{split: as_result(totals) for _, split, totals, _ in scored},
+        **{split: as_result(totals, corpus.vocabulary) for _, split, totals, _ in scored},
     }
     path = os.path.join(run.outputs, "evaluation.json")
     distributed.broadcast_from_primary(lambda: write_json(path, results))
@@ -169,12 +176,12 @@ def _score_splits(
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
     """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
     components, step, params = load_to_score(config, corpus, run, log=print)
-    measure = corpus.vocabulary.measure
     for split in Split:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype)) if per_token else None
         options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
-        totals, line = score_with_line(components, params, tokens, name=split, measure=measure, **options)
+        vocabulary = corpus.vocabulary
+        totals, line = score_with_line(components, params, tokens, name=split, vocabulary=vocabulary, **options)
         print(line)
         yield step, split, totals, nats
 
@@ -396,14 +403,15 @@ def score_documents(
         write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def as_record(totals: Totals) -> dict[str, Any]:
+def as_record(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the fields of a result in metrics.jsonl and results.json."""
-    return {"loss": totals.nll, "bpc": totals.bpc, "perplexity": totals.perplexity, "tokens": totals.tokens}
+    per_byte = {vocabulary.per_byte: totals.bits_per_byte} if totals.bytes else {}
+    return totals.per_token(vocabulary.measure) | per_byte | {"tokens": totals.tokens}
 
 
-def as_result(totals: Totals) -> dict[str, Any]:
+def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns `as_record` for a JSON file: a perplexity above the largest float, of a run that diverged, is null."""
-    record: dict[str, Any] = as_record(totals)
+    record: dict[str, Any] = as_record(totals, vocabulary)
     if math.isfinite(record["perplexity"]):
         return record
     return record | {"perplexity": None, "note": "the loss is too large for a perplexity: exp(loss) overflows"}

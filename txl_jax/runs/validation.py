@@ -40,7 +40,7 @@ class Validation:
         self.results_path = os.path.join(self.run.path, RESULTS)
         self._config = self.built.config
         self._members = self.built.members
-        self._measure = self.corpus.vocabulary.measure
+        self._vocabulary, self._measure = self.corpus.vocabulary, self.corpus.vocabulary.measure
         # Scores at other evaluation settings are not comparable.
         self._eval_settings = config_tree.to_dict(self._config.eval)
 
@@ -83,11 +83,11 @@ class Validation:
         self.pending = False
         for index, (totals, line) in enumerate(scored):
             best = self._best(index)
-            context.record("valid", as_record(totals), member=self._members.labels[index])
+            context.record("valid", as_record(totals, self._vocabulary), member=self._members.labels[index])
             # Those of this very step are written again: a kill may have come before they had their digests.
             if best is None or totals.nll < best["loss"] or best["step"] == context.step:
                 context.log(f"{line}  best so far")
-                notes = {"step": context.step, **as_result(totals), "eval": self._eval_settings}
+                notes = {"step": context.step, **as_result(totals, self._vocabulary), "eval": self._eval_settings}
                 self.checkpoints.save_best(index, context.step, of_members[index], notes)
             else:
                 context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
@@ -100,7 +100,7 @@ class Validation:
         names = [f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))]
         try:
             return [
-                score_with_line(self.built, params, tokens, name=name, measure=self._measure, **options)
+                score_with_line(self.built, params, tokens, name=name, vocabulary=self._vocabulary, **options)
                 for name, params in zip(names, of_members, strict=True)
             ]
         except Interrupted:
@@ -167,9 +167,10 @@ class Validation:
             return None
         results = []
         for label, own, (totals, line) in zip(self._members.labels, best, scored, strict=True):
-            self.log.record("test", step, as_record(totals), member=label)
+            self.log.record("test", step, as_record(totals, self._vocabulary), member=label)
             self.log.print(line)
-            results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **as_result(totals)}})
+            test = as_result(totals, self._vocabulary)
+            results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **test}})
         content = {
             **self.facts,
             "steps": step,

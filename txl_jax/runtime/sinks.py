@@ -66,7 +66,7 @@ def grouped_names(kind: str, values: Mapping[str, float], member: str | None) ->
 
 _NUMBERED = re.compile(r"events\.(\d+)\.")
 # Columns of TensorBoard's table of settings (HPARAMS).
-_RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/perplexity")
+_RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/bits_per_byte", "test/perplexity")
 
 
 class TensorBoard(Sink):

@@ -36,20 +36,18 @@ class RunningTotals:
         self.grad_norm += float(np.sum(metrics.grad_norm, dtype=np.float64))
         self.updates += len(metrics.nats)
 
-    def values(self) -> dict[str, float]:
+    def values(self, measure: Measure) -> dict[str, float]:
         """Returns the values of a record."""
-        losses = Totals(self.nats, self.tokens)
-        means = {"loss": losses.nll, "bpc": losses.bpc, "perplexity": losses.perplexity}
-        return means | {"grad_norm": self.grad_norm / self.updates}
+        return Totals(self.nats, self.tokens).per_token(measure) | {"grad_norm": self.grad_norm / self.updates}
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Progress:
     """Sums up updates, and reports each time `log_every` of them are complete: a record per member, and one line.
 
-    A record of the kind "train" has loss, bpc, perplexity, grad_norm (means since the last one), learning_rate,
-    tokens_per_second, step_seconds, host_wait_share, and where they are known model_flops_per_second, peak_share and
-    device_memory_bytes.
+    A record of the kind "train" has loss, bpc (of bytes and characters), bits_per_token, perplexity, grad_norm (means
+    since the last one), learning_rate, tokens_per_second, step_seconds, host_wait_share, and where they are known
+    model_flops_per_second, peak_share and device_memory_bytes.
     """
 
     log: RunLog
@@ -128,7 +126,7 @@ class Progress:
         seconds = max(now - self._since, 1e-9)
         measured = self._measured(seconds)
         for label, running, learning_rate in zip(self.members.labels, self._totals, learning_rates, strict=True):
-            values = running.values() | {"learning_rate": learning_rate} | measured
+            values = running.values(self.measure) | {"learning_rate": learning_rate} | measured
             self.log.record("train", step, values, member=label)
         self.log.print("  ".join(self._columns(step, measured)))
         self._totals = [RunningTotals() for _ in self._totals]
@@ -163,9 +161,9 @@ class Progress:
 
     def _losses(self) -> list[str]:
         if self.members.names:
-            return ["losses", *(f"{running.values()['loss']:.4f}" for running in self._totals)]
+            return ["losses", *(f"{running.values(self.measure)['loss']:.4f}" for running in self._totals)]
         [running] = self._totals
-        values, measured = running.values(), Totals(running.nats, running.tokens).format(self.measure)
+        values, measured = running.values(self.measure), Totals(running.nats, running.tokens).format(self.measure)
         return [f"loss {values['loss']:.4f}", measured, f"grad norm {values['grad_norm']:.3f}"]
 
 
