@@ -48,7 +48,7 @@ def load(
     found = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     components = found.build()
     step, params = found.params(components)
-    return LanguageModel(components, found.vocabulary, params, step)
+    return LanguageModel(components, found.vocabulary, params, step, found.description)
 
 
 class Continuation(NamedTuple):
@@ -59,7 +59,7 @@ class Continuation(NamedTuple):
     tokens: int  # Number of its tokens.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A trained model, made by `load`. Memory and segment lengths are the ones in `config.eval`.
 
@@ -72,12 +72,20 @@ class LanguageModel:
       vocabulary: Text to token ids and back.
       params: The parameters.
       step: Training step at which they were saved.
+      source: The directory they were loaded from, and what they were trained on, or empty.
     """
 
     components: Built
     vocabulary: Vocabulary
     params: Any
     step: int
+    source: str = ""
+
+    def __repr__(self) -> str:
+        """Returns one line: kind, sizes, parameters, vocabulary, and where the weights come from."""
+        model, vocabulary = self.config.model, f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens"
+        sizes = f"{model.n_layer} layers, d_model {model.d_model}, {self.components.num_parameters:,} parameters"
+        return f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of {self.source or '?'}>"
 
     @property
     def config(self) -> ExperimentConfig:
