@@ -208,13 +208,13 @@ class LanguageModel:
 
         Args:
           prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an empty memory.
-          settings: Length, temperature, top_k, top_p, stop (one token) and seed, or None for the run's `generate`.
+          settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's `generate`.
           stop: Strings, whatever their tokens are. The first that is written ends a text, which does not include it.
           seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give equal texts.
 
         Raises:
-          UserError: If the model cannot generate, the vocabulary lacks a prompt's characters or the stop token, a stop
-            string is empty, or the seeds are not as many as the prompts.
+          UserError: If the model cannot generate, the vocabulary lacks characters of a prompt or of the settings' stop,
+            a stop string is empty, or the seeds are not as many as the prompts.
         """
         refuse_single_text(prompts)
         listed = list(prompts)
@@ -247,9 +247,9 @@ class LanguageModel:
         return self._generator.pieces(
             [ids if len(ids) else self.vocabulary.start for ids in given],
             settings,
-            seeds=[settings.seed] * len(given) if seeds is None else seeds,
+            draws=[(seed, 0) for seed in ([settings.seed] * len(given) if seeds is None else seeds)],
             decode=self.vocabulary.decode,
-            stop_token=read_stop(settings, self.vocabulary),
+            ending=read_stop(settings, self.vocabulary),
             stop_strings=stop_strings,
             batch_size=batch_size,
         )
