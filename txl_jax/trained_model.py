@@ -48,7 +48,7 @@ def load(
     found = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     components = found.build()
     step, params = found.params(components)
-    return LanguageModel(components, found.vocabulary, params, step)
+    return LanguageModel(components, found.vocabulary, params, step, found.description)
 
 
 class Continuation(NamedTuple):
@@ -59,7 +59,7 @@ class Continuation(NamedTuple):
     tokens: int  # Number of its tokens.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A trained model, made by `load`. Memory and segment lengths are the ones in `config.eval`.
 
@@ -72,12 +72,20 @@ class LanguageModel:
       vocabulary: Text to token ids and back.
       params: The parameters.
       step: Training step at which they were saved.
+      source: The directory they were loaded from, and what they were trained on, or empty.
     """
 
     components: Built
     vocabulary: Vocabulary
     params: Any
     step: int
+    source: str = ""
+
+    def __repr__(self) -> str:
+        """Returns one line: kind, sizes, parameters, vocabulary, and where the weights come from."""
+        model, vocabulary = self.config.model, f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens"
+        sizes = f"{model.n_layer} layers, d_model {model.d_model}, {self.components.num_parameters:,} parameters"
+        return f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of {self.source or '?'}>"
 
     @property
     def config(self) -> ExperimentConfig:
@@ -200,13 +208,13 @@ class LanguageModel:
 
         Args:
           prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an empty memory.
-          settings: Length, temperature, top_k, top_p, stop (one token) and seed, or None for the run's `generate`.
+          settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's `generate`.
           stop: Strings, whatever their tokens are. The first that is written ends a text, which does not include it.
           seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give equal texts.
 
         Raises:
-          UserError: If the model cannot generate, the vocabulary lacks a prompt's characters or the stop token, a stop
-            string is empty, or the seeds are not as many as the prompts.
+          UserError: If the model cannot generate, the vocabulary lacks characters of a prompt or of the settings' stop,
+            a stop string is empty, or the seeds are not as many as the prompts.
         """
         refuse_single_text(prompts)
         listed = list(prompts)
@@ -239,9 +247,9 @@ class LanguageModel:
         return self._generator.pieces(
             [ids if len(ids) else self.vocabulary.start for ids in given],
             settings,
-            seeds=[settings.seed] * len(given) if seeds is None else seeds,
+            draws=[(seed, 0) for seed in ([settings.seed] * len(given) if seeds is None else seeds)],
             decode=self.vocabulary.decode,
-            stop_token=read_stop(settings, self.vocabulary),
+            ending=read_stop(settings, self.vocabulary),
             stop_strings=stop_strings,
             batch_size=batch_size,
         )

@@ -1,21 +1,27 @@
 """Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
 
 import contextlib
+import dataclasses
 import functools
 import io
+import json
 import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+import txl_jax
 from support import drawn_run
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.ready_ids import find_tokens
+from txl_jax.data.vocabulary import TextStream
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.runs.generate import generate_text, read_stop
+from txl_jax.runs.generate import continue_prompts, generate_text, read_prompt, read_stop
+from txl_jax.runs.weights import Weights
 
 LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 
@@ -65,8 +71,9 @@ def test_each_sample_ends_with_its_first_stop_token(run, whole):
 @pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
 def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
     workdir = drawn_run.of_words(tmp_path / "run")
-    _, printed = write((workdir.config, None, workdir), prompt=prompt, length=12)
-    found = printed.rpartition(" ---\n")[2]
+    _, printed = write((workdir.config, None, workdir), prompt=prompt.replace("\n", "\\n"), length=12)
+    found, _, path = printed.rpartition(" ---\n")[2].rpartition("\nsample ")
+    assert Path(path.strip()).read_text() == f"{found}\n"
     assert found.startswith(begins)
     assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
     assert set(found.split()) <= set(workdir.text.vocabulary.words)
@@ -116,24 +123,94 @@ words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>"
         (words(LineMark.EOS), "<eos>", 0),
         (words(LineMark.DOUBLE_S), "\\n", 4),
         (words(LineMark.S, lower_case=True), "The", 1),
+        (ByteVocabulary(b"\t\n a"), "\\t", 0),
+        (ByteVocabulary(b"\n a"), "a a", b"a a"),  # Several tokens are a text.
+        (ByteVocabulary(b"\n a"), " \\n", b" \n"),
+        (words(LineMark.EOS), "the cat", b"the cat "),
+        (words(LineMark.EOS), "the\\n", b"the \n"),
     ],
 )
-def test_the_text_of_a_token_is_found(vocabulary, stop, token):
+def test_a_stop_is_a_token_or_the_text_of_several(vocabulary, stop, token):
     assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "stop", "pattern"),
     [
-        (ByteVocabulary(b"\n a"), "a a", r"'a a'.*\b3\b.*'a', ' ', 'a'"),
+        (words(LineMark.EOS), "the zebra", r"\b2\b.*'the', '<unk>'"),
         (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
         (words(LineMark.EOS), "<unk>", "'<unk>'.*'<unk>'"),
-        (words(LineMark.EOS), "the cat", r"\b2\b.*'the', 'cat'"),
         (words(LineMark.NONE), "\\n", r"generate\.stop.*\b0\b"),
         (words(LineMark.EOS), "\udcff", r"generate\.stop.*\b0xff\b"),
     ],
 )
-def test_what_is_not_one_known_token_is_refused_by_what_it_became(vocabulary, stop, pattern):
+def test_what_has_no_known_token_is_refused_by_what_it_became(vocabulary, stop, pattern):
     with pytest.raises(UserError, match=pattern) as error:
         read_stop(GenerateConfig(stop=stop), vocabulary)
     assert "\n" not in str(error.value)
+
+
+def test_the_end_of_a_document_is_one_token():
+    with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
+        find_tokens(ByteVocabulary(b"\n a"), "a a", name="data.reset_at")
+
+
+def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
+    typed, meant = r"a\n\tb\\n", "a\n\tb\\n"
+    vocabulary = ByteVocabulary(bytes(range(256)))
+    assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(GenerateConfig(stop=typed), vocabulary)
+    assert read_prompt(GenerateConfig(prompt=typed)) == meant.encode()
+    assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
+
+
+def test_a_stop_of_several_tokens_ends_each_sample(run, whole, tmp_path):
+    stop = whole[0][13:17]  # From one block to the next.
+    texts, printed = write(run, stop=stop)
+    for text, longer in zip(texts, whole, strict=True):
+        start, found, _ = longer.partition(stop)
+        assert text == start + found
+    assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed and len(texts[0]) < LENGTH
+    config, _, workdir = run
+    model = txl_jax.load(workdir.path)
+    settings = dataclasses.replace(config.generate, stop=stop)
+    assert model.generate([""], settings) == [texts[0]], "Python's setting is the same"
+    assert model.generate([""], config.generate, stop=stop) == [texts[0].removesuffix(stop)], (
+        "Python's stop strings are no part"
+    )
+
+
+def test_a_stop_is_found_inside_of_subwords(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = {"data__tokenizer__kind": "subword", "data__tokenizer__vocab_size": 280}
+    vocabulary = drawn_run.on_text(tmp_path, b"the cat sat on the mat\n" * 300, **tokenizer)[1].vocabulary
+    assert read_stop(GenerateConfig(stop="at"), vocabulary) == b"at"
+    stream = TextStream(vocabulary.decode, (), b"at")
+    assert stream.add(vocabulary.encode(b"the cat sat")) == "the cat" and stream.ended
+
+
+def test_each_prompt_of_a_file_gets_the_samples_that_it_gets_alone(run):
+    """Prompts of several lengths, an empty one among them, side by side."""
+    config, _, workdir = run
+    prompts = ["the cat sat", "", "at", "the cat sat on " * 3]
+    texts = [write(run, prompt=prompt, stop="at\\n")[0] for prompt in prompts]
+    weights, lines = (
+        Weights.of(workdir, config_tree.replace(config, {"generate.stop": "at\\n", "eval.batch_size": 5})),
+        [],
+    )
+    numbered = ((number, prompt.encode()) for number, prompt in enumerate(prompts, start=1))
+    continue_prompts(weights, numbered, name="prompts.txt", write=lines.append)
+    expected = [
+        {"index": index, "sample": sample, "prompt": prompt, "text": text}
+        for index, prompt in enumerate(prompts)
+        for sample, text in enumerate(texts[index])
+    ]
+    assert list(map(json.loads, lines)) == expected and len({text for each in texts for text in each}) > 3
+    with pytest.raises(UserError, match=r"line 2 of prompts\.txt.*0xe9"):
+        continue_prompts(weights, [(1, b"the"), (2, b"caf\xe9")], name="prompts.txt", write=lines.append)
+
+
+def test_an_earlier_sample_is_not_replaced_in_silence(run):
+    _, first = write(run, seed=9, prompt="the")
+    _, again = write(run, seed=9, prompt="the")
+    _, other = write(run, seed=9, prompt="cat")
+    assert first == again and "earlier" not in again and "earlier" in other.rpartition("\nsample ")[2]

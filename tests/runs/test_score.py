@@ -153,6 +153,18 @@ def test_documents_have_their_lines(tmp_path, end):
     assert list(documents([], InputFormat.LINES)) == list(documents([b"\n"], InputFormat.DOCUMENTS)) == []
 
 
+@pytest.mark.parametrize("form", list(InputFormat))
+def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_text_unless_the_tokens_are_bytes(form):
+    lines = [b"\xef\xbb\xbfone\r\n", b"\r\n", b"two\r\r\n", b"\xef\xbb\xbf"]
+    found = [text for _, text in documents(lines, form)]
+    kept = [text for _, text in documents(lines, form, as_bytes=True)]
+    if form is InputFormat.LINES:
+        assert found == [b"one", b"", b"two\r", b"\xef\xbb\xbf"]
+        assert kept == [line.removesuffix(b"\n") for line in lines]
+    else:
+        assert found == [b"one", b"two\r\r\n\xef\xbb\xbf"] and kept == [b"\xef\xbb\xbfone\r", found[1]]
+
+
 def test_what_cannot_be_opened_is_named(tmp_path):
     for path, hint in ((tmp_path / "missing", "--input"), (tmp_path, "--input"), ("-", "/dev/stdin")):
         with pytest.raises(UserError, match=rf"{path} .*{hint}"):

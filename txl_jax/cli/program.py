@@ -22,15 +22,18 @@ import jax
 from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
-from txl_jax.config import CacheDType, CorpusName, ExperimentConfig, WeightDType, config_tree
+from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, Tokenizer, WeightDType, config_tree
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.config.experiment import preset
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import Corpus, read_corpus, refuse_packed
 from txl_jax.data.published import check_file, default_data, program_of
+from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import json_texts
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
 from txl_jax.runs import score, warm_start
-from txl_jax.runs.generate import generate_text
+from txl_jax.runs.generate import continue_prompts, generate_text
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
 from txl_jax.runs.train import train_run
@@ -139,9 +142,10 @@ class TrainPlan(WatchPlan, TextPlan):
         path=True,
     )
     ensemble_member: str | None = setting(None, "Member of an ensemble that is read, by name; not for training.")
-    input: str | None = setting(None, "With --mode=score: file whose documents are scored.")
+    out: str | None = setting(None, "Folder for the files of other modes than train; default: the workdir.", path=True)
+    input: str | None = setting(None, "File whose documents --mode=score scores or --mode=generate continues.")
     input_format: InputFormat = setting(InputFormat.LINES, "What a document of the input is.")
-    per_token: bool = setting(False, "With --input: writes a record per token instead of one per document.")
+    per_token: bool = setting(False, "With --mode=score --input: writes a record per token, not one per document.")
 
     stopped: ClassVar[str] = "its scores were not written"
 
@@ -155,6 +159,7 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     """Trains a run to the end, or until a signal; other modes read a trained one."""
     if plan.mode is not Mode.TRAIN or plan.input is not None:
         return _use_trained(plan, job)
+    require(plan.out is None, f"--out is {plan.out} and --mode=train writes to the workdir; leave --out out")
     require(
         plan.ensemble_member is None,
         f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of its "
@@ -324,9 +329,9 @@ class Job:
         check(config)
         return config, self.corpus(config, run), run
 
-    def corpus(self, config: ExperimentConfig, run: Run | None = None) -> Corpus:
+    def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
         """Reads the text of a config: for a trained run in its vocabulary and by default from its folders."""
-        folders, vocabulary = (self.plan.data_dir, self.plan.cache_dir), None
+        folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
         if run is not None and not run.is_open:
@@ -430,36 +435,41 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     if (workdir := plan.workdir) is None:
         raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
     if plan.input is not None:
-        return _score_input(plan, job, workdir)
-    from txl_jax.interop.portable import is_portable  # Here: training needs none of it.
-
-    require(
-        not distributed.broadcast_from_primary(lambda: is_portable(workdir)),
-        f"{workdir} is a portable folder and --mode={plan.mode} reads a run; give --mode=score with --input, begin a "
-        "run with --init_from, or use experiments.serve or txl_jax.load",
-    )
-    run = Run.read(workdir, member=plan.ensemble_member)
-    config, own = job.config_of(run), job.defaults.data.corpus
-    _note_unread(plan, job, config, run.config)
-    if program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
+        return _read_input(plan, job, workdir)
+    model = dataclasses.replace(open_weights(workdir, member=plan.ensemble_member), out=plan.out)
+    run = model.source if isinstance(model.source, Run) else None
+    if run is None and plan.mode is not Mode.GENERATE:
+        model = _with_text(model, job.defaults.data)
+    config, own = job.config_of(model), job.defaults.data.corpus
+    _note_unread(plan, job, config, model.config)
+    if run is not None and program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
         print(f"corpus    {config.data.corpus}, as in training; this is the program of {own}")
     if plan.mode is Mode.GENERATE:
         with job.stop:
-            generate_text(config, run, stop_requested=lambda: job.stop)
+            generate_text(config, model, stop_requested=lambda: job.stop)
         return None
-    corpus = job.corpus(config, run)
+    corpus = job.corpus(config, run, model.vocabulary)
     score_splits = score.evaluate_splits if plan.mode is Mode.EVAL else score.score_tokens
     with job.stop:
-        score_splits(config, corpus, run, stop_requested=lambda: job.stop)
+        score_splits(config, corpus, model, stop_requested=lambda: job.stop)
     return None
 
 
-def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
-    """Scores the documents of a file; only records go to standard output."""
+def _with_text(model: Weights, data: DataConfig) -> Weights:
+    """Returns a portable model, which names no text, with the program's, as tokens of the model."""
+    kind = Tokenizer.SUBWORD if isinstance(model.vocabulary, SubwordVocabulary) else Tokenizer(model.vocabulary.kind)
+    own = {"reset_at": model.config.data.reset_at, "tokenizer.kind": kind}
+    own |= {"tokenizer.line_mark": model.vocabulary.line_mark} if kind is Tokenizer.WORD else {}
+    text = config_tree.replace(data, own)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, data=text))
+
+
+def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
+    """Scores or continues the documents of a file; only records go to standard output."""
     assert plan.input is not None
-    wrong_mode = f"--input is given and --mode is {plan.mode}; only --mode=score reads an input"
-    require(plan.mode is Mode.SCORE, wrong_mode)
-    alone = "--input is given and there are several processes; score an input with one"
+    wrong_mode = f"--input is given and --mode is {plan.mode}; only --mode=score and generate read an input"
+    require(plan.mode in (Mode.SCORE, Mode.GENERATE), wrong_mode)
+    alone = "--input is given and there are several processes; read an input with one"
     require(not distributed.is_multiprocess(), alone)
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:
@@ -476,10 +486,14 @@ def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
         weights = dataclasses.replace(weights, config=config)
         try:
             with score.open_input(plan.input) as file:
-                texts, field = score.documents(file, plan.input_format), weights.config.data.json_field
+                field, as_bytes = config.data.json_field, isinstance(weights.vocabulary, ByteVocabulary)
+                texts = score.documents(file, plan.input_format, as_bytes=as_bytes)
                 if field is not None:
                     texts = ((line, text.encode()) for line, text in json_texts(file, field, name=plan.input))
-                score.score_documents(weights, texts, name=plan.input, per_token=plan.per_token, write=write)
+                if plan.mode is Mode.GENERATE:
+                    continue_prompts(weights, texts, name=plan.input, write=write)
+                else:
+                    score.score_documents(weights, texts, name=plan.input, per_token=plan.per_token, write=write)
         except Interrupted:
             print(f"stopped   on request in {plan.input}; the records written are complete")
         except BrokenPipeError:  # Whoever reads the records has enough, as in `| head`.
@@ -490,7 +504,7 @@ def _score_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
 
 def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig) -> None:
     """Prints a note on typed flags that change nothing in this mode, unless they say what the record says too."""
-    unread = ["input_format", "per_token"] if plan.input is None else ["data."]
+    unread = ["input_format", "per_token"] if plan.input is None else ["data.", "generate.prompt"]
     if plan.mode is not Mode.TRAIN:
         unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
     new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()

@@ -66,13 +66,13 @@ class EvalConfig(Recurrence, prefix="eval."):
 class GenerateConfig(Config, prefix="generate."):
     """Sampling of text."""
 
-    prompt: str | None = free_setting(None, "Prompt: text to continue; none: an empty memory.")
+    prompt: str | None = free_setting(None, "Prompt: text to continue, \\n for a newline; none: an empty memory.")
     prompt_file: str | None = free_setting(
-        None, "Prompt: the whole text of this file.", path=True, not_with=("prompt",)
+        None, "Prompt: the whole text of this file (many: --input).", path=True, not_with=("prompt",)
     )
     length: int = free_setting(500, "Number of tokens to generate.", at_least=1)
     stop: str | None = free_setting(
-        None, "Text of one token that ends a sample; \\n is a newline; none: only the length does."
+        None, "Text that ends a sample and is part of it, \\n for a newline; none: only the length does."
     )
     samples: int = free_setting(1, "Number of samples, generated side by side.", at_least=1)
     temperature: float = free_setting(1.0, "Softmax temperature: logits are divided by this; 0: greedy.", at_least=0)

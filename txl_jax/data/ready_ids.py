@@ -140,11 +140,11 @@ class IdVocabulary(Vocabulary):
 # Documents that callers pass
 
 
-def token_ids(vocabulary: Vocabulary, document: Document) -> np.ndarray:
-    """Returns the token ids [T] of a document; raises `UserError` for text or ids that the vocabulary lacks."""
+def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
+    """Returns the token ids [T] of a document; raises `UserError`, with a text's `name`, for what has no ids."""
     if isinstance(document, str | bytes):
         content = _bytes(document)
-        with rephrased(f"the text {content[:40]!r} cannot be read by this model: %s", ValueError):
+        with rephrased(f"{name or f'the text {content[:40]!r}'} cannot be read by this model: %s", ValueError):
             return vocabulary.encode(content)
     ids = np.asarray(document)
     is_ids = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
@@ -163,25 +163,25 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     return ids
 
 
-def find_token(vocabulary: Vocabulary, text: str, *, name: str) -> int:
-    r"""Returns the id of the token that the setting `name` names by its text, with \n and \r for line ends.
+def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool = False) -> list[int]:
+    r"""Returns the id of the token that the setting `name` names by its text, with \n, \r and \t for white space.
 
     The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError` if the text is not
-    exactly one token of the vocabulary.
+    exactly one token of the vocabulary, or, with `several`, one or more.
     """
     content, names = os.fsencode(unescape(text)), vocabulary.names()
     # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
     if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
-        return vocabulary.mark
+        return [vocabulary.mark]
     with rephrased(f"{name} cannot be read by this model: %s", ValueError):
-        ids = vocabulary.encode(content).tolist()
-    if len(ids) != 1 or ids[0] == vocabulary.unknown_id:
+        ids: list[int] = vocabulary.encode(content).tolist()
+    if not ids or (len(ids) > 1 and not several) or vocabulary.unknown_id in ids:
         found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
         raise UserError(
-            f"{name} must be the text of one token of the vocabulary, got {text!r}, which this model reads as "
-            f"{len(ids)} tokens, {found}"
+            f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary, got {text!r}, which "
+            f"this model reads as {len(ids)} tokens, {found}"
         )
-    return int(ids[0])
+    return ids
 
 
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:

@@ -18,7 +18,7 @@ from txl_jax.errors import UserError
 
 BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small compared with any model.
 SPLITS = ("train", "valid", "test")
-_BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
+BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
 _LONGEST_WORD = 1 << 16  # Bytes. Longer ranges without white space are cut between characters.
 
 
@@ -162,4 +162,4 @@ def _decode(block: bytes, name: str, offset: int) -> str:
             f"{name} must be text in UTF-8, got byte {block[error.start]:#04x} at offset {offset + error.start}. "
             "Convert it (iconv -f LATIN1 -t UTF-8, for example), or read its bytes with --data.tokenizer.kind=byte."
         ) from None
-    return text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text
+    return text.removeprefix(BYTE_ORDER_MARK) if offset == 0 else text

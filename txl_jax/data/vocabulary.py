@@ -20,6 +20,7 @@ from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
+Ending = int | bytes | None  # What ends a generated text and is part of it: a token, or a string of several.
 _IDS_PER_BLOCK = 1 << 20
 _MOST_UNKNOWN = 0.001  # Share of unknown tokens, whose bytes are not known.
 _ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved form that are not plain JSON.
@@ -174,9 +175,9 @@ def escape(token: str) -> str:
 
 
 def unescape(line: str) -> str:
-    """Inverts `escape`."""
+    r"""Inverts `escape`. Users may also write \t for a tab."""
     parts = line.split("\\\\")
-    return "\\".join(part.replace("\\n", "\n").replace("\\r", "\r") for part in parts)
+    return "\\".join(part.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t") for part in parts)
 
 
 class TextStream:
@@ -190,21 +191,29 @@ class TextStream:
     ('one', '\ntwo\n', '', 'enough ', True)
     """
 
-    def __init__(self, decode: Callable[[Any], bytes], stop: Sequence[str]):
-        """Begins an empty text, from `Vocabulary.decode` and stop strings that are not empty."""
-        self._decode, self._stop, self._held = decode, [text.encode() for text in stop], b""
-        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.ended = False  # Whether a stop string was found.
+    def __init__(
+        self, decode: Callable[[Any], bytes], stop: Sequence[str], ending: Ending = None, errors: str = "replace"
+    ):
+        """Begins an empty text, from `Vocabulary.decode` and stop strings that are not empty; `errors` as in `open`."""
+        self._decode, self._ending, self._held = decode, ending, b""
+        kept = {ending: len(ending)} if isinstance(ending, bytes) else {}  # Bytes of each string that the text keeps.
+        self._stop = kept | dict.fromkeys(map(str.encode, stop), 0)
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors=errors)
+        self.ended = False  # Whether a stop string or the ending was found.
 
     def add(self, ids: Any) -> str:
-        """Returns the text that is certain now that `ids` have come; it does not include a stop string."""
+        """Returns the text that is certain now that ids [T] have come; it does not include a stop string."""
         if self.ended:
             return ""
+        if isinstance(self._ending, int) and (at := np.flatnonzero(ids == self._ending)).size:
+            ids, self.ended = ids[: at[0] + 1], True
         self._held += self._decode(ids)
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        places = ((self._held.find(stop), stop, kept) for stop, kept in self._stop.items())
+        found = [(at + len(stop), at + kept) for at, stop, kept in places if at >= 0]
         if found:
             self.ended = True
             self._held = self._held[: min(found)[1]]
+        if self.ended:
             return self.finish()
         # The longest end that begins a stop string is held back.
         ends = range(max(len(self._held) - max(map(len, self._stop), default=0), 0), len(self._held))

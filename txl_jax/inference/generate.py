@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from txl_jax.config import EvalConfig, GenerateConfig
-from txl_jax.data.vocabulary import TextStream
+from txl_jax.data.vocabulary import Ending, TextStream
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import decode, forward
@@ -63,7 +63,7 @@ class Generator:
         prompt: np.ndarray,
         config: GenerateConfig,
         *,
-        stop_token: int | None = None,
+        stop_token: Ending = None,
         block: int = 16,
         stop_requested: Callable[[], Any] = lambda: False,
     ) -> Iterator[np.ndarray]:
@@ -73,7 +73,7 @@ class Generator:
 
         Args:
           prompt: int [T], at least one token, read once for all samples.
-          stop_token: A sample ends with this token, or only at `config.length` if it is None.
+          stop_token: A sample ends with this token, or only at `config.length` if it is None or a string.
           block: Tokens per call. More is a little faster, fewer are seen sooner.
           stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
         """
@@ -85,7 +85,7 @@ class Generator:
         if stop_requested():
             return
         for tokens, _ in self._blocks(started, keys, config, ended, stop_token, block):
-            if stop_token is not None:
+            if isinstance(stop_token, int):
                 ended |= (tokens == stop_token).any(axis=1)
             yield tokens
             if stop_requested():
@@ -108,34 +108,32 @@ class Generator:
         prompts: Sequence[np.ndarray],
         config: GenerateConfig,
         *,
-        seeds: Sequence[int],
+        draws: Sequence[tuple[int, int]],
         decode: Callable[[Any], bytes],
-        stop_token: int | None,
-        stop_strings: Sequence[str],
+        ending: Ending,
         batch_size: int,
+        stop_strings: Sequence[str] = (),
     ) -> Iterator[tuple[int, str]]:
         """Yields the texts after all prompts in pieces, each with its prompt's number; each text is as for it alone.
 
-        A prompt [T] has at least one token. `decode` returns the bytes of ids. A text includes the `stop_token` that
-        ends it, but not the stop string. At most `batch_size` prompts are continued side by side.
+        A prompt [T] has at least one token and, in `draws`, a seed and a sample's number. `decode` returns the bytes of
+        ids. A text includes its `ending`, but not the stop string. At most `batch_size` are continued side by side.
         """
         order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         for first in range(0, len(order), batch_size):
             group = order[first : first + batch_size]
             rows = min(1 << (len(group) - 1).bit_length(), batch_size)  # A program for each power of two.
-            keys = [row_key(seeds[number]) for number in group] + [row_key(0)] * (rows - len(group))
+            keys = [row_key(*draws[number]) for number in group] + [row_key(0)] * (rows - len(group))
             started = self.prefill([prompts[number] for number in group], rows)
-            streams = [TextStream(decode, stop_strings) for _ in group]
+            streams = [TextStream(decode, stop_strings, ending) for _ in group]
             ended = np.arange(rows) >= len(group)
-            for tokens, numbers in self._blocks(started, keys, config, ended, stop_token):
+            for tokens, numbers in self._blocks(started, keys, config, ended, ending):
                 for row, number in enumerate(group):
                     if ended[row]:
                         continue
                     own = (numbers[row] >= 0) & (numbers[row] < config.length)
-                    ids, stream = tokens[row][own], streams[row]
-                    stops = [] if stop_token is None else np.flatnonzero(ids == stop_token).tolist()
-                    is_last = bool(stops) or bool(np.any(numbers[row][own] == config.length - 1))
-                    text = stream.add(ids[: stops[0] + 1] if stops else ids) + (stream.finish() if is_last else "")
+                    is_last, stream = bool(np.any(numbers[row][own] == config.length - 1)), streams[row]
+                    text = stream.add(tokens[row][own]) + (stream.finish() if is_last else "")
                     ended[row] = is_last or stream.ended
                     if text:
                         yield number, text
@@ -169,7 +167,7 @@ class Generator:
         keys: Sequence[np.ndarray],
         config: GenerateConfig,
         ended: np.ndarray,
-        stop_token: int | None,
+        stop_token: Ending,
         block: int = 16,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields tokens int32 [R, up to `block`], and their numbers, until every row has `config.length` or has ended.
@@ -178,7 +176,7 @@ class Generator:
         nothing more is wanted of those rows.
         """
         cache, given, number = started
-        of_keys, stop = np.stack(keys), np.int32(-1 if stop_token is None else stop_token)
+        of_keys, stop = np.stack(keys), np.int32(stop_token if isinstance(stop_token, int) else -1)
         while np.any(steps := np.where(ended, 0, np.clip(config.length - number, 0, block))):
             rows = Rows(given, number, steps.astype(np.int32), of_keys, stop)
             cache, tokens, done, _ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=block)

@@ -398,5 +398,5 @@ def build(
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
     """Calls `build` for this vocabulary; raises `UserError` too if `data.reset_at` is not the text of one token."""
     end = config.data.reset_at
-    end_token = None if end is None else ready_ids.find_token(vocabulary, end, name="data.reset_at")
+    end_token = None if end is None else ready_ids.find_tokens(vocabulary, end, name="data.reset_at")[0]
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

@@ -2,59 +2,97 @@
 
 import codecs
 import functools
+import itertools
+import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data import ready_ids
-from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.vocabulary import Ending, TextStream, Vocabulary, unescape
 from txl_jax.errors import rephrased
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.run import Run, check_same_settings
-from txl_jax.runs.weights import build_trained, load_parameters
+from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed, storage
 
 _write = functools.partial(print, end="", flush=True)
 
 
 def generate_text(
-    config: ExperimentConfig, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> list[bytes]:
-    """Prints `generate.samples` texts of a trained run, the first as it is written, and saves all in its directory.
+    """Prints `generate.samples` texts of a trained model, the first as it is written, and saves all in its directory.
 
-    Returns the texts without the prompt. A text that ended with the stop token includes it, if that token has a text.
-    Raises `UserError` if the run has no checkpoint, the prompt or the stop cannot be read, or the model cannot
-    generate. A stop may be requested between segments of the prompt and between blocks of tokens.
+    Returns the texts without the prompt, each with the stop that ended it. Raises `UserError` if the model has no
+    checkpoint, the prompt or the stop cannot be read, or the model cannot generate. A stop may be requested between
+    segments of the prompt and between blocks of tokens.
     """
-    vocabulary = run.text.vocabulary
+    weights = Weights.of(model, config)
+    vocabulary = weights.vocabulary
     check_can_generate(config)
-    stop = read_stop(config.generate, vocabulary)
+    ending = read_stop(config.generate, vocabulary)
     check_same_settings(config)
     prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
-    with rephrased("the prompt cannot be read by this model: %s", ValueError):
-        ids = vocabulary.encode(prompt)
+    ids = ready_ids.token_ids(vocabulary, prompt, name="the prompt")
     prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
-    if not len(ids):
-        ids = vocabulary.start
-    built = build_trained(config, run, log=print)
-    step, params = load_parameters(built, run, log=print)
+    folder = weights.outputs()
+    built = weights.build(log=print)
+    step, params = weights.params(built, log=print)
     generator = built.generator(built.prepare_params(params))
-    at_most = "" if stop is None else "at most "
+    at_most = "" if ending is None else "at most "
     print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
-    sampled = generator.tokens(ids, config.generate, stop_token=stop, stop_requested=stop_requested)
-    blocks = _stream(sampled, vocabulary, prompt, stop)
-    if not blocks:
+    ids = ids if len(ids) else vocabulary.start
+    sampled = generator.tokens(ids, config.generate, stop_token=ending, stop_requested=stop_requested)
+    streams = [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.generate.samples)]
+    texts = _stream(sampled, streams, prompt)
+    if not texts:
         return []  # Stopped while the prompt was read.
-    texts = [vocabulary.decode(_until_stop(stop, row)) for row in np.concatenate(blocks, axis=1)]
     for number, text in enumerate(texts[1:], start=2):
         print(f"--- sample {number} ---\n{(prompt + text).decode(errors='replace')}", flush=True)
-    path = os.path.join(run.outputs, f"sample-seed{config.generate.seed}.txt")
-    separated = b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n"
-    distributed.broadcast_from_primary(lambda: storage.write(path, separated))
+    if folder is not None:
+        path = os.path.join(folder, f"sample-seed{config.generate.seed}.txt")
+        separated = b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n"
+        print(f"sample    {path}{distributed.broadcast_from_primary(lambda: _save(path, separated))}")
     return texts
+
+
+def _save(path: str, content: bytes) -> str:
+    """Writes the samples; returns a clause for the user if they replace others."""
+    note = ", in place of an earlier one" if storage.exists(path) and storage.read(path) != content else ""
+    storage.write(path, content)
+    return note
+
+
+def continue_prompts(
+    model: Weights, prompts: Iterable[tuple[int, bytes]], *, name: str, write: Callable[[str], Any]
+) -> None:
+    """Writes a JSON record of each sample after each prompt, in their order.
+
+        {"index": 0, "sample": 0, "prompt": "Once upon", "text": " a time"}
+
+    `index` counts the prompts, and `sample` the samples of each, which are those of `generate_text`; `eval.batch_size`
+    are generated side by side. Arguments and errors are as for `score.score_documents`.
+    """
+    config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
+    check_can_generate(model.config)
+    options: dict[str, Any] = {"ending": read_stop(config, vocabulary), "batch_size": batch_size}
+    built = model.build(log=print)
+    generator = built.generator(built.prepare_params(model.params(built, log=print)[1]))
+    rows = ((numbered, sample) for numbered in enumerate(prompts) for sample in range(config.samples))
+    while group := list(itertools.islice(rows, batch_size)):
+        read = (ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}") for (_, (line, text)), _ in group)
+        ids, draws = [each if len(each) else vocabulary.start for each in read], [(config.seed, k) for _, k in group]
+        texts = [""] * len(group)
+        for number, piece in generator.pieces(ids, config, draws=draws, decode=vocabulary.decode, **options):
+            texts[number] += piece
+        for ((index, (_, prompt)), sample), text in zip(group, texts, strict=True):
+            record = {"index": index, "sample": sample, "prompt": prompt.decode(errors="replace"), "text": text}
+            write(json.dumps(record) + "\n")
 
 
 def check_can_generate(config: ExperimentConfig) -> None:
@@ -70,32 +108,39 @@ def check_can_generate(config: ExperimentConfig) -> None:
 def read_prompt(config: GenerateConfig) -> bytes:
     """Returns the prompt as bytes, empty if none is set; raises `UserError` if `prompt_file` cannot be read."""
     if not config.prompt_file:
-        return os.fsencode(config.prompt or "")  # As typed: the bytes need not be valid UTF-8.
+        return os.fsencode(unescape(config.prompt or ""))  # The bytes that are typed need not be valid UTF-8.
     with rephrased(f"cannot read the prompt file {config.prompt_file} (%s); check --generate.prompt_file", OSError):
         return storage.read(config.prompt_file)
 
 
-def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> int | None:
-    """Returns the id of the stop token, or None if none is set; raises `UserError` unless the text is one token."""
-    return ready_ids.find_token(vocabulary, config.stop, name="generate.stop") if config.stop else None
+def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
+    """Returns the token or the text that ends a sample, or None; raises `UserError` if the vocabulary lacks a token."""
+    if not config.stop:
+        return None
+    ids = ready_ids.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)
+    if isinstance(vocabulary, SubwordVocabulary):  # The text may be inside of a token.
+        return os.fsencode(unescape(config.stop))
+    return ids[0] if len(ids) == 1 else vocabulary.decode(ids)
 
 
-def _stream(sampled: Iterable[np.ndarray], vocabulary: Vocabulary, prompt: bytes, stop: int | None) -> list[np.ndarray]:
-    """Prints the prompt and the first sample as its tokens come; returns the blocks of all samples, [samples, T]."""
+def _stream(sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt: bytes) -> list[bytes]:
+    """Prints the prompt and the first sample as its tokens come; returns all samples, or none if no token came."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     _write(decoder.decode(prompt))
-    blocks: list[np.ndarray] = []
-    ended = False  # Whether the first sample has ended; others may continue.
+    texts = [b""] * len(streams)
+
+    def add(pieces: Iterable[str]) -> None:
+        for number, piece in enumerate(pieces):
+            texts[number] += (content := piece.encode(errors="surrogateescape"))
+            if number == 0:
+                _write(decoder.decode(content))
+
+    has_begun = False
     for block in sampled:
-        blocks.append(block)
-        if not ended:
-            _write(decoder.decode(vocabulary.decode(_until_stop(stop, block[0]))))
-            ended = stop in block[0].tolist()
+        has_begun = True
+        add(stream.add(row) for stream, row in zip(streams, block, strict=True))
+        if all(stream.ended for stream in streams):  # By strings, which the generator does not see.
+            break
+    add(stream.finish() for stream in streams)
     _write(decoder.decode(b"", final=True) + "\n")
-    return blocks
-
-
-def _until_stop(stop: int | None, tokens: np.ndarray) -> np.ndarray:
-    """Returns the tokens [T] up to and including the first stop token."""
-    found = [] if stop is None else np.flatnonzero(tokens == stop).tolist()
-    return tokens[: found[0] + 1] if found else tokens
+    return texts if has_begun else []

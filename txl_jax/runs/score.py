@@ -22,9 +22,11 @@ import tqdm
 
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
+from txl_jax.data import ready_ids
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import evaluation_segments
+from txl_jax.data.text import BYTE_ORDER_MARK
 from txl_jax.data.vocabulary import Vocabulary, escape
 from txl_jax.errors import NonFiniteError, UserError, rephrased
 from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
@@ -126,13 +128,15 @@ def score_with_line(
 
 
 def evaluate_splits(
-    config: ExperimentConfig, corpus: Corpus, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
     """Scores both splits at the evaluation lengths of `config`; returns and writes evaluation.json.
 
-    The text may be another than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
+    The text may be another than in training if its vocabulary is the same. After `Interrupted` nothing is written.
     """
-    scored = list(_score_splits(config, corpus, run, stop_requested))
+    weights = Weights.of(model, config)
+    folder = weights.outputs()
+    scored = list(_score_splits(weights, corpus, stop_requested))
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
@@ -141,14 +145,15 @@ def evaluate_splits(
         **environment.describe(),
         **{split: as_result(totals, corpus.vocabulary) for _, split, totals, _ in scored},
     }
-    path = os.path.join(run.outputs, "evaluation.json")
-    distributed.broadcast_from_primary(lambda: write_json(path, results))
-    print(f"results   {path}")
+    if folder is not None:
+        path = os.path.join(folder, "evaluation.json")
+        distributed.broadcast_from_primary(lambda: write_json(path, results))
+        print(f"results   {path}")
     return results
 
 
 def score_tokens(
-    config: ExperimentConfig, corpus: Corpus, run: Run, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Totals]:
     r"""Scores both splits like `evaluate_splits`; writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
@@ -162,9 +167,11 @@ def score_tokens(
     row of the batch begins with an empty memory.
     """
     found: dict[str, Totals] = {}
-    for _, split, totals, nats in _score_splits(config, corpus, run, stop_requested, per_token=True):
+    weights = Weights.of(model, config)
+    folder = weights.outputs(needed=True) or ""
+    for _, split, totals, nats in _score_splits(weights, corpus, stop_requested, per_token=True):
         found[split] = totals
-        path = os.path.join(run.outputs, f"scores-{split}.tsv")
+        path = os.path.join(folder, f"scores-{split}.tsv")
         lines = token_lines(getattr(corpus, split), nats, corpus.vocabulary)
         distributed.broadcast_from_primary(functools.partial(write_lines, path, lines))
         print(f"scores    {path}")
@@ -172,13 +179,13 @@ def score_tokens(
 
 
 def _score_splits(
-    config: ExperimentConfig, corpus: Corpus, run: Run, stop_requested: Callable[[], Any], *, per_token: bool = False
+    weights: Weights, corpus: Corpus, stop_requested: Callable[[], Any], *, per_token: bool = False
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
     """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
-    components, step, params = load_to_score(config, corpus, run, log=print)
+    components, step, params = load_to_score(weights.config, corpus, weights, log=print)
     for split in Split:
         tokens = getattr(corpus, split)
-        nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, config.model.dtype)) if per_token else None
+        nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype)) if per_token else None
         options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
         vocabulary = corpus.vocabulary
         totals, line = score_with_line(components, params, tokens, name=split, vocabulary=vocabulary, **options)
@@ -347,15 +354,20 @@ def open_input(path: str) -> BinaryIO:
         return open(path, "rb")
 
 
-def documents(lines: Iterable[bytes], form: InputFormat) -> Iterator[tuple[int, bytes]]:
-    """Yields the documents, without the newline at their end, each after the number of its first line, from 1 on."""
+def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = False) -> Iterator[tuple[int, bytes]]:
+    r"""Yields the documents, without the newline at their end, each after the number of its first line, from 1 on.
+
+    Unless they are read `as_bytes`, the \r of that newline and the file's byte-order mark are dropped too.
+    """
+    mark, newline = (b"", b"\n") if as_bytes else (BYTE_ORDER_MARK.encode(), b"\r\n")
+    read = ((number, line.removeprefix(mark) if number == 1 else line) for number, line in enumerate(lines, start=1))
     if form is InputFormat.LINES:
-        yield from ((number, line.removesuffix(b"\n")) for number, line in enumerate(lines, start=1))
+        yield from ((number, line.removesuffix(newline).removesuffix(b"\n")) for number, line in read)
         return
-    for has_text, numbered in itertools.groupby(enumerate(lines, start=1), lambda pair: bool(pair[1].strip())):
+    for has_text, numbered in itertools.groupby(read, lambda pair: bool(pair[1].strip())):
         if has_text:
             numbers, texts = zip(*numbered, strict=True)
-            yield numbers[0], b"".join(texts).removesuffix(b"\n")
+            yield numbers[0], b"".join(texts).removesuffix(newline).removesuffix(b"\n")
 
 
 def score_documents(
@@ -383,8 +395,7 @@ def score_documents(
 
     def encoded() -> Iterator[np.ndarray]:
         for line, text in texts:
-            with rephrased(f"line {line} of {name} cannot be read by this model: %s", ValueError):
-                ids = vocabulary.encode(text)
+            ids = ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")
             reading.append((line, ids))
             yield ids
 

@@ -19,7 +19,7 @@ from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.storage import as_path, exists, is_dir, names
 from txl_jax.training.ensemble import Members
@@ -41,6 +41,7 @@ class Weights:
     vocabulary: Vocabulary
     description: str  # One clause for the user: what the directory contains, and what the weights were trained on.
     source: "Run | ModelInfo"  # The run or its member, or the portable checkpoint's contents without the weights.
+    out: str | None = None  # Directory for scores and samples, or None for the model's own.
 
     @classmethod
     def of_run(cls, run: Run) -> "Weights":
@@ -48,6 +49,30 @@ class Weights:
         member = f" ({run.member})" if run.member else ""
         description = f"the run {run.path}{member}, trained on {run.text.description}"
         return cls(run.path, run.config, run.text.vocabulary, description, run)
+
+    @classmethod
+    def of(cls, model: "Run | Weights", config: ExperimentConfig) -> "Weights":
+        """Returns a trained model with other settings of evaluation, generation or data."""
+        return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
+
+    def outputs(self, *, needed: bool = False) -> str | None:
+        """Returns the directory for scores and samples; None, and a note, if the model's own may only be read.
+
+        Raises `UserError` instead if it is `needed`, or `out` cannot be written to.
+        """
+
+        def find() -> str | None:
+            try:
+                folder = self.out or (self.source.outputs if isinstance(self.source, Run) else self.path)
+                storage.probe(folder)
+                return folder
+            except OSError as error:
+                found = f"cannot write to {self.out or self.path} ({error.strerror or error})"
+                require(not needed and not self.out, f"{found}; give --out=FOLDER, one that you may write to")
+                print(f"note      no file will be written: {found}; give --out=FOLDER to write elsewhere", flush=True)
+                return None
+
+        return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
         """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
@@ -128,19 +153,19 @@ def holds_other_weights(path: str) -> bool:
 
 
 def load_to_score(
-    config: ExperimentConfig, corpus: Corpus, run: Run, *, log: Callable[[str], None]
+    config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, log: Callable[[str], None]
 ) -> tuple[Built, int, Any]:
-    """Loads a trained run that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
+    """Loads a trained model that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
     check_same_settings(config)
     check_same_text(corpus)
-    theirs, ours = run.text.vocabulary, corpus.vocabulary
-    trained = f"the run was trained on {run.text.description!r} with {theirs.size} tokens"
-    scored = f"{corpus.description!r} was read with {ours.size} or others"
-    require(ours == theirs, f"{trained}, and {scored}; read it in the run's vocabulary")
-    if corpus.digest != run.text.digest:
-        log(f"note: this is not the text of training ({run.text.description}), but {corpus.description}")
-    built = build_trained(config, run, log=log)
-    return built, *load_parameters(built, run, log=log)
+    weights = Weights.of(model, config)
+    theirs, ours = weights.vocabulary, corpus.vocabulary
+    trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
+    require(ours == theirs, f"this is {trained}, and {scored} {ours.size} or others; read it in the model's vocabulary")
+    if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
+        log(f"note: {corpus.description}, is scored by {weights.description}")
+    built = weights.build(log=log)
+    return built, *weights.params(built, log=log)
 
 
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
