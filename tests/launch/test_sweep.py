@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -258,6 +259,16 @@ def test_damaged_results_and_those_of_other_settings_are_none(write, text, finis
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
     (Path(run.folder) / "results.json").write_text(text.replace("EVAL", evaluation))
     assert (run.results is not None) == finished
+
+
+def test_a_run_that_diverged_has_ended_and_says_so(write):
+    run = read(write("[grid]\nseed = [1]\n")).runs[0]
+    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
+    scores = {"best_valid": {"loss": 5.0}, "test": {"loss": 30.0}}
+    results = {"steps": 1200, "eval": config_tree.to_dict(run.config.eval), **scores}
+    (Path(run.folder) / "results.json").write_text(json.dumps(results))
+    row = run.row([])
+    assert run.state == row["state"] == "diverged" and row["test"] == math.inf and row["best_valid"] < 150
 
 
 @pytest.mark.full
