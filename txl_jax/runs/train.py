@@ -6,6 +6,7 @@ the state and trains.
 """
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import device_kind
 from txl_jax.runtime.sinks import Sink
-from txl_jax.training.hooks import Hook
+from txl_jax.runtime.stop import StopRequest
+from txl_jax.training.hooks import Hook, check_hooks
 
 
 def train_run(
@@ -51,8 +53,7 @@ def train_run(
       CheckpointError: If there are checkpoints, but none can be read.
       RemoteProcessError: If another process could not continue.
     """
-    for hook in hooks:
-        hook.check_interval(config.train.segments_per_call)
+    check_hooks(hooks, config.train.segments_per_call)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     members = [ensemble.in_order(member) for member in members]
@@ -110,6 +111,9 @@ def train(
 
     The same call resumes a stopped run. For a finished run it returns the results. It raises as `train_run` does.
 
+    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals with a handler of your
+    own, and all signals outside the main thread, are left alone: use a hook that calls `HookContext.request_stop`.
+
     Args:
       config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
         `EvalConfig` are those of the 12-layer enwik8 model.
@@ -120,10 +124,18 @@ def train(
     """
     config = config.resolved()
     config.validate()
+    check_hooks(hooks, config.train.segments_per_call)  # Before a text is read, which may take minutes.
     with Run.open(path) as run:
         run.compare(config)
         corpus = warm_start.read_corpus(config, run, data_dir, cache_dir)
-        return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
+        options: dict[str, Any] = {"hooks": hooks, "sinks": sinks, "profile_steps": profile_steps}
+        with StopRequest(only_defaults=True) as stop:
+            outcome = train_run(config, corpus, run, stop_requested=lambda: stop, **options)
+    if stop.signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if stop.signal_number:
+        raise SystemExit(128 + stop.signal_number)
+    return outcome
 
 
 def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
