@@ -36,6 +36,7 @@ def train_run(
     hooks: Sequence[Hook] = (),
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
+    verbose: bool = False,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
     """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
@@ -46,6 +47,7 @@ def train_run(
         one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
       sinks: Get the records in addition to metrics.jsonl and TensorBoard's files.
       profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None for no profile.
+      verbose: Whether to print details of attention and memory that on one device only log.txt has.
 
     Raises:
       UserError: If settings, members, text and workdir do not go together, or the workdir cannot be used.
@@ -90,6 +92,7 @@ def train_run(
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
+        verbose=verbose,
         stop_requested=stop_requested,
     ).train()
     if members and outcome.results is not None:
@@ -154,7 +157,7 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 
 
 def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
-    """Describes text, model, work per step, evaluation, devices and attention, one line each."""
+    """Describes text, model, work per step, evaluation and devices, one line each."""
     c, train, lengths, mesh = built.config.model, built.config.train, built.config.eval, built.mesh
     sizes = f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}"
     if c.network is not Network.TRANSFORMER_XL:
@@ -169,7 +172,9 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     if lengths.stride:
         scoring = f"the last {lengths.stride} of windows of {lengths.segment_len}"
     clamp = f"distances clamped at {lengths.clamp_len}" if lengths.clamp_len else "no clamp"
-    devices = f"{mesh.size} x {device_kind()} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
+    devices = f"{mesh.size} x {device_kind()}"
+    if mesh.size > 1:
+        devices += f" ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
     if (slices := sharding.num_slices(mesh)) > 1:
         devices += f" in {slices} slices"
     if distributed.is_multiprocess():
@@ -181,11 +186,10 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
         f"{context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of {reader.n_segments:,} "
         f"steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
     )
-    lines = [
+    return [
         f"text      {corpus.description}: {splits} tokens to train / validate / test on, vocabulary {size:,}",
         f"model     {sizes}, {c.dtype}: {built.num_parameters:,} parameters",
         f"training  {work}",
         f"scoring   {scoring}, {clamp}, batch {lengths.batch_size}",
         f"devices   {devices}",
     ]
-    return lines if built.attention is None else [*lines, f"attention {built.attention.describe()}"]

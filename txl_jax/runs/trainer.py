@@ -60,6 +60,7 @@ class Trainer:
     hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
     sinks: Sequence[Sink]  # Get settings and records too.
     profile_steps: tuple[int, int] | None  # First and last update of a profile, or None for no profile.
+    verbose: bool  # Whether to print details on one device too, where else only log.txt has them.
 
     def __post_init__(self) -> None:
         run = self.run
@@ -84,7 +85,7 @@ class Trainer:
             redone = {"valid"} if validation.pending else set()
             if validation.results_after(step) is None:
                 redone.add("test")
-            with log.open(step, redone=redone, opening=self.opening):
+            with log.open(step, redone=redone, header=environment.origin(), opening=self.opening):
                 log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
                 if step:
                     epoch, index = divmod(step, self.readers[0].n_segments)
@@ -96,7 +97,7 @@ class Trainer:
                         log.print(f"finished  already: {validation.results_path}")
                         return Outcome(True, step, results)
                 compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
-                log.print(_memory_line(built, compilation))
+                _report_build(built, compilation, log, show_details=self.verbose or built.mesh.size > 1)
                 self._progress = Progress(
                     log,
                     steps=config.steps,
@@ -264,13 +265,14 @@ def run_hooks(
     return state, stopping
 
 
-def _memory_line(built: Built, compilation: Compilation) -> str:
-    """Describes the estimated memory per device and the time of compilation."""
+def _report_build(built: Built, compilation: Compilation, log: RunLog, *, show_details: bool) -> None:
+    """Logs attention, the estimated memory per device, and the time of compilation; details may go to log.txt alone."""
+    if built.attention is not None:
+        log.print(f"attention {built.attention.describe()}", show=show_details)
     sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
     by_kind = ", ".join(f"{name} {environment.megabytes(size)}" for name, size in sizes.items())
-    return (
-        f"memory    {environment.megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
-        f"(compiled in {compilation.seconds:.1f} s)"
-    )
+    total = environment.megabytes(sum(sizes.values()))
+    log.print(f"memory    {total} per device, estimated (compiled in {compilation.seconds:.1f} s)")
+    log.print(f"          {by_kind}", show=show_details)
