@@ -13,9 +13,12 @@ from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import rephrased
 from txl_jax.modules.positions import encoding_of
+from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.weights import build_trained, load_parameters
 from txl_jax.runtime import distributed, storage
+
+_SEPARATOR = b"\n\n--- next sample ---\n\n"
 
 _write = functools.partial(print, end="", flush=True)
 
@@ -33,12 +36,7 @@ def generate_text(
     check_can_generate(config)
     stop = read_stop(config.generate, vocabulary)
     check_same_settings(config)
-    prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
-    with rephrased("the prompt cannot be read by this model: %s", ValueError):
-        ids = vocabulary.encode(prompt)
-    prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
-    if not len(ids):
-        ids = vocabulary.start
+    prompt, ids = encode_prompt(config.generate, vocabulary)
     built = build_trained(config, run, log=print)
     step, params = load_parameters(built, run, log=print)
     generator = built.generator(built.prepare_params(params))
@@ -52,9 +50,35 @@ def generate_text(
     for number, text in enumerate(texts[1:], start=2):
         print(f"--- sample {number} ---\n{(prompt + text).decode(errors='replace')}", flush=True)
     path = os.path.join(run.outputs, f"sample-seed{config.generate.seed}.txt")
-    separated = b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n"
+    separated = _SEPARATOR.join(prompt + text for text in texts) + b"\n"
     distributed.broadcast_from_primary(lambda: storage.write(path, separated))
+    print(f"sample    {path}", flush=True)
     return texts
+
+
+def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callable[[], Any]], bytes]:
+    """Returns (parameters, stop_requested) -> all samples as one text; it compiles once. Raises as `generate_text`."""
+    config = built.config.generate
+    check_can_generate(built.config)
+    stop = read_stop(config, vocabulary)
+    prompt, ids = encode_prompt(config, vocabulary)
+
+    def sample(params: Any, stop_requested: Callable[[], Any]) -> bytes:
+        generator = built.generator(built.prepare_params(params))
+        blocks = generator.tokens(ids, config, stop_token=stop, stop_requested=stop_requested)
+        rows = np.concatenate([np.zeros((config.samples, 0), np.int32), *blocks], axis=1)
+        return _SEPARATOR.join(prompt + vocabulary.decode(_until_stop(stop, row)) for row in rows) + b"\n"
+
+    return sample
+
+
+def encode_prompt(config: GenerateConfig, vocabulary: Vocabulary) -> tuple[bytes, np.ndarray]:
+    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue; a collective."""
+    prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config))))
+    with rephrased("the prompt cannot be read by this model: %s", ValueError):
+        ids = vocabulary.encode(prompt)
+    # As the model reads it: words with single spaces between them, for example.
+    return vocabulary.decode(ids), ids if len(ids) else vocabulary.start
 
 
 def check_can_generate(config: ExperimentConfig) -> None:

@@ -18,6 +18,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.runs import ensemble, warm_start
 from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.generate import make_sampler
 from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runtime import distributed, profiler
@@ -75,6 +76,7 @@ def train_run(
     built, readers = distributed.run_on_all(build_and_cut)
     if distributed.is_multiprocess():
         check_same_attention(built.attention)
+    sampler = make_sampler(built, corpus.vocabulary) if config.train.sample_every else None
     weights = None
     if config.init_from is not None:
         weights = warm_start.load(built, corpus.vocabulary, run)
@@ -92,6 +94,7 @@ def train_run(
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
+        sampler=sampler,
         verbose=verbose,
         stop_requested=stop_requested,
     ).train()

@@ -60,6 +60,7 @@ class Trainer:
     hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
     sinks: Sequence[Sink]  # Get settings and records too.
     profile_steps: tuple[int, int] | None  # First and last update of a profile, or None for no profile.
+    sampler: Callable[..., bytes] | None  # Writes the samples of `train.sample_every`.
     verbose: bool  # Whether to print details on one device too, where else only log.txt has them.
 
     def __post_init__(self) -> None:
@@ -70,7 +71,9 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             run, self.built.members, keep=self._config.keep_checkpoints, log=self._log.note
         )
-        self._validation = Validation(self.built, self.corpus, run, self._checkpoints, self._log, self._stop_requested)
+        self._validation = Validation(
+            self.built, self.corpus, run, self._checkpoints, self._log, self._stop_requested, self.sampler
+        )
 
     def train(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
