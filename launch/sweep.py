@@ -124,9 +124,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Not started, running, stopped, failed or finished."""
-        if self.results is not None:
-            return "finished"
+        """Not started, running, stopped, failed, finished, or diverged."""
+        if (results := self.results) is not None:
+            return records.state_of(results)
         latest = run_lib.Run(self.folder).latest
         saved = [int(name) for name in storage.names(latest) if name.isdigit()] if storage.is_dir(latest) else []
         step = max(saved, default=0)

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+_MOST_PERPLEXITY = 1e9  # A larger one only says that the run diverged.
+
 
 class Measure(enum.StrEnum):
     """The measure in which a loss per token is usually reported."""
@@ -62,6 +64,11 @@ class Totals:
         bits = {"bpc": self.bpc} if measure is Measure.BPC else {}
         return {"loss": self.nll, **bits, "bits_per_token": self.bpc, "perplexity": self.perplexity}
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the perplexity is above 1e9: the run diverged."""
+        return self.perplexity > _MOST_PERPLEXITY
+
     def value(self, measure: Measure) -> float:
         """Returns the value of a measure."""
         return self.bpc if measure is Measure.BPC else self.perplexity
@@ -72,4 +79,11 @@ class Totals:
         >>> Totals(nats=math.log(100) * 10, tokens=10).format(Measure.PPL)
         'ppl 100.00'
         """
-        return f"bpc {self.bpc:.4f}" if measure is Measure.BPC else f"ppl {self.perplexity:.2f}"
+        return format_score(self.value(measure), measure)
+
+
+def format_score(value: float, measure: Measure) -> str:
+    """Formats a measure and its value; a perplexity above 1e9 is ">1e9"."""
+    if measure is Measure.PPL and value > _MOST_PERPLEXITY:
+        return "ppl >1e9"
+    return f"{measure} {value:.{4 if measure is Measure.BPC else 2}f}"

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -350,6 +351,15 @@ def having(error, **attributes):
     for name, value in attributes.items():
         setattr(error, name, value)
     return error
+
+
+def test_a_finished_run_names_commands_that_read_it(capsys):
+    program._print_next(ExperimentConfig(), "/a b/run")
+    commands = [shlex.split(line[10:]) for line in capsys.readouterr().out.splitlines()[1:]]
+    generate = ["experiments.enwik8", "--mode=generate", "--workdir=/a b/run"]
+    assert commands == [["python", "-m", *words] for words in (generate, ["experiments.report", "/a b/run"])]
+    program._print_next(config_tree.replace(ExperimentConfig(), {"model.network": "lstm"}), "run")
+    assert "generate" not in capsys.readouterr().out, "it cannot"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 
 STEPS = 16
-TINY = [*programs.TINY, *programs.steps(STEPS, every=2), "--train.eval_every=8", "--train.checkpoint_every=4"]
+TINY = [*programs.TINY, *programs.steps(STEPS, every=2), "--train.eval_every=4", "--train.checkpoint_every=4"]
 TINY += ["--model.dtype=float64", "--train.batch_size=8", "--eval.batch_size=8", "--train.keep_checkpoints=4"]
+TINY += ["--train.sample_every=4", "--generate.length=20", "--generate.samples=2"]
 TOLERANCE = 1e-10
 
 
@@ -52,10 +53,10 @@ def undisturbed(start, tmp_path_factory):
     return workdir
 
 
-def wait_for_step(workdir, step, started):
-    """Returns once the run has reported `step`."""
+def wait_for_sample(workdir, step, started):
+    """Returns once the run has written the sample of `step`."""
     until = time.monotonic() + processes.SECONDS
-    while not any(record["step"] >= step for record in read_metrics(workdir)):
+    while not (workdir / "samples" / f"step-{step}.txt").exists():
         running = time.monotonic() < until and all(process.poll() is None for process in started)
         assert running, processes.finish(started)
         time.sleep(0.02)
@@ -66,12 +67,14 @@ def assert_same_run(workdir, expected):
     found, wanted = read_metrics(workdir), read_metrics(expected)
     for record, other in zip(found, wanted, strict=True):
         assert (record["kind"], record["step"]) == (other["kind"], other["step"])
-        for name in record.keys() - {"kind", *MEASURED}:
+        for name in record.keys() - {"kind", "time", *MEASURED}:
             assert record[name] == pytest.approx(other[name], rel=TOLERANCE), (record["kind"], record["step"], name)
     results, others = (json.loads((folder / "results.json").read_text()) for folder in (workdir, expected))
     for name in ("best_valid", "test"):
         assert results[name] == pytest.approx(others[name], rel=TOLERANCE)
     (step, found), (last, wanted) = (arrays(folder / "checkpoints" / "latest") for folder in (workdir, expected))
+    for sampled in ("step-4.txt", f"step-{STEPS}.txt"):
+        assert (workdir / "samples" / sampled).read_bytes() == (expected / "samples" / sampled).read_bytes()
     assert step == last == STEPS and found.keys() == wanted.keys() and len(found) > 10
     for name, array in found.items():
         np.testing.assert_allclose(array, wanted[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
@@ -81,12 +84,12 @@ def assert_same_run(workdir, expected):
 def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(undisturbed, start, tmp_path):
     """A signal to the second process saves the same step in both; one process goes on from it."""
     started = start(2, tmp_path)
-    wait_for_step(tmp_path, 2, started)
+    wait_for_sample(tmp_path, 4, started)
     started[1].send_signal(signal.SIGTERM)
     (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
     assert (code_0, code_1, out_1) == (143, 143, "") and "Traceback" not in err_0 + err_1, err_0 + err_1
     step = int(re.search(r"(?m)^stopped\D*(\d+)", out_0)[1])
-    assert 2 <= step < STEPS
+    assert 4 <= step < STEPS
     assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\btensor 1\b.*\b2\b", out_0)
     newest = max(int(path.name) for path in (tmp_path / "checkpoints" / "latest").iterdir())
     assert newest == step and (tmp_path / "checkpoints" / "latest" / str(step) / "digests.json").exists()

@@ -86,6 +86,7 @@ CONFLICTS = [
         ({f"train.{name}": 1001, "train.segments_per_call": 8}, f"train.{name} 1001 segments_per_call 8")
         for name in ("steps", "log_every", "eval_every", "checkpoint_every")
     ),
+    ({"train.sample_every": 6000}, "train.sample_every 6000 train.eval_every 4000"),
     (WINDOW | {"eval.stride": 600}, "eval.stride 600 eval.segment_len"),
     (WINDOW | {"eval.mem_len": 3}, "eval.stride 4 eval.mem_len"),
     (WINDOW | {"eval.weight_dtype": "int8"}, "eval.stride 4 eval.weight_dtype int8"),

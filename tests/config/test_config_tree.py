@@ -101,7 +101,7 @@ def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
     """Only those that leave the trajectory alone. Other weights are another run; a text is compared by its digest."""
     texts = {f"data.{name}" for name in ("file", "train", "valid", "test", "tokenizer.vocab_file", "tokenizer.hf_file")}
     assert marked("path") == texts | {"generate.prompt_file", "init_from"}
-    names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "patience")
+    names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "sample_every", "patience")
     groups = {name for name in LEAVES if name.startswith(("mesh.", "eval.", "generate."))}
     others = {f"train.{name}" for name in names} | {"model.attention", "data.json_field"}
     assert marked("free_on_resume") == texts | groups | others

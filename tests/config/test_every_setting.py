@@ -150,9 +150,8 @@ def files(config):
     workdir = Run(config_run_folder(config))
     runs.train(config, read_corpus(config.data, "."), workdir)
     records = read_metrics(workdir.path)
-    return [[record.get(name) for name in ("kind", "step", "loss", "tokens")] for record in records], sorted(
-        os.listdir(workdir.latest)
-    )
+    made = [sorted(os.listdir(folder)) for folder in (workdir.latest, workdir.path)]
+    return [[record.get(name) for name in ("kind", "step", "loss", "tokens")] for record in records], made
 
 
 def scored(config):
@@ -213,7 +212,7 @@ devices mesh data=2 fsdp=2 tensor=2
 train_step train steps=10 grad_accum_steps=2 mem_len=6 clamp_len=3 same_length=false loss=half
 batch train batch_size=3 segment_len=8 segments_per_call=4
 epochs train stride=3
-files train log_every=2 eval_every=2 checkpoint_every=2 keep_checkpoints=1 patience=1
+files train log_every=2 eval_every=2 checkpoint_every=2 keep_checkpoints=1 patience=1 sample_every=4
 train_step regularization activation_l2=0.1 temporal_l2=0.1
 train_step average start_step=3 ema_decay=0.9 lr_scale=0.5
 files average nt_asgd_patience=1

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -283,6 +284,16 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
     results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
     tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
     assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (2, 3) and tuned.results is not None
+
+
+def test_a_run_that_diverged_has_ended_and_says_so(write):
+    run = read(write("[grid]\nseed = [1]\n")).runs[0]
+    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
+    scores = {"best_valid": {"loss": 5.0}, "test": {"loss": 30.0}}
+    results = {"steps": 1200, "eval": config_tree.to_dict(run.config.eval), **scores}
+    (Path(run.folder) / "results.json").write_text(json.dumps(results))
+    row = run.row([])
+    assert run.state == row["state"] == "diverged" and row["test"] == math.inf and row["best_valid"] < 150
 
 
 @pytest.mark.full

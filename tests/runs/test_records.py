@@ -1,11 +1,13 @@
 """Tests that runs are read as rows: ensemble members, names, damage, and means over seeds."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
 from support import recorded_run
+from txl_jax.metrics import Measure
 from txl_jax.runs.records import markdown, means, read_runs
 
 
@@ -42,6 +44,19 @@ def test_damaged_results_are_those_of_a_run_that_goes_on(tmp_path):
     [run] = read_runs([str(folder)])
     assert run.row([]) == {"run": "damaged", "state": "5 of 1,000 updates"}
     assert run.scores("valid") == [] and run.tokens_per_second is None
+
+
+def test_a_run_that_diverged_says_so_and_its_scores_are_infinite(tmp_path):
+    folder = recorded_run.make(tmp_path / "wild")
+    results = json.loads((folder / "results.json").read_text())
+    for split, loss in (("best_valid", 20.8), ("test", 2154.0)):  # exp(20.8) is 1.1e9, and exp(2154) no number.
+        results[split]["loss"] = loss
+    (folder / "results.json").write_text(json.dumps(results))
+    [run] = read_runs([str(folder)])
+    row = run.row([])
+    assert (row["state"], row["best_valid"], row["test"]) == ("diverged", math.inf, math.inf)
+    assert "| ppl >1e9 | ppl >1e9 |" in list(markdown([], [row]))[2]
+    assert dataclasses.replace(run, measure=Measure.BPC).row([])["best_valid"] == math.inf
 
 
 def test_means_leave_out_what_has_not_finished_or_diverged():

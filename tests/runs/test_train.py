@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import threading
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import jax
 import numpy as np
 import pytest
 
+import txl_jax
 from support import runs, tiny_run
 from support.runs import numbers, stop_after
 from txl_jax.config import config_tree
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.generate import generate_text
+from txl_jax.runs.generate import generate_text, make_sampler
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
@@ -86,6 +89,72 @@ def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket)
     assert numbers(remote) == numbers(local)
 
 
+@pytest.fixture
+def default_handlers():
+    """Python's own handlers, which test runners may have changed."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield defaults
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(run_once, config, tmp_path, default_handlers):
+    def start(number, step):
+        send = Hook(2, lambda context: os.kill(os.getpid(), number) if context.step == step else None)
+        return txl_jax.train(config, tmp_path / "run", hooks=[send], cache_dir=str(tmp_path))
+
+    def assert_saved(step):
+        assert runs.state_of(tmp_path / "run")[0] == step
+        assert {number: signal.getsignal(number) for number in default_handlers} == default_handlers
+
+    with pytest.raises(KeyboardInterrupt):
+        start(signal.SIGINT, 2)
+    assert_saved(2)
+    with pytest.raises(SystemExit) as ended:
+        start(signal.SIGTERM, 4)
+    assert ended.value.code == 143
+    assert_saved(4)
+    arrived = []
+    signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    assert start(signal.SIGTERM, 10) == run_once[1], "the script's own handler keeps its signal"
+    assert arrived == [signal.SIGTERM] and numbers(tmp_path / "run") == numbers(run_once[0])
+
+
+def test_samples_are_written_at_evaluations_and_change_nothing_else(run_once, config, corpus, tmp_path, capsys):
+    """The first start is stopped in the middle of the first evaluation: the next one repeats it, and samples."""
+    values = {"train.sample_every": 8, "generate.length": 20, "generate.samples": 2, "generate.prompt": "one "}
+    sampling, folder = config_tree.replace(config, values), tmp_path / "run"
+    assert not runs.train(sampling, corpus, folder, stop_requested=stop_after(5)).finished
+    assert os.listdir(folder / "samples") == []
+    outcome = runs.train(sampling, corpus, folder)
+    assert numbers(folder) == numbers(run_once[0]) and outcome == run_once[1]
+    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (folder, run_once[0])))
+    assert sorted(os.listdir(folder / "samples")) == [f"step-{step}.txt" for step in (16, 24, 8)]
+    printed = capsys.readouterr().out
+    generate_text(sampling, Run.read(folder))
+    best = (folder / "samples" / f"step-{outcome.results['best_valid']['step']}.txt").read_bytes()
+    assert best == (folder / "sample-seed0.txt").read_bytes() and best.startswith(b"one ")
+    assert all(score.printable(line) in printed.splitlines() for line in best.splitlines())
+    # On one device the lines about kernels and memory in parts are in log.txt alone.
+    logged = runs.log_lines(folder / "log.txt")
+    for begins in ("command  ", "versions ", "attention", "          parameters"):
+        assert sum(line.startswith(begins) for line in logged) == 2, "once in each start"
+        assert not any(line.startswith(begins) for line in printed.splitlines())
+    assert logged[0].startswith("command")
+
+
+def test_a_second_sample_compiles_nothing(caplog):
+    made = tiny_run.parts()
+    sample = make_sampler(made, ByteVocabulary(bytes(range(65, 65 + made.model.vocab_size))))
+    params = jax.device_put(tiny_run.params(made.model))
+    first = sample(params, lambda: False)
+    with jax.log_compiles():
+        second = sample(jax.tree.map(jax.numpy.negative, params), lambda: False)
+    assert len(first) == len(second) == made.config.generate.length + 1 and first != second
+    assert not [line for line in caplog.messages if line.startswith("Compiling") and "negative" not in line]
+
+
 @pytest.mark.full
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corpus, tmp_path):
     runs.train(config, corpus, tmp_path, stop_requested=stop_after(3))
@@ -117,6 +186,9 @@ def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_re
         runs.train(config, corpus, tmp_path / "file" / "run")
     with pytest.raises(UserError, match=r"train\.batch_size"):
         runs.train(large, corpus, tmp_path / "run")
+    silent = config_tree.replace(config, {"train.sample_every": 8, "model.network": "lstm"})
+    with pytest.raises(UserError, match=r"model\.network.*lstm"):
+        runs.train(silent, corpus, tmp_path / "run")
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -6,12 +6,14 @@ import re
 import struct
 import threading
 import time
+from datetime import datetime
 
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from support.full_disk import largest_file
+from support.runs import log_lines, numbers
 from txl_jax.errors import LogError
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime import storage as files
@@ -39,7 +41,9 @@ def test_records_come_back_in_order(tmp_path):
             log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
     assert first == read_metrics(tmp_path / "new" / "run")
     valid = {"kind": "valid", "step": 1, "bpc": 2, "a": "nan", "b": "-inf"}
-    assert first == [{"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9}, valid]
+    assert numbers(tmp_path / "new" / "run") == [{"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9}, valid]
+    assert all(abs(time.time() - datetime.fromisoformat(record["time"]).timestamp()) < 100 for record in first)
+    assert read_metrics(tmp_path / "new" / "run" / "metrics.jsonl") == first, "the file itself"
 
 
 def test_resuming_drops_later_steps(tmp_path):
@@ -88,13 +92,15 @@ def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
     log.print("early")
     log.note("a remark")
     assert capsys.readouterr().out == "" and os.listdir(tmp_path) == []
-    with log.open(opening=["opening"]):
-        log.print("late")
+    with log.open(header=["header"], opening=["opening"]):
+        log.print("late\nand later")
+        log.print("a detail", show=False)
     log.print("after")
-    assert capsys.readouterr().out == "opening\nearly\nnote      a remark\nlate\nafter\n"
+    printed = ["opening", "early", "note      a remark", "late", "and later"]
+    assert capsys.readouterr().out.splitlines() == [*printed, "after"]
     with RunLog(tmp_path).open(5) as log:
         log.print("resumed é")
-        assert (tmp_path / "log.txt").read_text() == "opening\nearly\nnote      a remark\nlate\nresumed é\n"
+        assert log_lines(tmp_path / "log.txt") == ["header", *printed, "a detail", "resumed é"]
         log.close()  # Nothing happens the second time.
 
 
@@ -144,7 +150,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
         with largest_file(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
             for step in range(2, 50):
                 log.record("train", step, {"loss": 1.0})
-    assert read_metrics(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}
+    assert numbers(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}
 
     (tmp_path / "run").write_text("a file")
     with pytest.raises(LogError, match=r"/run\b.*File exists"):
@@ -174,17 +180,19 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
         read_appended(path)
     append(path, *map(str, range(12)))
     append(path, "more")
-    assert read_appended(path).decode().split() == [*map(str, range(12)), "more"]
+    assert log_lines(read_appended(path)) == [*map(str, range(12)), "more"]
     assert parts(path) == [f"{number:06}" for number in range(1, 14)]
     replace_appended(path, ["new ", "text "])
     assert (read_appended(path), parts(path)) == (b"new text ", ["000014.all"])
     files.write(f"{path}.parts/000013", b"of a removal that was killed")
     append(path, "end")
-    assert (read_appended(path), parts(path)) == (b"new text end\n", ["000013", "000014.all", "000015"])
+    text = read_appended(path)
+    assert text.startswith(b"new text 2") and text.endswith(b"  end\n")
+    assert parts(path) == ["000013", "000014.all", "000015"]
     storage.refuse("POST /upload")
     with pytest.raises(LogError, match="permission"):
         replace_appended(path, ["lost"])
-    assert read_appended(path) == b"new text end\n"
+    assert read_appended(path) == text
 
 
 @pytest.mark.full
@@ -213,7 +221,7 @@ def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket
         log.record("train", 2, {"loss": 1.5})
         log.print("again")
     assert [(record["step"], record["loss"]) for record in read_metrics(bucket)] == [(1, 0.5), (2, 1.5)]
-    assert read_appended(bucket / "log.txt") == b"step 1\nstep 2\nagain\n"
+    assert log_lines(read_appended(bucket / "log.txt")) == ["step 1", "step 2", "again"]
     events = (event for event in read_events(bucket / "tensorboard") if not event.file_version)
     seen = [(event.step, bool(event.summary.value)) for event in events]
     assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from support.runs import log_lines
 from tests.runtime.test_log import read_events
 from txl_jax.errors import UserError
 from txl_jax.runtime.log import RunLog, read_metrics
@@ -58,7 +59,7 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert "Mock" in line and "ConnectionError: the network is down)" in line
     if fails != "close":  # The log is open until then.
-        assert line in (tmp_path / "log.txt").read_text().splitlines()
+        assert line in log_lines(tmp_path / "log.txt")
 
 
 # TensorBoard

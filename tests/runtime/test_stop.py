@@ -55,6 +55,30 @@ def test_handlers_come_back(arrivals):
     assert arrivals == SIGNALS
 
 
+def test_handlers_of_the_callers_own_stay_if_only_defaults_are_replaced(arrivals):
+    ours = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequest(only_defaults=True) as stop:
+        assert [signal.getsignal(number) for number in SIGNALS] == ours
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with StopRequest(only_defaults=True) as inner:
+            send(signal.SIGINT)
+        assert inner.signal_number == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        send(signal.SIGTERM)
+    assert arrivals == [signal.SIGTERM] and not stop
+
+
+def test_in_another_thread_no_handler_is_replaced():
+    def enter():
+        with StopRequest(only_defaults=True) as stop:
+            found.append((bool(stop), [signal.getsignal(number) for number in SIGNALS]))
+
+    found, before = [], [signal.getsignal(number) for number in SIGNALS]
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [(False, before)]
+
+
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
     """The SIGTERM of a machine that is shut down after the notice is the first one, and the next acts as before."""

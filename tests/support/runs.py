@@ -1,7 +1,9 @@
 """Runs as programs make them: opened, trained, stopped, recorded; and the records that do not depend on the clock."""
 
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from txl_jax.config import ExperimentConfig
@@ -43,7 +45,14 @@ def stop_after(calls: int) -> Callable[[], bool]:
 
 def numbers(run):
     """Returns the records of a run in order, without measured times and rates."""
-    return [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(_path(run))]
+    left_out = {"time", *MEASURED}
+    return [{k: v for k, v in record.items() if k not in left_out} for record in read_metrics(_path(run))]
+
+
+def log_lines(path):
+    """Returns the lines of a log.txt, or of its bytes, without date and time."""
+    text = path if isinstance(path, bytes) else Path(path).read_bytes()
+    return [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line)[1] for line in text.decode().splitlines()]
 
 
 def _path(run: Any) -> Any:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import platform
+import shlex
 import signal
 import sys
 import traceback
@@ -33,7 +34,7 @@ from txl_jax.data.text import json_texts
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
 from txl_jax.runs import score, warm_start
-from txl_jax.runs.generate import continue_prompts, generate_text
+from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
 from txl_jax.runs.train import train_run
@@ -107,14 +108,15 @@ class WatchPlan(Plan):
         (), "First and last update of a profile for TensorBoard, in the workdir: 10,15."
     )
     wandb_project: str | None = setting(None, "Project of Weights & Biases that gets the records too.")
+    verbose: bool = setting(False, "Prints more about attention and memory; log.txt always has it.")
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns the arguments `sinks` and `profile_steps` of training; raises `UserError` if they cannot be used."""
+        """Returns these arguments of training: sinks, profile_steps, verbose; raises `UserError` for wrong ones."""
         given = config_tree.format_value(self.profile_steps)
         advice = "give the first and the last update, as 10,15"
         require(len(self.profile_steps) in (0, 2), f"--profile_steps is {given}; {advice}")
         sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
-        return {"sinks": sinks, "profile_steps": self.profile_steps or None}
+        return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
 
 
 class Mode(enum.StrEnum):
@@ -180,7 +182,20 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
             distributed.run_on_all(lambda: refuse_packed(corpus))
         with job.stop:  # From here on: while a text is read a signal ends the process at once.
             outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
+    if outcome.finished:
+        _print_next(config, workdir)
     return 0 if outcome.finished else None
+
+
+def _print_next(config: ExperimentConfig, workdir: str) -> None:
+    """Names the files of a finished run and the commands to try next."""
+    place = shlex.quote(workdir)
+    commands = [f"python -m experiments.report {place}"]
+    with contextlib.suppress(UserError):
+        check_can_generate(config)
+        commands.insert(0, f"python -m experiments.{program_of(config.data.corpus)} --mode=generate --workdir={place}")
+    print(f"files     log.txt, metrics.jsonl and checkpoints are in {workdir}")
+    print("next      " + "\n          ".join(commands), flush=True)
 
 
 def main(

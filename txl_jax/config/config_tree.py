@@ -119,8 +119,12 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # mypy: a class has no hash
+            value = getattr(self, name)
             if isinstance(kind, FieldType):
-                object.__setattr__(self, name, kind.convert(name, getattr(self, name)))
+                object.__setattr__(self, name, kind.convert(name, value))
+            else:
+                got, own = type(value).__name__, kind.__name__
+                require(isinstance(value, kind), f"{name} must be of type {own}, got {got}. Write {name}={own}(...)")
 
     def validate(self) -> None:
         """Raises `UserError` for a setting that is out of its range, has no reader, or contradicts another one."""

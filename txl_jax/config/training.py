@@ -145,6 +145,9 @@ class TrainConfig(Recurrence, prefix="train."):
     eval_every: int = free_setting(4000, "Updates between evaluations on the validation text.", at_least=1)
     checkpoint_every: int = free_setting(4000, "Updates between checkpoints.", at_least=1)
     keep_checkpoints: int = free_setting(2, "Newest checkpoints kept, beside the best.", at_least=1)
+    sample_every: int | None = free_setting(
+        None, "Updates between samples of text, by the generate settings; none: off.", at_least=1
+    )
     patience: int | None = free_setting(
         None, "Early stopping: evaluations in a row without a better loss; none: off.", at_least=1
     )
@@ -166,6 +169,8 @@ class TrainConfig(Recurrence, prefix="train."):
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
             is_multiple = getattr(self, name) % self.segments_per_call == 0
             self.expect(is_multiple, f"{name} segments_per_call", "the former must be a multiple of the latter")
+        comes_after = "a sample follows an evaluation, so the former must be a multiple of the latter"
+        self.expect((self.sample_every or 0) % self.eval_every == 0, "sample_every eval_every", comes_after)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,8 @@ class Generator:
         def jit(function: Any, **options: Any) -> Any:
             return bind_mesh(mesh, jax.jit(function, **options))
 
-        self._empty = jit(self._init_cache, static_argnums=1)
+        # Functions of the module, which jax compiles once for all generators of a model.
+        self._empty = jit(_init_cache, static_argnums=(1, 2))
         self._read = jit(decode.prefill, donate_argnums=1)
         self._unrotate = jit(cache_lib.unrotate)
         self._take = jit(cache_lib.take_unrotated, donate_argnums=0)
@@ -151,7 +152,7 @@ class Generator:
             end = n_whole[row] * segment_len
             segments[: n_whole[row], row] = np.reshape(prompt[:end], (-1, segment_len))
             given[row, segment_len - (len(prompt) - end) :] = prompt[end:]
-        memory = self._empty(self.for_segments, rows)
+        memory = self._empty(self.for_segments, rows, self._eval_config)
         ready = self._unrotate(memory)
         for number, tokens in enumerate(segments, start=1):
             if stop_requested():
@@ -186,7 +187,7 @@ class Generator:
             newest = np.where(number > 0, tokens[:, -1], given[:, -1])
             given = np.concatenate([given[:, :-1], newest[:, None]], axis=1)
 
-    def _init_cache(self, params: DecodeParams, rows: int) -> KVCache:
-        c = self._eval_config
-        lengths = {"mem_len": c.mem_len, "segment_len": c.segment_len}
-        return forward.init_cache(params, batch_size=rows, dtype=memory_dtype(params.model, c), **lengths)
+
+def _init_cache(params: DecodeParams, rows: int, c: EvalConfig) -> KVCache:
+    lengths = {"mem_len": c.mem_len, "segment_len": c.segment_len}
+    return forward.init_cache(params, batch_size=rows, dtype=memory_dtype(params.model, c), **lengths)

@@ -16,9 +16,12 @@ from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Ending, TextStream, Vocabulary, unescape
 from txl_jax.errors import rephrased
 from txl_jax.modules.positions import encoding_of
+from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed, storage
+
+_SEPARATOR = b"\n\n--- next sample ---\n\n"
 
 _write = functools.partial(print, end="", flush=True)
 
@@ -37,26 +40,22 @@ def generate_text(
     check_can_generate(config)
     ending = read_stop(config.generate, vocabulary)
     check_same_settings(config)
-    prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config.generate))))
-    ids = ready_ids.token_ids(vocabulary, prompt, name="the prompt")
-    prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
+    prompt, ids = encode_prompt(config.generate, vocabulary)
     folder = weights.outputs()
     built = weights.build(log=print)
     step, params = weights.params(built, log=print)
     generator = built.generator(built.prepare_params(params))
     at_most = "" if ending is None else "at most "
     print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
-    ids = ids if len(ids) else vocabulary.start
     sampled = generator.tokens(ids, config.generate, stop_token=ending, stop_requested=stop_requested)
-    streams = [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.generate.samples)]
-    texts = _stream(sampled, streams, prompt)
+    texts = _stream(sampled, _streams(config.generate, vocabulary, ending), prompt, write=_write)
     if not texts:
         return []  # Stopped while the prompt was read.
     for number, text in enumerate(texts[1:], start=2):
         print(f"--- sample {number} ---\n{(prompt + text).decode(errors='replace')}", flush=True)
     if folder is not None:
         path = os.path.join(folder, f"sample-seed{config.generate.seed}.txt")
-        separated = b"\n\n--- next sample ---\n\n".join(prompt + text for text in texts) + b"\n"
+        separated = _SEPARATOR.join(prompt + text for text in texts) + b"\n"
         print(f"sample    {path}{distributed.broadcast_from_primary(lambda: _save(path, separated))}")
     return texts
 
@@ -95,6 +94,30 @@ def continue_prompts(
             write(json.dumps(record) + "\n")
 
 
+def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callable[[], Any]], bytes]:
+    """Returns (parameters, stop_requested) -> all samples as one text; it compiles once. Raises as `generate_text`."""
+    config = built.config.generate
+    check_can_generate(built.config)
+    ending = read_stop(config, vocabulary)
+    prompt, ids = encode_prompt(config, vocabulary)
+
+    def sample(params: Any, stop_requested: Callable[[], Any]) -> bytes:
+        generator = built.generator(built.prepare_params(params))
+        sampled = generator.tokens(ids, config, stop_token=ending, stop_requested=stop_requested)
+        texts = _stream(sampled, _streams(config, vocabulary, ending), prompt, write=lambda text: None)
+        return _SEPARATOR.join(prompt + text for text in texts) + b"\n"
+
+    return sample
+
+
+def encode_prompt(config: GenerateConfig, vocabulary: Vocabulary) -> tuple[bytes, np.ndarray]:
+    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue; a collective."""
+    prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config))))
+    ids = ready_ids.token_ids(vocabulary, prompt, name="the prompt")
+    # As the model reads it: words with single spaces between them, for example.
+    return vocabulary.decode(ids), ids if len(ids) else vocabulary.start
+
+
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` if the model cannot generate token by token."""
     is_transformer = config.model.network is Network.TRANSFORMER_XL
@@ -123,17 +146,23 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
     return ids[0] if len(ids) == 1 else vocabulary.decode(ids)
 
 
-def _stream(sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt: bytes) -> list[bytes]:
-    """Prints the prompt and the first sample as its tokens come; returns all samples, or none if no token came."""
+def _streams(config: GenerateConfig, vocabulary: Vocabulary, ending: Ending) -> list[TextStream]:
+    return [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.samples)]
+
+
+def _stream(
+    sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt: bytes, *, write: Callable[[str], Any]
+) -> list[bytes]:
+    """Writes the prompt and the first sample as its tokens come; returns all samples, or none if no token came."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    _write(decoder.decode(prompt))
+    write(decoder.decode(prompt))
     texts = [b""] * len(streams)
 
     def add(pieces: Iterable[str]) -> None:
         for number, piece in enumerate(pieces):
             texts[number] += (content := piece.encode(errors="surrogateescape"))
             if number == 0:
-                _write(decoder.decode(content))
+                write(decoder.decode(content))
 
     has_begun = False
     for block in sampled:
@@ -142,5 +171,5 @@ def _stream(sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt
         if all(stream.ended for stream in streams):  # By strings, which the generator does not see.
             break
     add(stream.finish() for stream in streams)
-    _write(decoder.decode(b"", final=True) + "\n")
+    write(decoder.decode(b"", final=True) + "\n")
     return texts if has_begun else []

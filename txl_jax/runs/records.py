@@ -16,7 +16,7 @@ from typing import Any
 
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.errors import UserError
-from txl_jax.metrics import Measure, Totals
+from txl_jax.metrics import Measure, Totals, format_score
 from txl_jax.runs.run import Run, by_name, holds_run, read_results
 from txl_jax.runtime.environment import duration, table
 from txl_jax.runtime.log import read_metrics
@@ -73,19 +73,29 @@ class RunRecords:
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the run as a row with these settings. Until training ends, the best score is the recorded one."""
-        row: dict[str, Any] = {"run": self.name, "state": "finished"}
+        row: dict[str, Any] = {"run": self.name}
         row |= {name: config_tree.format_value(config_tree.get(self.config, name)) for name in names}
         if seconds := self.training_seconds:
             row["seconds"] = round(seconds, 1)
         if self.results is not None:
-            losses = {name: self.results[name]["loss"] for name in _SCORES if self.results.get(name)}
-            row |= {name: Totals(float(loss), 1).value(self.measure) for name, loss in losses.items()}
+            for name, totals in _totals(self.results).items():
+                row[name] = math.inf if totals.diverged else totals.value(self.measure)
             row |= {name: value for name in PER_BYTE if (value := (self.results.get("test") or {}).get(name))}
-            return row | {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
+            row |= {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
+            return row | {"state": state_of(self.results)}
         row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} updates"
         if valid := self.scores("valid"):
             row |= {"best_valid": min(score for _, score in valid), "measure": str(self.measure)}
         return row
+
+
+def _totals(results: Mapping[str, Any]) -> dict[str, Totals]:
+    return {name: Totals(float(results[name]["loss"]), 1) for name in _SCORES if results.get(name)}
+
+
+def state_of(results: Mapping[str, Any]) -> str:
+    """Returns the state of a run with these results: "finished", or "diverged"."""
+    return "diverged" if any(totals.diverged for totals in _totals(results).values()) else "finished"
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
@@ -207,7 +217,7 @@ def _cell(row: Row, column: str) -> str:
     if column in PER_BYTE:
         return f"{row[column]:.4f}"
     if column in _SCORES:
-        digits, deviation = 2 if row["measure"] == Measure.PPL else 4, row.get(f"{column}_deviation")
-        spread = "" if deviation is None else f" ± {deviation:.{digits}f}"
-        return f"{row['measure']} {row[column]:.{digits}f}{spread}"
+        measure, deviation = Measure(row["measure"]), row.get(f"{column}_deviation")
+        spread = "" if deviation is None else f" ± {format_score(deviation, measure).split()[-1]}"
+        return format_score(row[column], measure) + spread
     return str(row[column]).replace("|", "\\|")

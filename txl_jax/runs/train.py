@@ -6,6 +6,7 @@ the state and trains.
 """
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.runs import ensemble, warm_start
 from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.generate import make_sampler
 from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
 from txl_jax.runs.trainer import Outcome, Trainer
 from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import device_kind
 from txl_jax.runtime.sinks import Sink
-from txl_jax.training.hooks import Hook
+from txl_jax.runtime.stop import StopRequest
+from txl_jax.training.hooks import Hook, check_hooks
 
 
 def train_run(
@@ -34,6 +37,7 @@ def train_run(
     hooks: Sequence[Hook] = (),
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
+    verbose: bool = False,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
     """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
@@ -44,6 +48,7 @@ def train_run(
         one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
       sinks: Get the records in addition to metrics.jsonl and TensorBoard's files.
       profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None for no profile.
+      verbose: Whether to print details of attention and memory that on one device only log.txt has.
 
     Raises:
       UserError: If settings, members, text and workdir do not go together, or the workdir cannot be used.
@@ -51,8 +56,7 @@ def train_run(
       CheckpointError: If there are checkpoints, but none can be read.
       RemoteProcessError: If another process could not continue.
     """
-    for hook in hooks:
-        hook.check_interval(config.train.segments_per_call)
+    check_hooks(hooks, config.train.segments_per_call)
     if profile_steps is not None:
         profiler.check_steps(*profile_steps, steps=config.train.steps)
     members = [ensemble.in_order(member) for member in members]
@@ -72,6 +76,7 @@ def train_run(
     built, readers = distributed.run_on_all(build_and_cut)
     if distributed.is_multiprocess():
         check_same_attention(built.attention)
+    sampler = make_sampler(built, corpus.vocabulary) if config.train.sample_every else None
     weights = None
     if config.init_from is not None:
         weights = warm_start.load(built, corpus.vocabulary, run)
@@ -89,6 +94,8 @@ def train_run(
         hooks=hooks,
         sinks=sinks,
         profile_steps=profile_steps,
+        sampler=sampler,
+        verbose=verbose,
         stop_requested=stop_requested,
     ).train()
     if members and outcome.results is not None:
@@ -110,6 +117,9 @@ def train(
 
     The same call resumes a stopped run. For a finished run it returns the results. It raises as `train_run` does.
 
+    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals with a handler of your
+    own, and all signals outside the main thread, are left alone: use a hook that calls `HookContext.request_stop`.
+
     Args:
       config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
         `EvalConfig` are those of the 12-layer enwik8 model.
@@ -120,10 +130,18 @@ def train(
     """
     config = config.resolved()
     config.validate()
+    check_hooks(hooks, config.train.segments_per_call)  # Before a text is read, which may take minutes.
     with Run.open(path) as run:
         run.compare(config)
         corpus = warm_start.read_corpus(config, run, data_dir, cache_dir)
-        return train_run(config, corpus, run, hooks=hooks, sinks=sinks, profile_steps=profile_steps)
+        options: dict[str, Any] = {"hooks": hooks, "sinks": sinks, "profile_steps": profile_steps}
+        with StopRequest(only_defaults=True) as stop:
+            outcome = train_run(config, corpus, run, stop_requested=lambda: stop, **options)
+    if stop.signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if stop.signal_number:
+        raise SystemExit(128 + stop.signal_number)
+    return outcome
 
 
 def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
@@ -142,7 +160,7 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 
 
 def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
-    """Describes text, model, work per step, evaluation, devices and attention, one line each."""
+    """Describes text, model, work per step, evaluation and devices, one line each."""
     c, train, lengths, mesh = built.config.model, built.config.train, built.config.eval, built.mesh
     sizes = f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}"
     if c.network is not Network.TRANSFORMER_XL:
@@ -157,7 +175,9 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     if lengths.stride:
         scoring = f"the last {lengths.stride} of windows of {lengths.segment_len}"
     clamp = f"distances clamped at {lengths.clamp_len}" if lengths.clamp_len else "no clamp"
-    devices = f"{mesh.size} x {device_kind()} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
+    devices = f"{mesh.size} x {device_kind()}"
+    if mesh.size > 1:
+        devices += f" ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
     if (slices := sharding.num_slices(mesh)) > 1:
         devices += f" in {slices} slices"
     if distributed.is_multiprocess():
@@ -169,11 +189,10 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
         f"{context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of {reader.n_segments:,} "
         f"steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
     )
-    lines = [
+    return [
         f"text      {corpus.description}: {splits} tokens to train / validate / test on, vocabulary {size:,}",
         f"model     {sizes}, {c.dtype}: {built.num_parameters:,} parameters",
         f"training  {work}",
         f"scoring   {scoring}, {clamp}, batch {lengths.batch_size}",
         f"devices   {devices}",
     ]
-    return lines if built.attention is None else [*lines, f"attention {built.attention.describe()}"]

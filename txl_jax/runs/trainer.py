@@ -61,6 +61,8 @@ class Trainer:
     hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
     sinks: Sequence[Sink]  # Get settings and records too.
     profile_steps: tuple[int, int] | None  # First and last update of a profile, or None for no profile.
+    sampler: Callable[..., bytes] | None  # Writes the samples of `train.sample_every`.
+    verbose: bool  # Whether to print details on one device too, where else only log.txt has them.
 
     def __post_init__(self) -> None:
         run = self.run
@@ -70,7 +72,9 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             run, self.built.members, keep=self._config.keep_checkpoints, log=self._log.note
         )
-        self._validation = Validation(self.built, self.corpus, run, self._checkpoints, self._log, self._stop_requested)
+        self._validation = Validation(
+            self.built, self.corpus, run, self._checkpoints, self._log, self._stop_requested, self.sampler
+        )
 
     def train(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
@@ -86,7 +90,7 @@ class Trainer:
             redone = {"valid"} if validation.pending else set()
             if validation.results_after(step) is None:
                 redone.add("test")
-            with log.open(step, redone=redone, opening=self.opening):
+            with log.open(step, redone=redone, header=environment.origin(), opening=self.opening):
                 log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
                 if step:
                     epoch, index = divmod(step, self.readers[0].n_segments)
@@ -99,7 +103,7 @@ class Trainer:
                         log.print(f"finished  already: {validation.results_path}{why}")
                         return Outcome(True, step, results)
                 compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
-                log.print(_memory_line(built, compilation))
+                _report_build(built, compilation, log, show_details=self.verbose or built.mesh.size > 1)
                 self._progress = Progress(
                     log,
                     steps=config.steps,
@@ -283,13 +287,14 @@ def run_hooks(
     return state, stopping
 
 
-def _memory_line(built: Built, compilation: Compilation) -> str:
-    """Describes the estimated memory per device and the time of compilation."""
+def _report_build(built: Built, compilation: Compilation, log: RunLog, *, show_details: bool) -> None:
+    """Logs attention, the estimated memory per device, and the time of compilation; details may go to log.txt alone."""
+    if built.attention is not None:
+        log.print(f"attention {built.attention.describe()}", show=show_details)
     sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes
     by_kind = ", ".join(f"{name} {environment.megabytes(size)}" for name, size in sizes.items())
-    return (
-        f"memory    {environment.megabytes(sum(sizes.values()))} per device, estimated: {by_kind} "
-        f"(compiled in {compilation.seconds:.1f} s)"
-    )
+    total = environment.megabytes(sum(sizes.values()))
+    log.print(f"memory    {total} per device, estimated (compiled in {compilation.seconds:.1f} s)")
+    log.print(f"          {by_kind}", show=show_details)

@@ -12,8 +12,8 @@ from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import RESULTS, Run, read_results
-from txl_jax.runs.score import Interrupted, Split, as_record, as_result, score_with_line
-from txl_jax.runtime import distributed, environment
+from txl_jax.runs.score import Interrupted, Split, as_record, as_result, printable, score_with_line
+from txl_jax.runtime import distributed, environment, storage
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import write_json
 from txl_jax.training import weight_averaging
@@ -31,6 +31,7 @@ class Validation:
     checkpoints: RunCheckpoints
     log: RunLog
     stop_requested: Callable[[], Any]
+    sampler: Callable[..., bytes] | None = None  # Of `make_sampler`, with `train.sample_every`.
     pending: bool = False  # Whether the last evaluation was cut short. A resumed run repeats it.
     # Changes of `train.steps`: [{"step": after which it came, "name": .., "old": .., "new": ..}, ..].
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -69,6 +70,9 @@ class Validation:
         actions: list[Callable[[HookContext], TrainState | None]] = [self.evaluate]
         if self._config.average.nt_asgd_patience:
             actions.append(self.start_averaging)
+        if self.sampler is not None:
+            storage.make_folder(os.path.join(self.run.path, "samples"))
+            actions.append(self.sample)
         if self._config.train.patience:
             actions.append(self.stop_early)
         return [Hook(self._config.train.eval_every, action) for action in actions]
@@ -119,6 +123,17 @@ class Validation:
                 )
                 average = weight_averaging.begin(average, context.step, index)
         return dataclasses.replace(context.state, average=average)
+
+    def sample(self, context: HookContext) -> None:
+        """Writes a sample of the parameters that are evaluated, in an ensemble of the first member's."""
+        due = context.step % (self._config.train.sample_every or 1) == 0 or context.step == self._config.train.steps
+        if self.pending or not due or self.sampler is None:
+            return
+        text = self.sampler(self._members.take(context.state.scored_params, 0), self.stop_requested)
+        path = os.path.join(self.run.path, "samples", f"step-{context.step}.txt")
+        distributed.broadcast_from_primary(lambda: storage.write(path, text))
+        context.log("\n".join([f"sample    {path}", *map(printable, text.splitlines())]))
+        context.text("sample", text.decode(errors="replace"))
 
     def stop_early(self, context: HookContext) -> None:
         """Requests a stop when the patience is used up."""

@@ -1,10 +1,14 @@
 """Device, versions and date of a measurement, and numbers and tables formatted for people."""
 
+import contextlib
 import datetime
 import math
 import os
 import platform
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ from typing import Any
 import jax
 
 from txl_jax.version import __version__
+
+_SECRET = re.compile(r"(?is)^(--?[\w.-]*(?:key|token|secret|password)=).*")  # A flag of somebody's own program.
 
 
 def describe() -> dict[str, Any]:
@@ -25,6 +31,18 @@ def describe() -> dict[str, Any]:
         "txl_jax": __version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def origin() -> list[str]:
+    """Returns lines about this process: its command line, versions, and the commit if the package is in a checkout."""
+    words = shlex.join(_SECRET.sub(r"\1...", word) for word in sys.orig_argv)
+    found, root = describe(), Path(__file__).parents[2]
+    versions = [f"{name} {found[name]}" for name in ("txl_jax", "jax", "python")]
+    if (root / ".git").exists():  # Else git would name the checkout around a virtual environment.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            git = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            versions.append(f"commit {subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()}")
+    return [f"command   {words}", f"versions  {', '.join(versions)}"]
 
 
 def device_kind() -> str:

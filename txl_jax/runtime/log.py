@@ -34,10 +34,12 @@ _PART = re.compile(r"(\d{6,})(\.all)?")
 def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     """Reads the records of a run in the order written; empty if there are none. A torn last line is left out.
 
+    `folder` is the workdir, or the file metrics.jsonl in it.
     Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
     Raises `LogError` if a line before the last is not a record, or the file cannot be read.
     """
-    path = os.path.join(storage.as_path(folder), METRICS)
+    path = storage.as_path(folder)
+    path = path if os.path.basename(path) == METRICS else os.path.join(path, METRICS)
     try:
         lines = read_appended(path).splitlines(keepends=True)
     except FileNotFoundError:
@@ -128,8 +130,10 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._upload_began = time.monotonic()
         self._closing = contextlib.ExitStack()
 
-    def open(self, step: int = 0, *, redone: Collection[str] = (), opening: Sequence[str] = ()) -> Self:
-        """Opens the files, and writes the lines `opening` and those that have waited.
+    def open(
+        self, step: int = 0, *, redone: Collection[str] = (), header: Sequence[str] = (), opening: Sequence[str] = ()
+    ) -> Self:
+        """Opens the files, and writes the lines `header`, to log.txt alone, `opening`, and those that have waited.
 
         Records after `step`, which the run starts after, are dropped, and at `step` those of the kinds `redone`.
         """
@@ -149,6 +153,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             self._closing.callback(act)
         self._closing.callback(self._each, "close")
         self._closing.callback(self._flush)
+        for line in header:
+            self.print(line, show=False)
         for line in waiting:
             self.print(line)
         return self
@@ -165,11 +171,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._each("settings", values)
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds a line `{"kind": kind, "step": step, **values}`, with `member` if it is given."""
+        """Adds a line `{"kind": kind, "step": step, "time": now, **values}`, with `member` if it is given."""
         if taken := {"kind", "step", "member"} & values.keys():
             raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
         record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
+        record["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())  # A hook's own value of that name wins.
         # json would write NaN, which is not valid JSON, and other readers would stop at the line.
         record |= {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
         self._append(METRICS, json.dumps(record, allow_nan=False))
@@ -183,13 +190,16 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         """Prints a remark."""
         self.print(f"note      {line}")
 
-    def print(self, line: str) -> None:
-        """Prints a line and adds it to log.txt; after `close` it only prints."""
+    def print(self, line: str, *, show: bool = True) -> None:
+        """Prints a line if `show`, and adds it to log.txt with date and time; after `close` it only prints."""
         if self._waiting is not None:
             self._waiting.append(line)
         elif self._folder is not None:
-            print(line, flush=True)
-            self._append(LINES, line)
+            if show:
+                print(line, flush=True)
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            for each in line.split("\n"):
+                self._append(LINES, f"{now}  {each}")
 
     def seal(self) -> None:
         """Returns once all is kept that was written; called before a checkpoint or a result, which relies on it."""

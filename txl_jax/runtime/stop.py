@@ -71,17 +71,25 @@ class StopRequest:
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
     (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
     second SIGTERM changes nothing then.
+
+    With `only_defaults` it leaves handlers of the caller's own, and all signals if this is not the main thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_defaults: bool = False) -> None:
         self.signal_number = 0  # The signal that has arrived. Several processes always stop by SIGTERM.
+        self._only_defaults = only_defaults
         self._is_multiprocess = False
         self._previous_handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._is_multiprocess = distributed.is_multiprocess()
         # With several processes SIGTERM is left alone: jax has a handler of its own, below Python's.
-        for number in (signal.SIGINT,) if self._is_multiprocess else (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGINT] if self._is_multiprocess else [signal.SIGTERM, signal.SIGINT]
+        if self._only_defaults:
+            is_main = threading.current_thread() is threading.main_thread()
+            replaced = (signal.SIG_DFL, signal.default_int_handler) if is_main else ()
+            numbers = [number for number in numbers if signal.getsignal(number) in replaced]
+        for number in numbers:
             self._previous_handlers.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 

@@ -1,7 +1,8 @@
 """Hooks: everything periodic in training."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from txl_jax.config.config_tree import require
 from txl_jax.runtime.log import RunLog
@@ -60,3 +61,12 @@ class Hook:
         """Raises `UserError` unless the interval is a multiple of the updates of a call, after which hooks are run."""
         wrong = f"a hook's interval is {self.every}, no multiple of train.segments_per_call, {segments_per_call}"
         require(self.every % segments_per_call == 0, f"{wrong}; hooks are run between calls")
+
+
+def check_hooks(hooks: Any, segments_per_call: int) -> None:
+    """Raises `UserError` unless `hooks` is a list of hooks, each with an interval that `check_interval` accepts."""
+    are_hooks = isinstance(hooks, Iterable) and all(isinstance(hook, Hook) for hook in hooks)
+    advice = "Write hooks=[txl_jax.Hook(100, function)]"
+    require(are_hooks, f"hooks must be a list of txl_jax.Hook, got {hooks!r}. {advice}")
+    for hook in hooks:
+        hook.check_interval(segments_per_call)
