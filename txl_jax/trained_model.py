@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig
+from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
 from txl_jax.data.vocabulary import Vocabulary, check_ids
@@ -233,6 +234,8 @@ class LanguageModel:
         batch_size: int = _BATCH_SIZE,
     ) -> Iterator[tuple[int, str]]:
         """Yields the number of a prompt and the next piece of its text, as they come; otherwise like `generate`."""
+        wrong = f"settings is {settings!r}; give a GenerateConfig, as txl_jax.GenerateConfig(length=20)"
+        require(settings is None or isinstance(settings, GenerateConfig), wrong)
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
         settings.validate()
         check_can_generate(self.config)

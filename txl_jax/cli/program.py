@@ -303,6 +303,10 @@ class Job:
             elif _names_no_sizes(base, self.places):
                 base = preset(SMALL)
                 notes.append(f"no flag gives a size of the model: this is --flagfile={SMALL} with the flags given")
+            is_given = {"train.batch_size", "train.segment_len"} & self.places.keys()
+            if not is_given and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
+                usual = f"{base.train.batch_size} x {base.train.segment_len} tokens a step"
+                notes.append(f"what no flag gives is the paper's, as {usual}; --flagfile={SMALL} fits one machine")
         config = distributed.run_on_all(
             lambda: _config(base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes)
         )
@@ -485,6 +489,8 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     wrong_mode = f"--input is given and --mode is {plan.mode}; only --mode=score and generate read an input"
     require(plan.mode in (Mode.SCORE, Mode.GENERATE), wrong_mode)
     alone = "--input is given and there are several processes; read an input with one"
+    redirect = "its records go to standard output; redirect that with > FILE"
+    require(plan.out is None, f"--out is {plan.out} and --input is given; {redirect}")
     require(not distributed.is_multiprocess(), alone)
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:

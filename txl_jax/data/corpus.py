@@ -22,15 +22,12 @@ from txl_jax.data.byte_tokens import ByteVocabulary, distinct
 from txl_jax.data.published import check_file
 from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
-from txl_jax.data.text import SPLITS, Text, checked, file_part, text_blocks, with_bar
+from txl_jax.data.text import SPLITS, Text, checked, file_part, packed_as, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads, unescape
 from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
 from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
-# First bytes of files that are seldom meant to be read as bytes.
-_PACKED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
-_PACKED |= dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16")
 KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary, IdVocabulary)
 
 
@@ -93,10 +90,9 @@ def read_corpus(
 def refuse_packed(corpus: Corpus) -> None:
     """Raises `UserError` if the training text, read as bytes, begins like a compressed file or UTF-16."""
     if isinstance(corpus.vocabulary, ByteVocabulary):
-        head = corpus.vocabulary.decode(corpus.train[:6])
-        found = next((name for start, name in _PACKED.items() if head.startswith(start)), None)
+        found = packed_as(corpus.vocabulary.decode(corpus.train[:6]))
         advice = "unpack it or convert it to UTF-8, or train on these bytes with --data.tokenizer.kind=byte"
-        require(found is None, f"the text ({corpus.description}) begins like {found}; {advice}")
+        require(not found, f"the text ({corpus.description}) begins like {found}; {advice}")
 
 
 def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:

@@ -19,6 +19,9 @@ from txl_jax.errors import UserError
 BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small compared with any model.
 SPLITS = ("train", "valid", "test")
 BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
+# First bytes of files that are seldom meant to be read as they are.
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
+_PACKED |= dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16")
 _LONGEST_WORD = 1 << 16  # Bytes. Longer ranges without white space are cut between characters.
 
 
@@ -152,14 +155,20 @@ def _last_border(block: bytes) -> int:
     return border
 
 
+def packed_as(head: bytes) -> str:
+    """Returns the format of a file that begins like a compressed one or UTF-16, or an empty text."""
+    return next((kind for start, kind in _PACKED.items() if head.startswith(start)), "")
+
+
 def _decode(block: bytes, name: str, offset: int) -> str:
     try:
         if (zero := block.find(b"\0")) >= 0:
             raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "no text has a zero byte")
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} must be text in UTF-8, got byte {block[error.start]:#04x} at offset {offset + error.start}. "
-            "Convert it (iconv -f LATIN1 -t UTF-8, for example), or read its bytes with --data.tokenizer.kind=byte."
-        ) from None
+        kind = "" if offset else packed_as(block)
+        found = f"got {kind}" if kind else f"got byte {block[error.start]:#04x} at offset {offset + error.start}"
+        advice = "Unpack or convert it" if kind else "Convert it (iconv -f LATIN1 -t UTF-8, for example)"
+        other = "or read its bytes with --data.tokenizer.kind=byte."
+        raise UserError(f"{name} must be text in UTF-8, {found}. {advice}, {other}") from None
     return text.removeprefix(BYTE_ORDER_MARK) if offset == 0 else text

@@ -292,6 +292,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _parse(self, record: str, vocabulary: str) -> None:
         try:
             saved = json.loads(record)
+            require("txl_jax_model" not in saved, "of a portable folder, whose weights --init_from takes")
             number = saved.get("format", 1)  # Format 1 has no number.
             # Before anything else, which may mean something else there.
             other = "commit 624573f reads formats 1 and 2, a newer txl_jax later ones"
@@ -306,7 +307,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 Implementation.parse(implementation)
         except UserError as error:
             file = os.path.join(self.path, _CONFIG)
-            raise UserError(f"{file} is of another version ({error}); train anew in another --workdir") from error
+            raise UserError(f"{file} is no record that this version reads ({error}); train anew in another --workdir") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
             raise self._damaged(_CONFIG, error) from error
         try:

@@ -124,6 +124,8 @@ def score_with_line(
     line = f"{name} {format_scores(totals, measure)}"
     if totals.bytes and measure is Measure.PPL:
         line += f"  {vocabulary.per_byte.replace('_', ' ')} {totals.bits_per_byte:.4f}"
+    elif vocabulary.unknown_id is not None and (share := np.mean(tokens[1:] == vocabulary.unknown_id)):
+        line += f"  ({share:.2%} are unknown, so it has no bits per byte)" if not totals.bytes else ""
     return totals, f"{line}  in {environment.duration(time.monotonic() - began)}"
 
 

@@ -14,6 +14,7 @@ import jax
 
 from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, Network, Order
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.runs import ensemble, warm_start
@@ -128,6 +129,8 @@ def train(
       cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
       hooks: As in `train_run`, like the other arguments.
     """
+    advice = 'give an ExperimentConfig, such as txl_jax.preset("small")'
+    require(isinstance(config, ExperimentConfig), f"config is {type(config).__name__}; {advice}")
     config = config.resolved()
     config.validate()
     check_hooks(hooks, config.train.segments_per_call)  # Before a text is read, which may take minutes.

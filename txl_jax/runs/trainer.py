@@ -92,9 +92,6 @@ class Trainer:
                 redone.add("test")
             with log.open(step, redone=redone, header=environment.origin(), opening=self.opening):
                 log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
-                if step:
-                    epoch, index = divmod(step, self.readers[0].n_segments)
-                    log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 validation.read_losses()
                 if self._has_ended(step):  # A first start skips this.
                     results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
@@ -102,6 +99,9 @@ class Trainer:
                         why = "" if step >= config.steps else ", by its train.patience; give more, or none, to train on"
                         log.print(f"finished  already: {validation.results_path}{why}")
                         return Outcome(True, step, results)
+                if step:
+                    epoch, index = divmod(step, self.readers[0].n_segments)
+                    log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
                 compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
                 _report_build(built, compilation, log, show_details=self.verbose or built.mesh.size > 1)
                 self._progress = Progress(
@@ -134,10 +134,10 @@ class Trainer:
         if not saved or old == new:
             return changes
         before = config_tree.replace(config, {"train.steps": old})
-        was, rate = (float(learning_rate(each, peak=1.0)(step)) for each in (before, config))
+        was, rate = (f"{float(learning_rate(each, peak=1.0)(step)):.1%}" for each in (before, config))
         if was != rate:
             why = f"its schedule ends with train.steps, {new:,} instead of {old:,}"
-            self._log.note(f"after step {step:,} the learning rate is {rate:.1%} of its peak, not {was:.1%}: {why}")
+            self._log.note(f"after step {step:,} the learning rate is {rate} of its peak, not {was}: {why}")
         return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:

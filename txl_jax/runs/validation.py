@@ -184,6 +184,8 @@ class Validation:
         for label, own, (totals, line) in zip(self._members.labels, best, scored, strict=True):
             self.log.record("test", step, as_record(totals, self._vocabulary), member=label)
             self.log.print(line)
+            if totals.diverged:
+                self.log.note("the run diverged; try a lower --optimizer.learning_rate, in a new --workdir")
             test = as_result(totals, self._vocabulary)
             results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **test}})
         content = {

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import socket
@@ -96,6 +97,7 @@ class TensorBoard(Sink):
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
         """Adds a scalar for each value; "=" in the name of a member becomes "_", as TensorBoard wants it."""
         scalar = _tensorboard("summary").scalar
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # It warns of each NaN, beside our own lines.
         self._write(step, *(scalar(*named) for named in grouped_names(kind, values, member).items()))
 
     def text(self, step: int, tag: str, text: str) -> None:
