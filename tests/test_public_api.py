@@ -172,6 +172,7 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
             lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]),
             r"7.*segments_per_call",
         ),
+        (lambda: txl_jax.train("small", "run"), r"str.*preset"),
         (lambda: txl_jax.ExperimentConfig(data={"file": "a"}), r"data.*DataConfig.*dict"),
         (lambda: txl_jax.ModelConfig(dropout=0.1), r"dropout.*DropoutConfig.*float"),
         (lambda: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),

@@ -178,8 +178,9 @@ def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path
         f"--cache_dir={tmp_path}",
         f"--workdir={tmp_path / 'run'}",
     ]
-    code, _, err = run("text", *flags)
-    assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()
+    for more in ([], ["--tokenizer=word"]):
+        code, _, err = run("text", *flags, *more)
+        assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()
     succeed("text", *flags, "--tokenizer=byte")
     succeed("text", *flags)  # The run's own record says so from then on.
 

@@ -84,6 +84,7 @@ def test_a_portable_folder_has_the_scores_and_the_text_of_its_run(run, portable,
     assert [ours[split] for split in ("valid", "test")] == [theirs[split] for split in ("valid", "test")]
     assert "--data.file" in use("eval", portable, code=1), "no text is named by a portable folder"
     assert "tokenizer" in use("eval", portable, *run[1], "--tokenizer=byte", code=1)
+    assert "--init_from" in use("train", portable, *run[1], code=1), "a portable folder is no workdir"
 
 
 def test_an_out_that_cannot_be_written_to_is_refused_and_training_has_none(run, tmp_path):
@@ -103,6 +104,7 @@ def test_prompts_of_a_file_become_records_on_the_output(run, tmp_path):
     alone = use("generate", run[0], "--generate.prompt=the cat", f"--out={tmp_path}")
     assert f"\nthe cat {records[0]['text']}" in alone and len(records[0]["text"].split()) > 5
     assert "--input" in use("eval", run[0], *flags, code=1)
+    assert "--out" in use("generate", run[0], *flags, f"--out={tmp_path}", code=1)
 
 
 def test_a_file_of_windows_is_scored_as_the_same_lines(run, tmp_path):
