@@ -256,7 +256,8 @@ def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp
     (tmp_path / "mine.flags").write_text("--train.batch_size=3\n")
     for words in (["--model.n_layer=3"], ["--model.dropout.rate=0"], [f"--flagfile={tmp_path / 'mine.flags'}"]):
         config, notes = config_in(*words)
-        assert config.model.d_model == ExperimentConfig().model.d_model and config.train.steps == 400_000 and not notes
+        assert config.model.d_model == ExperimentConfig().model.d_model and config.train.steps == 400_000
+        assert len(notes) == words[0].startswith("--model."), "the paper's batch is named unless one was given"
     for name in (CorpusName.ENWIK8, CorpusName.PTB):
         others = ExperimentConfig(data=default_data(name))
         assert config_in("--data.file=none", defaults=others) == (others, [])
