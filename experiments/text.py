@@ -9,7 +9,7 @@ r"""Train, evaluate and sample on your own text: bytes, characters, words, subwo
 
 One file is split 90/5/5 by position, three or more in a directory or pattern between files. Lists are
 joined in the order given, patterns in the order of names. --train, --valid, --test and --tokenizer are
-short for --data.train, .., and --data.tokenizer.kind. Without a flagfile, --model.* and --init_from,
+short for --data.train, .., and --data.tokenizer.kind. Without a flagfile and --model.*,
 this is --flagfile=small.
 """
 

@@ -1,8 +1,9 @@
 """A trained model with its vocabulary: scores of documents, generation, hidden states, log probabilities."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, Literal, NamedTuple, overload
 
@@ -118,13 +119,14 @@ class LanguageModel:
             None to score T - 1 tokens, all but the first.
 
         Returns:
-          Per document the summed nats and the number of scored tokens, or their nats, floats [T - 1] or [T].
+          Per document the summed nats and the number of scored tokens and of their bytes, if the vocabulary knows them;
+          or the nats, floats [T - 1] or [T].
 
         Raises:
           UserError: If a text cannot be encoded, ids are outside the vocabulary, or `documents` is a single text.
         """
-        scored = read_all(self._with_first(documents, first), self._reader(batch_size).nats)
-        return scored if per_token else list(map(Totals.of, scored))
+        reader = self._reader(batch_size)
+        return read_all(self._with_first(documents, first), reader.nats if per_token else self._totals(reader))
 
     def score_stream(
         self,
@@ -138,8 +140,23 @@ class LanguageModel:
 
         At most 16 documents per row are held. If one cannot be encoded, the results before it come first.
         """
-        scored = self._reader(batch_size).nats(self._with_first(documents, first))
-        return scored if per_token else map(Totals.of, scored)
+        reader = self._reader(batch_size)
+        return (reader.nats if per_token else self._totals(reader))(self._with_first(documents, first))
+
+    def _totals(self, reader: DocumentReader) -> Callable[[Iterable[np.ndarray]], Iterator[Totals]]:
+        """Returns a function that yields the totals of each document, ids [T]."""
+        n_bytes = collections.deque[int]()  # Of the documents that are being read.
+
+        def counted(documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+            for ids in documents:
+                n_bytes.append(self.vocabulary.count_bytes(ids[1:]))
+                yield ids
+
+        def read(documents: Iterable[np.ndarray]) -> Iterator[Totals]:
+            for nats in reader.nats(counted(documents)):
+                yield dataclasses.replace(Totals.of(nats), bytes=n_bytes.popleft())
+
+        return read
 
     def score_continuations(
         self, pairs: Iterable[tuple[Document, Document]], *, first: Token | None = None, batch_size: int = _BATCH_SIZE

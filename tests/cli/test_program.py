@@ -169,7 +169,7 @@ def test_sizes_and_compatibility_come_from_the_trained_model(trained, built):
     config = built("--train.mem_len=30")
     assert {name: getattr(config.model, name) for name in SIZES} == SIZES
     assert config.model.compat == trained[1].model.compat != ExperimentConfig().model.compat
-    assert config.model.dropout == ExperimentConfig().model.dropout
+    assert config.model.dropout == preset("small").model.dropout and config.train.batch_size == 16
     assert config.data.tokenizer.kind is Tokenizer.BYTE and config.train.mem_len == 30
 
 
@@ -213,7 +213,7 @@ def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
     (trained[0] / "run").rename(trained[0] / "gone")
     try:
         assert built() == first
-        assert built("--train.log_every=7").train.log_every == 7
+        assert built("--train.log_every=10").train.log_every == 10
         with pytest.raises(UserError, match=r"init_from is .*run, whose weights cannot be taken: .* holds no run"):
             built(folder="another")
     finally:

@@ -297,12 +297,13 @@ class Job:
         base, weights, notes = recorded or self.defaults, None, list[str]()
         if run is not None and run.is_new:
             asked = distributed.run_on_all(lambda: flag_tree.build(base))
+            if _names_no_sizes(base, self.places):
+                base = preset(SMALL)
+                but = ", and the sizes of the weights" if asked.init_from else ""
+                notes.append(f"no flag gives a size of the model: this is --flagfile={SMALL} with the flags given{but}")
             if asked.init_from is not None:
                 trained = warm_start.basis(asked.init_from, run)
                 base, weights = warm_start.with_trained_settings(base, trained, asked.init_vocabulary), trained.config
-            elif _names_no_sizes(base, self.places):
-                base = preset(SMALL)
-                notes.append(f"no flag gives a size of the model: this is --flagfile={SMALL} with the flags given")
             is_given = {"train.batch_size", "train.segment_len"} & self.places.keys()
             if not is_given and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
                 usual = f"{base.train.batch_size} x {base.train.segment_len} tokens a step"
@@ -404,7 +405,7 @@ def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValue
 
 def _names_no_sizes(defaults: ExperimentConfig, places: Mapping[str, str]) -> bool:
     """Returns whether flags for own text leave the model to the defaults, the paper's; a flagfile's have a place."""
-    named = (place or name.startswith("model.") or name == "init_from" for name, place in places.items())
+    named = (place or name.startswith("model.") for name, place in places.items())
     return defaults == ExperimentConfig(data=default_data(CorpusName.TEXT)) and not any(named)
 
 

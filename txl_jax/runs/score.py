@@ -377,13 +377,14 @@ def score_documents(
 ) -> None:
     r"""Writes the JSON records of each document as soon as it is scored: one per document, or one per token.
 
-        {"index": 0, "nats": 35.17, "tokens": 14}
+        {"index": 0, "nats": 35.17, "tokens": 14, "bytes": 14}
 
         {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
 
-    `index` counts the documents, which are read as by `DocumentReader`. The first token of each is not scored. `token`
-    is its name in the vocabulary, with \xNN for a byte that is no character by itself. `nats` is minus the logprob of
-    the token, and reads back as exactly the number that was computed.
+    `bytes` of the tokens are missing where the vocabulary does not know them. `index` counts the documents, which are
+    read as by `DocumentReader`. The first token of each is not scored. `token` is its name in the vocabulary, with \xNN
+    for a byte that is no character by itself. `nats` is minus the logprob of the token, and reads back as exactly the
+    number that was computed.
 
     `texts` are the documents, each after the number of its line; errors give that number and the `name` of the input.
     `write` takes a document's records, lines with their newlines, and gets those before an error too.
@@ -405,7 +406,8 @@ def score_documents(
         line, ids = reading.popleft()
         totals = Totals.of(nats)
         check_finite(totals, f"line {line} of {name}")
-        records: Iterable[dict[str, Any]] = [{"index": index, "nats": totals.nats, "tokens": len(nats)}]
+        known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
+        records: Iterable[dict[str, Any]] = [{"index": index, "nats": totals.nats, "tokens": len(nats), **known}]
         if per_token:
             # numpy writes the fewest digits that give the number back.
             scored = enumerate(zip(ids[1:].tolist(), map(float, nats.astype(str).tolist()), strict=True), start=1)
