@@ -124,8 +124,6 @@ def score_with_line(
     line = f"{name} {format_scores(totals, measure)}"
     if totals.bytes and measure is Measure.PPL:
         line += f"  {vocabulary.per_byte.replace('_', ' ')} {totals.bits_per_byte:.4f}"
-    elif vocabulary.unknown_id is not None and (share := np.mean(tokens[1:] == vocabulary.unknown_id)):
-        line += f"  ({share:.2%} are unknown, so it has no bits per byte)" if not totals.bytes else ""
     return totals, f"{line}  in {environment.duration(time.monotonic() - began)}"
 
 
@@ -192,6 +190,9 @@ def _score_splits(
         vocabulary = corpus.vocabulary
         totals, line = score_with_line(components, params, tokens, name=split, vocabulary=vocabulary, **options)
         print(line)
+        if not totals.bytes and vocabulary.unknown_id is not None:
+            share = np.mean(tokens[1:] == vocabulary.unknown_id)
+            print(f"note      {share:.2%} of the tokens are unknown, so there are no bits per byte")
         yield step, split, totals, nats
 
 
