@@ -84,7 +84,7 @@ def test_a_portable_folder_has_the_scores_and_the_text_of_its_run(run, portable,
     assert [ours[split] for split in ("valid", "test")] == [theirs[split] for split in ("valid", "test")]
     assert "--data.file" in use("eval", portable, code=1), "no text is named by a portable folder"
     assert "tokenizer" in use("eval", portable, *run[1], "--tokenizer=byte", code=1)
-    assert "--init_from" in use("train", portable, *run[1], code=1), "a portable folder is no workdir"
+    assert "--init_from" in use("train", portable, *run[1], code=1), "a portable folder cannot be trained in"
 
 
 def test_an_out_that_cannot_be_written_to_is_refused_and_training_has_none(run, tmp_path):

@@ -124,7 +124,7 @@ def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
     ],
 )
 def test_mistakes_are_named(cloud, words, expected):
-    (cloud / "clone" / "setup.cfg").unlink()  # Without it the folder is no clone, which is not sent.
+    (cloud / "clone" / "setup.cfg").unlink()  # Without it this is not a clone, and is not sent.
     code, out, err = call(cloud, *words)
     assert code == 2 and not out
     assert err.startswith("error: ") and expected in err

@@ -304,8 +304,8 @@ class Job:
             if asked.init_from is not None:
                 trained = warm_start.basis(asked.init_from, run)
                 base, weights = warm_start.with_trained_settings(base, trained, asked.init_vocabulary), trained.config
-            is_given = {"train.batch_size", "train.segment_len"} & self.places.keys()
-            if not is_given and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
+            sized = {"train.batch_size", "train.segment_len"} & self.places.keys()
+            if not sized and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
                 usual = f"{base.train.batch_size} x {base.train.segment_len} tokens a step"
                 notes.append(f"what no flag gives is the paper's, as {usual}; --flagfile={SMALL} fits one machine")
         config = distributed.run_on_all(
@@ -392,7 +392,7 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
 
 
 def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
-    """Returns a plan whose default folders are those of the run in its workdir, where they exist on this machine."""
+    """Returns a plan with the directories of the run in its workdir as defaults, where they exist on this machine."""
     workdir = getattr(plan, "workdir", None)
     if not workdir or not isinstance(plan, TextPlan) or "data_dir" in places:
         return plan

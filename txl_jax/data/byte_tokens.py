@@ -68,7 +68,7 @@ class ByteVocabulary(Vocabulary):
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """Returns ones [V]."""
+        """The bytes of text behind each id: ones [V]."""
         return np.ones(self.size, np.int64)
 
     def lines(self) -> Iterator[str]:

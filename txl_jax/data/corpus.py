@@ -70,7 +70,10 @@ def read_corpus(
     require(not is_remote(unmapped), f"the folder for prepared text would be {unmapped}, and {advice}")
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
-    require(config.json_field is None or takes_json, "data.json_field is set; it goes with your own text, in no ids")
+    require(
+        config.json_field is None or takes_json,
+        "data.json_field is for files of your own text, not of a corpus or of ids; leave it out",
+    )
     config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))

@@ -189,7 +189,7 @@ def _listed(config: DataConfig) -> DataConfig:
     else:
         return config
     kept = tuple(name for name, below in found.items() if "/." not in f"/{below}" and size(name))
-    require(kept, f"--data.file must name files that are not empty, got {path}, which has none; correct it")
+    require(kept, f"--data.file is {path}, which contains only hidden or empty files; name others")
     if len(kept) < len(found):
         print(f"note      {len(found) - len(kept)} hidden or empty files of {path} are skipped", flush=True)
     return dataclasses.replace(config, file=None, train=kept)

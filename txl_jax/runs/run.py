@@ -307,9 +307,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 Implementation.parse(implementation)
         except UserError as error:
             file = os.path.join(self.path, _CONFIG)
-            raise UserError(
-                f"{file} is no record that this version reads ({error}); train anew in another --workdir"
-            ) from error
+            raise UserError(f"{file} cannot be read by this version ({error}); train in another --workdir") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
             raise self._damaged(_CONFIG, error) from error
         try:

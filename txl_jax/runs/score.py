@@ -384,7 +384,7 @@ def score_documents(
 
     `bytes` of the tokens are missing where the vocabulary does not know them. `index` counts the documents, which are
     read as by `DocumentReader`. The first token of each is not scored. `token` is its name in the vocabulary, with \xNN
-    for a byte that is no character by itself. `nats` is minus the logprob of the token, and reads back as exactly the
+    for a byte that is not a whole character. `nats` is minus the logprob of the token, and reads back as exactly the
     number that was computed.
 
     `texts` are the documents, each after the number of its line; errors give that number and the `name` of the input.

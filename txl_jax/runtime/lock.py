@@ -91,7 +91,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             except OSError as error:  # As on a Google Drive that is mounted in Colab.
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise
-                missing = f"as the file system has none ({error.strerror})"
+                missing = f"as the file system does not have locks ({error.strerror})"
                 self.notes.append(f"no lock protects this run, {missing}: start it once")
             handle.truncate(0)
             handle.write(str(os.getpid()))
