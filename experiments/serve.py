@@ -21,6 +21,7 @@ from txl_jax.cli import setting
 from txl_jax.config.config_tree import require
 from txl_jax.errors import rephrased
 from txl_jax.runs.generate import check_can_generate
+from txl_jax.runtime import environment
 from txl_jax.serving.engine import Engine, Limits
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import SessionStore
@@ -44,13 +45,16 @@ class Plan(cli.StoredTypes):
     )
     port: int = setting(8000, "Port; 0: a free one, which is printed.", at_least=0, at_most=65535)
     rows: int = setting(8, "Texts that are written side by side; each needs a KV cache.", at_least=1)
-    max_prompt_tokens: int = setting(
-        _USUAL.prompt_tokens, "Maximum prompt tokens per request, summed over its choices.", at_least=1
+    max_request_tokens: int = setting(
+        _USUAL.tokens, "Maximum tokens of a request: its prompts, and max_tokens of each choice.", at_least=1
     )
     max_new_tokens: int = setting(_USUAL.new_tokens, "Most that max_tokens may be.", at_least=1)
     max_waiting: int = setting(_USUAL.waiting, "Choices that may wait for a row.", at_least=0)
     request_seconds: float = setting(float(_USUAL.seconds), "Time of a request.", at_least=0)
-    max_sessions: int = setting(16, "Sessions at a time; each needs a KV cache on the host.", at_least=0)
+    max_sessions: int = setting(
+        16, "Sessions at a time; each needs a KV cache on the host. Keys share them.", at_least=0
+    )
+    max_session_gib: float = setting(4.0, "Memory of all sessions in GiB, which may allow fewer.", at_least=0)
     session_seconds: float = setting(3600.0, "Time after its last use at which a session expires.", at_least=0)
     drain_seconds: float = setting(30.0, "Time after SIGTERM in which running requests may end.", at_least=0)
 
@@ -61,10 +65,10 @@ def run(plan: Plan, _job: cli.Job) -> int:
         import uvicorn
 
         from txl_jax.serving.app import LOOPBACK, make_app
-    keys = tuple(filter(None, (key.strip() for key in os.environ.get(_KEYS, "").split(","))))
+    keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
     _check_host(plan.host, keys)
     bound = _bind(plan.host, plan.port)  # Before the model is read, which takes longer.
-    engine = _engine(plan)
+    engine = _engine(plan, num_keys=len(keys))
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
 
@@ -83,6 +87,10 @@ def run(plan: Plan, _job: cli.Job) -> int:
                 loop.call_soon_threadsafe(lambda: print(line, flush=True))
             self.should_exit = True
 
+        async def on_tick(self, counter: int) -> bool:
+            """Ends with the engine, so that whatever has started this program can start it again."""
+            return await super().on_tick(counter) or engine.failed
+
         async def startup(self, sockets: Any = None) -> None:
             """Prints the address once it is open."""
             await super().startup(sockets)
@@ -90,13 +98,13 @@ def run(plan: Plan, _job: cli.Job) -> int:
                 host, port = server.sockets[0].getsockname()[:2]
                 print(f"listening http://{host}:{port}", flush=True)
 
-    app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=keys)
+    app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
     times = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": int(plan.drain_seconds) + 30}
     loop = asyncio.new_event_loop()
     server = Server(uvicorn.Config(app, log_level="warning", backlog=1024, **times))
     loop.run_until_complete(server.serve(sockets=[bound]))
     print("stopped", flush=True)
-    return 0 if server.started else 1
+    return 1 if engine.failed or not server.started else 0
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -113,24 +121,32 @@ def _bind(host: str, port: int) -> socket.socket:
         return found
 
 
-def _engine(plan: Plan) -> Engine:
-    """Returns the engine of the model."""
+def _engine(plan: Plan, *, num_keys: int) -> Engine:
+    """Returns the engine of the model; raises `UserError` if the rows need more memory than the device has."""
     model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
     check_can_generate(model.config)
     types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
     named = "".join(f", {kind} {name}" for name, kind in types.items() if kind)
-    print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows")
+    step = Step(model.components, batch_size=plan.rows)
+    size, memory = step.row_bytes(model.params), environment.memory_bytes()
+    each = environment.megabytes(size)
+    fitting = f"--rows={plan.rows} needs a KV cache of {each} for each row, and the device has memory for"
+    require(plan.rows * size < memory, f"{fitting} {memory // size}; take fewer")
+    print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows of {each}")
+    limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
+    per_key = -(-limit // max(1, num_keys))
+    print(f"sessions  at most {limit} of {each}, {per_key} per key")
     limits = Limits(
-        prompt_tokens=plan.max_prompt_tokens,
+        tokens=plan.max_request_tokens,
         new_tokens=plan.max_new_tokens,
         waiting=plan.max_waiting,
         seconds=plan.request_seconds,
     )
-    store = SessionStore(limit=plan.max_sessions, seconds=plan.session_seconds)
-    return Engine(Step(model.components, batch_size=plan.rows), model.params, model.vocabulary, store, limits)
+    store = SessionStore(limit=limit, limit_per_owner=per_key, seconds=plan.session_seconds)
+    return Engine(step, model.params, model.vocabulary, store, limits)
 
 
-def _check_host(host: str, keys: tuple[str, ...]) -> None:
+def _check_host(host: str, keys: set[str]) -> None:
     """Raises `UserError` for an address that others can reach, without a key."""
     is_loopback = host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.

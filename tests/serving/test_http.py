@@ -13,7 +13,7 @@ from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
 from txl_jax.serving.engine import Limits
 
-LIMITS = Limits(body_bytes=20_000, prompt_tokens=500, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
+LIMITS = Limits(body_bytes=20_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,9 @@ def test_a_session_over_http(running):
     assert complete(port, session=name, n=2)[0] == 400
     others = [ask(port, "/v1/sessions", {})[1]["id"] for _ in range(2)]
     assert complete(port, session=others[0], prompt="")[0] == 400
-    assert ask(port, "/v1/sessions", {})[0] == 429
+    assert ask(port, "/v1/sessions", {})[0] == 201  # The one idle longest makes room.
+    assert refusal(complete(port, session=name)) == (404, "session_not_found")
+    name = ask(port, "/v1/sessions")[1]["data"][-1]["id"]
     for each in (name, *others):
         assert ask(port, f"/v1/sessions/{each}", method="DELETE")[1]["deleted"]
     assert refusal(complete(port, session=name)) == (404, "session_not_found") and made.store.num_sessions == 0
@@ -122,14 +124,14 @@ MISTAKES = {
     "best of many": ({"best_of": 3}, 400, "best_of"),
     "many stops": ({"stop": ["a"] * 4}, 400, "stop"),
     "a long stop": ({"stop": "a" * 21}, 400, "stop"),
-    "half a character as a name": (b'{"\\ud800": 1}', 400, "unknown_parameter"),
+    "half a character as a name": (b'{"\\ud800": 1}', 400, "malformed_json"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', 400, "prompt"),
     "letters that it lacks": ({"prompt": "XYZ"}, 400, "prompt"),
     "ids out of range": ({"prompt": [1, 13]}, 400, "prompt"),
     "ids and texts": ({"prompt": [1, "a"]}, 400, "prompt"),
     "too many choices": ({"prompt": ["a"] * 5, "n": 2}, 400, "prompt"),
-    "a long prompt": ({"prompt": [1] * 501}, 400, "prompt_too_long"),
-    "a prompt that is long n times": ({"prompt": [1] * 251, "n": 2}, 400, "prompt_too_long"),
+    "a long prompt": ({"prompt": [1] * 5000, "max_tokens": 4000, "n": 4}, 400, "too_many_tokens"),
+    "many long texts": ({"max_tokens": 4000, "n": 6}, 400, "too_many_tokens"),
     "no such session": ({"session": "../../x"}, 404, "session_not_found"),
 }
 
@@ -151,14 +153,42 @@ def test_other_paths_methods_and_types(port):
     assert (response.status, response.getheader("Allow")) == (405, "POST")
     connection.close()
     assert ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
-    headers = {"Sec-Fetch-Site": "cross-site"}
-    assert refusal(ask(port, "/v1/sessions", b"", headers=headers)) == (403, "cross_site")
-    assert ask(port, "/v1/models", headers=headers)[0] == 200
     assert ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
     assert ask(port, "/healthz") == (200, "ok\n") and ask(port, "/readyz") == (200, "ready\n")
     tokens = ask(port, "/tokenize", {"prompt": "abc"})[1]["tokens"]
     assert tokens == tiny_model.VOCABULARY.encode(b"abc").tolist()
     assert ask(port, "/detokenize", {"tokens": tokens})[1]["prompt"] == "abc"
+
+
+def test_texts_of_too_many_tokens_are_not_taken_apart(port):
+    with_many = {"/tokenize": {"prompt": "a" * 20_001}, "/detokenize": {"tokens": [1] * 20_001}}
+    with server(limits=Limits(tokens=20_000)) as (other, _):
+        for path, body in with_many.items():
+            assert refusal(ask(other, path, body)) == (400, "too_many_tokens")
+    for path in ("/tokenize", "/detokenize"):
+        assert ask(port, path, b'{"prompt": "a", "prompt": "b"}')[0] == ask(port, path, {"prompt": 1})[0] == 400
+
+
+def test_the_schema_has_all_routes(port):
+    found = ask(port, "/openapi.json")[1]
+    assert {f"{method} {path}" for path, methods in found["paths"].items() for method in methods} == {
+        *("post /v1/completions", "get /v1/models", "get /v1/models/{name}", "get /metrics"),
+        *("post /v1/sessions", "get /v1/sessions", "get /v1/sessions/{name}", "delete /v1/sessions/{name}"),
+        *("get /tokenizer_info", "post /tokenize", "post /detokenize"),
+    }
+    assert found["components"]["schemas"]["CompletionBody"]["properties"]["max_tokens"]["default"] == 16
+
+
+def test_a_text_begins_from_a_session_any_number_of_times(port):
+    name = ask(port, "/v1/sessions", {})[1]["id"]
+    first = complete(port, session=name, max_tokens=20, temperature=0)[1]["choices"][0]["text"]
+    given = {"prompt": ["", "ab"], "n": 3, "max_tokens": 15, "seed": 4}
+    assert refusal(complete(port, session=name, **given)) == (400, "invalid_request")
+    found = complete(port, session=name, fork=True, **given)[1]["choices"]
+    texts = ["abc" + first, "abc" + first + "ab"]
+    assert found == complete(port, **given | {"prompt": texts})[1]["choices"]
+    assert ask(port, f"/v1/sessions/{name}")[1]["tokens"] == 23
+    assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
 
 
 def test_a_body_that_does_not_come_ends_its_request():
@@ -182,13 +212,22 @@ def test_a_name_of_another_site_is_refused(port, host):
     assert ask(port, "/healthz", headers=headers) == (200, "ok\n")
 
 
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"])
+def test_a_page_of_another_site_is_refused(port, origin):
+    for path, body in (("/v1/sessions", {}), ("/v1/sessions", None), ("/v1/completions", {"prompt": "a"})):
+        assert refusal(ask(port, path, body, headers={"Origin": origin})) == (403, "cross_site"), path
+    own = {"Origin": f"http://127.0.0.1:{port}"}
+    assert complete(port, max_tokens=1)[0] == ask(port, "/v1/completions", {"prompt": "a"}, headers=own)[0] == 200
+    assert ask(port, "/v1/sessions", b"", headers={"Content-Type": "text/plain"})[0] == 415
+
+
 def test_a_client_that_leaves_frees_its_rows(running):
     port, made = running
     before = made.counters.ended["cancelled"]
     for stream in (True, False):
         with left(port, {"prompt": "abc", "n": 4, "max_tokens": 4000, "stream": stream}):
             wait_until(lambda: made.num_busy == 4)
-    wait_idle(port)
+        wait_idle(port)
     assert made.counters.ended["cancelled"] == before + 8
     found = metrics(port)
     assert (found["txl_rows_busy"], found['txl_choices_ended_total{reason="cancelled"}']) == (0, before + 8)
@@ -198,7 +237,7 @@ def test_keys_separate_clients():
     with server(keys=("first", "second")) as (port, made):
         for key in (None, "third", "firs"):
             assert refusal(ask(port, "/v1/models", key=key)) == (401, "invalid_api_key")
-        assert ask(port, "/healthz")[0] == 200 and "<html" in ask(port, "/")[1]
+        assert ask(port, "/healthz")[0] == 200 and "<html" in ask(port, "/")[1] and ask(port, "/metrics")[0] == 401
         name = ask(port, "/v1/sessions", {}, key="first")[1]["id"]
         body = {"prompt": "a", "session": name, "max_tokens": 2}
         assert ask(port, "/v1/completions", body, key="second")[0] == 404

@@ -20,7 +20,7 @@ from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Limits
 
 pytestmark = pytest.mark.full
-LIMITS = Limits(prompt_tokens=5000, new_tokens=4000)
+LIMITS = Limits(tokens=5000, new_tokens=4000)
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def test_while_the_prompt_is_read(running, session, stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_before_the_request_is_understood(running, session, stream):
     port, made = running
-    with gate(protocol, "parse_completion") as (reached, through):
+    with gate(protocol, "prompts_of") as (reached, through):
         with left(port, body(session, stream=stream)):
             assert reached.wait(SECONDS)
         time.sleep(0.2)  # The server's loop takes note; nothing shows that it has.

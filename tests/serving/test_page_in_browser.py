@@ -80,7 +80,7 @@ def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, port):
     shown = len(page.text_content(".written"))
     assert 0 < shown < 4000
     page.wait_for_timeout(500)
-    assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics")[1]
+    assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics", key="secret")[1]
 
 
 def sessions(port):

@@ -9,6 +9,7 @@ import pytest
 from support import drawn_run, programs
 from support.compiled_programs import cache_in
 from support.http_server import Program, ask, complete, metrics
+from support.serving import SECONDS
 from support.waiting import wait_until
 
 TEXT = b"the cat sat on the mat and the dog ran\n"
@@ -48,7 +49,9 @@ def test_sigterm_lets_requests_end(run, compiled):
 
 @pytest.mark.full
 def test_what_takes_too_long_is_cut_off(run, compiled):
-    server = Program(run, "--drain_seconds=0.5", "--max_new_tokens=100000000", **compiled)
+    server = Program(
+        run, "--drain_seconds=0.5", "--max_new_tokens=100000000", "--max_request_tokens=200000000", **compiled
+    )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         found = pool.submit(complete, server.port, prompt="the", max_tokens=100_000_000)
         wait_until(lambda: metrics(server.port)["txl_rows_busy"])
@@ -62,3 +65,14 @@ def test_what_cannot_be_served_is_refused(run):
         for flag, named in (("--host=0.0.0.0", "TXL_API_KEYS"), (f"--port={used.getsockname()[1]}", "--port")):
             code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
             assert code == 1 and named in errors and errors.count("\n") == 1
+
+
+@pytest.mark.full
+def test_a_dead_engine_ends_the_program(run, compiled):
+    """With an exit code that makes a supervisor start it again, and an answer for who waits."""
+    broken = "lambda step, *given: 1 / 0 if given[-1].steps.any() else write(step, *given)"
+    change = f"from txl_jax.serving.rows import Step; write = Step.write; Step.write = {broken}"
+    server = Program(run, change=change, **compiled)
+    assert complete(server.port, prompt="the")[0] == 503
+    output, errors = server.process.communicate(timeout=SECONDS)
+    assert server.process.returncode == 1 and "ZeroDivisionError" in errors and output.splitlines()[-1] == "stopped"

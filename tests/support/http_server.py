@@ -86,9 +86,9 @@ def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
     return [found[index] for index in range(len(found))]
 
 
-def metrics(port: int) -> dict[str, float]:
+def metrics(port: int, **options: Any) -> dict[str, float]:
     """The figures of a server, as Prometheus reads them."""
-    lines = ask(port, "/metrics")[1].splitlines()
+    lines = ask(port, "/metrics", **options)[1].splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
@@ -120,8 +120,10 @@ def in_its_own_process(*, num_sessions: int, limits: Limits) -> Iterator[tuple[i
 class Program:
     """The program that serves a run, with two rows; ready for requests."""
 
-    def __init__(self, model: Path, *flags: str, **variables: str):
-        command = [sys.executable, "-m", "experiments.serve", f"--model={model}", "--port=0", "--rows=2", *flags]
+    def __init__(self, model: Path, *flags: str, change: str = "", **variables: str):
+        """Starts it, after a change of its modules in Python."""
+        code = f"{change}\nimport runpy\nrunpy.run_module('experiments.serve', run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", code, f"--model={model}", "--port=0", "--rows=2", *flags]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ON_PATH | variables, **pipes)
         address = next((line for line in self.process.stdout if line.startswith("listening")), None)

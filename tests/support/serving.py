@@ -13,9 +13,9 @@ import pytest
 from support import tiny_model
 from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
-from txl_jax.serving.engine import Choice, Engine, Event, Job, Limits
+from txl_jax.serving.engine import Engine, Event, Job, Limits, Prompt
 from txl_jax.serving.rows import Step
-from txl_jax.serving.sessions import Session, SessionStore
+from txl_jax.serving.sessions import EMPTY, Session, SessionStore
 from txl_jax.trained_model import LanguageModel
 
 ROWS, BLOCK = 4, 5
@@ -77,16 +77,25 @@ class Result:
         return Scores(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
-def submit(made: Engine, choice: Choice, session: Session | None = None, *, seconds=SECONDS) -> tuple[Job, Result]:
-    """The job of a choice, and its result to wait for."""
-    result = Result()
-    job = Job(choice, result.sink, session, time.monotonic() + seconds)
-    made.submit([job])
+def submit_all(
+    made: Engine, prompt: Prompt, session: Session | None = None, *, state=EMPTY, seconds=SECONDS, start=True
+):
+    """The job of a prompt, and the result of each sample to wait for."""
+    results = [Result() for _ in range(prompt.n)]
+    state = session.state if session else state
+    job = Job(prompt, lambda sample, event: results[sample].sink(event), time.monotonic() + seconds, session, state)
+    if start:
+        made.submit([job])
+    return job, results
+
+
+def submit(made: Engine, prompt: Prompt, session: Session | None = None, **options: Any) -> tuple[Job, Result]:
+    job, [result] = submit_all(made, prompt, session, **options)
     return job, result
 
 
-def run(made: Engine, choice: Choice, session: Session | None = None) -> Result:
-    return submit(made, choice, session)[1].wait()
+def run(made: Engine, prompt: Prompt, session: Session | None = None) -> Result:
+    return submit(made, prompt, session)[1].wait()
 
 
 def refused(status: int, function: Callable, *arguments: Any) -> RequestError:

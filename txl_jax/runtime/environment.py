@@ -68,6 +68,12 @@ def device_memory_bytes() -> int | None:
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
 
+def memory_bytes() -> int:
+    """Returns the memory of the first device, or the machine's if the device does not say."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def megabytes(size: float) -> str:
     """Formats a number of bytes.
 

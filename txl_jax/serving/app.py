@@ -10,14 +10,15 @@ import hashlib
 import hmac
 import importlib.resources
 import logging
-import re
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -32,13 +33,27 @@ from txl_jax.serving import protocol
 from txl_jax.serving.completion import CompletionRun
 from txl_jax.serving.engine import Engine
 from txl_jax.serving.sessions import Session
+from txl_jax.version import __version__
 
 _log = logging.getLogger(__name__)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PROBES = ("/healthz", "/readyz")  # Kubernetes asks for these by the pod's address.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of completions.
-_Handler = Callable[[Request, str], Awaitable[Response]]  # Takes the request and the owner of its sessions.
+_BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
+
+
+class _Call(NamedTuple):
+    """A request whose key and body were checked."""
+
+    request: Request
+    owner: str  # Of the sessions.
+    body: Any  # Of the route's model, or None for a route without one.
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.request.path_params["name"]
 
 
 def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
@@ -49,23 +64,23 @@ def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, key
     """
     server = _Server(engine, model, keys)
     routes = [
-        server.route("/v1/completions", server.complete, "POST"),
+        server.route("/v1/completions", server.complete, protocol.CompletionBody),
         server.route("/v1/models", server.models),
         server.route("/v1/models/{name:path}", server.models),
-        server.route("/v1/sessions", server.make_session, "POST"),
+        server.route("/v1/sessions", server.make_session, protocol.Body),
         server.route("/v1/sessions", server.list_sessions),
         server.route("/v1/sessions/{name}", server.show_session),
-        server.route("/v1/sessions/{name}", server.delete_session, "DELETE"),
+        server.route("/v1/sessions/{name}", server.delete_session, method="DELETE"),
         server.route("/tokenizer_info", server.tokenizer_info),
-        server.route("/tokenize", server.tokenize, "POST"),
-        server.route("/detokenize", server.detokenize, "POST"),
+        server.route("/tokenize", server.tokenize, protocol.TokenizeBody),
+        server.route("/detokenize", server.detokenize, protocol.DetokenizeBody),
+        server.route("/metrics", server.metrics),
         Route("/healthz", server.health),
         Route("/readyz", server.readiness),
-        Route("/metrics", server.metrics),
+        Route("/openapi.json", server.schema),
         Route("/", server.page),
     ]
-    handlers = {HTTPException: _http_error}
-    middleware = [Middleware(_KnownHosts, hosts=hosts)] if hosts else []
+    handlers, middleware = {HTTPException: _http_error}, [Middleware(_OwnPagesOnly, hosts=hosts)]
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware)
 
 
@@ -75,6 +90,7 @@ class _Server(Collector):
     def __init__(self, engine: Engine, model: str, keys: Sequence[str]):
         self._engine, self._store, self._model = engine, engine.store, model
         self._keys = [_digest(key) for key in keys]
+        self._paths: dict[str, Any] = {}  # Of the schema.
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._requests = Counter("txl_requests", "Requests, by status.", ["status"], registry=registry)
@@ -89,13 +105,24 @@ class _Server(Collector):
         finally:
             await asyncio.to_thread(self._engine.stop)
 
-    def route(self, path: str, handle: _Handler, method: str = "GET") -> Route:
-        """Returns a route that needs a key, passes its owner on, and answers errors as JSON."""
+    def route(
+        self,
+        path: str,
+        handle: Callable[[_Call], Awaitable[Response | dict[str, Any]]],
+        body: type[protocol.Body] | None = None,
+        *,
+        method: str = "GET",
+    ) -> Route:
+        """Returns a route that needs a key, and JSON in a POST if it has a body's model; errors are JSON too."""
 
         async def answer(request: Request) -> Response:
             try:
-                _refuse_other_sites(request)
-                response = await handle(request, self._owner(request))
+                owner = self._owner(request)
+                given = (
+                    None if body is None else await asyncio.to_thread(protocol.parse, await self._json(request), body)
+                )
+                found = await handle(_Call(request, owner, given))
+                response = found if isinstance(found, Response) else await asyncio.to_thread(JSONResponse, found)
             except RequestError as error:
                 response = _error(error)
             except ClientDisconnect:
@@ -106,60 +133,69 @@ class _Server(Collector):
             self._requests.labels(response.status_code).inc()
             return response
 
+        method = "POST" if body else method
+        operation: dict[str, Any] = {
+            "summary": handle.__doc__,
+            "responses": {"default": {"description": "JSON, or text of /metrics"}},
+        }
+        if "{" in path:
+            parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [parameter]
+        if body:
+            schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        self._paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
         return Route(path, answer, methods=[method])
 
-    async def complete(self, request: Request, owner: str) -> Response:
-        """Answers `/v1/completions`."""
-        body, engine, model = await self._json(request), self._engine, self._model
-        parse = protocol.parse_completion
-        completion = await asyncio.to_thread(parse, body, engine.vocabulary, engine.limits, model=model)
-        session = None if completion.session is None else self._store.begin(completion.session, owner)
-        run = CompletionRun(engine, completion, session, model=model)
-        if completion.stream:
+    async def complete(self, call: _Call) -> Response:
+        """Continues texts, as OpenAI."""
+        run = await asyncio.to_thread(CompletionRun, self._engine, call.body, model=self._model)
+        run.submit(call.owner)
+        if call.body.stream:
             return _Stream(run, self._seconds)
         with self._seconds.time():
-            return JSONResponse(await run.whole(request))
+            return Response(await run.whole(call.request), media_type="application/json")
 
-    async def models(self, request: Request, _owner: str) -> Response:
-        """Answers with the one model, in a list or by itself."""
+    async def models(self, call: _Call) -> dict[str, Any]:
+        """Describes the one model, in a list or by itself."""
         name = self._model
         model = {"id": name, "object": "model", "created": 0, "owned_by": "txl_jax"}
-        if (given := request.path_params.get("name", name)) != name:
+        if (given := call.request.path_params.get("name", name)) != name:
             raise protocol.unknown_model(given, name)
-        return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
+        return model if call.request.path_params else {"object": "list", "data": [model]}
 
-    async def tokenizer_info(self, _request: Request, _owner: str) -> Response:
+    async def tokenizer_info(self, _call: _Call) -> dict[str, Any]:
         """Describes the vocabulary, in the form of vLLM's server."""
-        return JSONResponse(protocol.tokenizer_info(self._engine.vocabulary))
+        return protocol.tokenizer_info(self._engine.vocabulary)
 
-    async def tokenize(self, request: Request, _owner: str) -> Response:
+    async def tokenize(self, call: _Call) -> dict[str, Any]:
         """Returns the token ids of a text."""
-        ids = await asyncio.to_thread(protocol.tokenize, await self._json(request), self._engine.vocabulary)
-        return JSONResponse({"tokens": ids.tolist(), "count": len(ids)})
+        return await asyncio.to_thread(protocol.tokenize, call.body, self._engine.vocabulary, self._engine.limits)
 
-    async def detokenize(self, request: Request, _owner: str) -> Response:
+    async def detokenize(self, call: _Call) -> dict[str, Any]:
         """Returns the text of token ids."""
-        return JSONResponse({"prompt": protocol.detokenize(await self._json(request), self._engine.vocabulary)})
+        return await asyncio.to_thread(protocol.detokenize, call.body, self._engine.vocabulary, self._engine.limits)
 
-    async def make_session(self, request: Request, owner: str) -> Response:
-        """Makes a session."""
-        if body := await self._body(request):
-            protocol.check_known(protocol.parse_json(body), set())
-        return JSONResponse(self._described(self._store.create(owner)), status_code=201)
+    async def make_session(self, call: _Call) -> Response:
+        """Makes a session; at the limit, the one idle longest makes room."""
+        return JSONResponse(self._described(self._store.create(call.owner)), status_code=201)
 
-    async def list_sessions(self, _request: Request, owner: str) -> Response:
-        """Lists the owner's sessions."""
-        return JSONResponse({"object": "list", "data": list(map(self._described, self._store.of_owner(owner)))})
+    async def list_sessions(self, call: _Call) -> dict[str, Any]:
+        """Lists one's own sessions."""
+        return {"object": "list", "data": [*map(self._described, self._store.of_owner(call.owner))]}
 
-    async def show_session(self, request: Request, owner: str) -> Response:
+    async def show_session(self, call: _Call) -> dict[str, Any]:
         """Describes a session."""
-        return JSONResponse(self._described(self._store.get(request.path_params["name"], owner)))
+        return self._described(self._store.get(call.name, call.owner))
 
-    async def delete_session(self, request: Request, owner: str) -> Response:
+    async def delete_session(self, call: _Call) -> dict[str, Any]:
         """Removes a session."""
-        name = request.path_params["name"]
-        self._store.delete(name, owner)
-        return JSONResponse({"id": name, "object": "session", "deleted": True})
+        self._store.delete(call.name, call.owner)
+        return {"id": call.name, "object": "session", "deleted": True}
+
+    async def metrics(self, _call: _Call) -> Response:
+        """Returns the figures in the format of Prometheus."""
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def health(self, _request: Request) -> Response:
         """Answers 200, or 503 once the engine has failed and only a restart of the server helps."""
@@ -169,17 +205,29 @@ class _Server(Collector):
         """Answers 200 once the programs are compiled, 503 before and while the server shuts down."""
         return PlainTextResponse(*("ready\n", 200) if self._engine.ready else ("not ready\n", 503))
 
-    async def metrics(self, _request: Request) -> Response:
-        """Returns the figures in the format of Prometheus."""
-        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def schema(self, _request: Request) -> Response:
+        """Returns the routes and the models of their bodies, in OpenAPI."""
+        template = "#/components/schemas/{model}"
+        _, found = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
+        info = {"title": "txl_jax", "version": __version__}
+        return JSONResponse(
+            {"openapi": "3.1.0", "info": info, "paths": self._paths, "components": {"schemas": found["$defs"]}}
+        )
+
+    async def page(self, _request: Request) -> Response:
+        """Returns the page to type into."""
+        page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text(encoding="utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
     def collect(self) -> Iterable[Metric]:
         """Yields the figures of rows, tokens and sessions, whenever Prometheus asks for them."""
-        engine, counters = self._engine, self._engine.counters
+        engine, store, counters = self._engine, self._store, self._engine.counters
         yield GaugeMetricFamily("txl_rows", "Rows of the compiled step.", engine.step.batch_size)
         yield GaugeMetricFamily("txl_rows_busy", "Rows in use.", engine.num_busy)
         yield GaugeMetricFamily("txl_choices_waiting", "Choices that wait for a row.", engine.num_waiting)
-        yield GaugeMetricFamily("txl_sessions", "Sessions kept.", engine.store.num_sessions)
+        yield GaugeMetricFamily("txl_sessions", "Sessions kept.", store.num_sessions)
+        yield GaugeMetricFamily("txl_session_bytes", "Memory of the sessions.", store.num_bytes)
+        yield CounterMetricFamily("txl_sessions_evicted", "Sessions that made room for others.", store.num_evicted)
         yield GaugeMetricFamily("txl_ready", "Whether requests are taken.", engine.ready)
         yield CounterMetricFamily("txl_tokens_read", "Tokens of prompts that were read.", counters.read)
         yield CounterMetricFamily("txl_tokens_written", "Tokens that were written.", counters.written)
@@ -189,11 +237,6 @@ class _Server(Collector):
         for reason, count in list(counters.ended.items()):
             ended.add_metric([reason], count)
         yield ended
-
-    async def page(self, _request: Request) -> Response:
-        """Returns the page to type into."""
-        page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text(encoding="utf-8")
-        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
     def _owner(self, request: Request) -> str:
         """Returns the digest of the request's key, under which its sessions are kept; raises `RequestError` (401)."""
@@ -208,8 +251,13 @@ class _Server(Collector):
             raise RequestError(message, status=401, code="invalid_api_key")
         return given
 
-    async def _body(self, request: Request) -> bytes:
-        """Returns the body; raises `RequestError` for one that is too long (413) or slow (408)."""
+    async def _json(self, request: Request) -> bytes:
+        """Returns the body; raises `RequestError` if it is no JSON (415), or is too long (413) or slow (408)."""
+        # A page of another site can send a form or plain text to this address, but no JSON without being asked first.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            message = f"the body is of type {kind[:80]!r}; send application/json"
+            raise RequestError(message, status=415, code="unsupported_media_type")
         limits, body = self._engine.limits, bytearray()
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -222,14 +270,6 @@ class _Server(Collector):
             message = f"the body did not come within {limits.body_seconds:g} s"
             raise RequestError(message, status=408, code="timeout") from None
         return bytes(body)
-
-    async def _json(self, request: Request) -> dict[str, Any]:
-        # A page of another site can send a form or plain text to this address, but no JSON without being asked first.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            message = f"the body is of type {kind[:80]!r}; send application/json"
-            raise RequestError(message, status=415, code="unsupported_media_type")
-        return protocol.parse_json(await self._body(request))
 
     def _described(self, session: Session) -> dict[str, Any]:
         return {
@@ -250,18 +290,19 @@ class _Stream(StreamingResponse):
         self._run, self._seconds = run, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with self._seconds.time():
+        with self._seconds.time():
+            try:
                 await super().__call__(scope, receive, send)
-        finally:
-            self._run.cancel()
+            finally:
+                self._run.cancel()
 
 
-class _KnownHosts:
-    """Answers 421 to requests for other names than the server's.
+class _OwnPagesOnly:
+    """Refuses names of other servers, and what a browser sends for a page of another one.
 
-    A page of another site can have its own name resolve to this address (DNS rebinding). Browsers then treat its
-    requests as same-origin, and only the Host header still shows the name.
+    A web page of anybody can be given a name that resolves to this machine (DNS rebinding). A browser then takes this
+    server for the page's own, and the Host header alone shows it. Starlette's `TrustedHostMiddleware` has neither
+    exceptions for probes nor a refusal that says what to do.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]):
@@ -270,29 +311,25 @@ class _KnownHosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and scope["path"] not in _PROBES:
-            given = Headers(scope=scope).get("host", "")
-            if _host_name(given) not in self._hosts:
-                message = f"this server is not {given[:80]!r}; add that name to --allowed_hosts if it is yours"
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin", "")  # Only browsers send an origin.
+            page = origin.partition("://")[2]
+            if self._hosts and _name(host) not in self._hosts:
+                message = f"this server is not {host[:80]!r}; add that name to --allowed_hosts if it is yours"
                 app = _error(RequestError(message, status=421, code="unknown_host"))
+            elif origin and page != host and _name(page) not in self._hosts - {*LOOPBACK}:
+                message = (
+                    f"a page of {origin[:80]!r} may not use this server; add its name to --allowed_hosts if it is yours"
+                )
+                app = _error(RequestError(message, status=403, code="cross_site"))
         await app(scope, receive, send)
 
 
-def _host_name(given: str) -> str | None:
-    """Returns the name or address of a Host header without its port, in lower case, or None if it is malformed.
-
-    >>> [_host_name(each) for each in ("LocalHost:8000", "[::1]:8000", "[::1", "a b")]
-    ['localhost', '::1', None, None]
-    """
-    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d*)?", given.lower())
-    return match and (match[1] or match[2])
-
-
-def _refuse_other_sites(request: Request) -> None:
-    """Raises `RequestError` (403) for what a browser sends for a page of another site, which could make sessions."""
-    site = request.headers.get("sec-fetch-site", "none")  # Programs other than browsers send none.
-    if request.method != "GET" and site not in ("same-origin", "none"):
-        message = f"a page of another site ({site[:20]!r}) may not use this server; open its own page at /"
-        raise RequestError(message, status=403, code="cross_site")
+def _name(address: str) -> str | None:
+    """Returns the name or IP address in "name:port" in lower case, or None if it is malformed."""
+    with contextlib.suppress(ValueError):
+        return urllib.parse.urlsplit(f"//{address}").hostname
+    return None
 
 
 def _error(error: RequestError) -> JSONResponse:

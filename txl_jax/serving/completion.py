@@ -1,8 +1,9 @@
-"""A request on the event loop: its jobs in the engine, and their events as one response or as a stream."""
+"""A request on the event loop: its choices in the engine, and their pieces as one response or as a stream."""
 
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import secrets
 import time
@@ -14,76 +15,83 @@ from starlette.requests import ClientDisconnect, Request
 from txl_jax.errors import RequestError
 from txl_jax.serving import protocol
 from txl_jax.serving.engine import Engine, Event, Job, Piece
-from txl_jax.serving.protocol import Completion
-from txl_jax.serving.sessions import Session
+from txl_jax.serving.protocol import CompletionBody
+from txl_jax.serving.sessions import EMPTY
 
 
 class CompletionRun:
-    """The jobs of one request, and their events on the event loop."""
+    """The choices of one request, and their pieces on the event loop. Texts and JSON are made in other threads."""
 
-    def __init__(self, engine: Engine, completion: Completion, session: Session | None, *, model: str):
-        """Makes the jobs wait for rows; the session is in use by this request until they end.
-
-        Raises `RequestError` if session and prompt are empty, or there are too many jobs.
-        """
-        self._engine, self._completion, self._events = engine, completion, asyncio.Queue[tuple[int, Event]]()
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, engine: Engine, body: CompletionBody, *, model: str):
+        """Begins nothing; `submit` does. Raises `RequestError`."""
+        self._engine, self._body, self._events = engine, body, asyncio.Queue[tuple[int, Event]]()
+        if body.model not in (None, model):
+            raise protocol.unknown_model(body.model, model)
+        self._prompts = protocol.prompts_of(body, engine.vocabulary, engine.limits)
+        several = (prompt for prompt in self._prompts for _ in range(prompt.n))
+        make = functools.partial(protocol.ChoiceWriter, vocabulary=engine.vocabulary, logprobs=body.logprobs)
+        self._writers = [make(index, prompt) for index, prompt in enumerate(several)]
         name, created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
-        until, choices = time.monotonic() + engine.limits.seconds, completion.choices
-        self._writers = [protocol.ChoiceWriter(index, completion, engine.vocabulary) for index in range(len(choices))]
-        sinks = [functools.partial(self._put, index) for index in range(len(choices))]
-        self._jobs = [Job(choice, sink, session, until) for choice, sink in zip(choices, sinks, strict=True)]
+
+    def submit(self, owner: str) -> None:
+        """Makes the choices wait for rows. An owner's session is in use until they end, unless it is forked.
+
+        Raises `RequestError` if there is no such session, or nothing to begin from, or too many choices wait.
+        """
+        self._loop, until = asyncio.get_running_loop(), time.monotonic() + self._engine.limits.seconds
+        store, name, is_fork = self._engine.store, self._body.session, self._body.fork
+        session = None if name is None or is_fork else store.begin(name, owner)
         try:
-            if session is not None and not len(session.state.pending) and not len(choices[0].prompt):
+            state = session.state if session else EMPTY if name is None else store.get(name, owner).state
+            if not len(state.pending) and not all(len(prompt.tokens) for prompt in self._prompts):
                 raise RequestError("the session is empty and so is the prompt; give a prompt", param="prompt")
-            engine.submit(self._jobs)
-        except RequestError:
+            sinks = (functools.partial(self._put, number * self._body.n) for number in itertools.count())
+            self._jobs = [Job(prompt, next(sinks), until, session, state) for prompt in self._prompts]
+            self._engine.submit(self._jobs)
+        except BaseException:
             if session is not None:
-                engine.store.release(session)
+                store.release(session)
             raise
 
-    async def whole(self, request: Request) -> dict[str, Any]:
+    async def whole(self, request: Request) -> bytes:
         """Returns the response when all choices have ended; raises `RequestError` if one could not, or nobody waits."""
         collecting, leaving = asyncio.ensure_future(self._collect()), asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 raise ClientDisconnect
-            pieces = collecting.result()
+            return await asyncio.to_thread(self._whole, collecting.result())
         finally:
             collecting.cancel()
             leaving.cancel()
             self.cancel()
-        choices = [writer.json_of(own) for writer, own in zip(self._writers, pieces, strict=True)]
-        return self._head | {"choices": choices, "usage": self._usage()}
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Yields server-sent events; whoever reads them calls `cancel` at the end."""
         try:
             async for index, piece in self._pieces():
-                choice = self._writers[index].json_of([piece])
-                if choice["text"] or choice["finish_reason"] or choice["logprobs"]:
-                    yield _event(self._head | {"choices": [choice]})
-            if self._completion.include_usage:
+                if event := await asyncio.to_thread(self._event, index, piece):
+                    yield event
+            if self._body.stream_options.include_usage:
                 yield _event(self._head | {"choices": [], "usage": self._usage()})
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
         except RequestError as error:
             yield _event(protocol.error_json(error))
 
     def cancel(self) -> None:
-        """Ends the jobs that have not ended."""
+        """Ends the choices that have not ended."""
         self._engine.cancel(self._jobs)
 
     async def _collect(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self._jobs]
+        found: list[list[Piece]] = [[] for _ in self._writers]
         async for index, piece in self._pieces():
             found[index].append(piece)
         return found
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields the pieces of all choices as they come; raises the first error."""
-        left = len(self._jobs)
+        """Yields the pieces of all choices as they come; raises an error."""
+        left = len(self._writers)
         while left:
             index, event = await self._events.get()
             if isinstance(event, RequestError):
@@ -91,14 +99,24 @@ class CompletionRun:
             left -= event.end is not None
             yield index, event
 
-    def _put(self, index: int, event: Event) -> None:
-        """Takes an event from the engine's thread."""
+    def _put(self, first: int, sample: int, event: Event) -> None:
+        """Takes an event from the engine's thread, of a sample of the prompt whose first choice is given."""
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (first + sample, event))
+
+    def _whole(self, pieces: list[list[Piece]]) -> bytes:
+        choices = [writer.json_of(own) for writer, own in zip(self._writers, pieces, strict=True)]
+        return json.dumps(self._head | {"choices": choices, "usage": self._usage()}).encode()
+
+    def _event(self, index: int, piece: Piece) -> bytes:
+        """Returns the event of a piece, empty if the piece shows nothing."""
+        choice = self._writers[index].json_of([piece])
+        shown = choice["text"] or choice["finish_reason"] or choice["logprobs"]
+        return _event(self._head | {"choices": [choice]}) if shown else b""
 
     def _usage(self) -> dict[str, int]:
         """Returns the numbers of tokens: of each prompt once, and of all samples."""
-        prompt = sum(len(choice.prompt) for choice in self._completion.choices if choice.sample == 0)
+        prompt = sum(len(prompt.tokens) for prompt in self._prompts)
         written = sum(writer.written for writer in self._writers)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
@@ -109,5 +127,5 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _event(found: dict[str, Any]) -> str:
-    return f"data: {json.dumps(found, separators=(',', ':'))}\n\n"
+def _event(found: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(found, separators=(',', ':'))}\n\n".encode()

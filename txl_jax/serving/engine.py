@@ -1,18 +1,26 @@
-"""The engine: a thread that owns the device, with requests that join and leave its rows between calls.
+"""The engine: a thread that owns the device, with texts that join and leave its rows between calls.
 
-A round of the thread admits waiting choices to free rows, reads one segment for each row that has more of its prompt to
-read, and draws up to K tokens of all others in one call. Work per token in Python is little: a row's new tokens are
-decoded, searched for stop strings and passed on once per call.
+A round of the thread puts waiting texts into free rows, reads segments of prompts, and draws up to K tokens of all
+other rows in one call. Work per token in Python is little: a row's new tokens are decoded, searched for stop strings
+and passed on once per call.
+
+- A prompt is read once, however many texts continue it: the memory after it has a fixed size, and is copied into their
+  rows.
+- While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one. So a long prompt delays
+  a row that writes by no more.
+- What fails in one row ends its job. What fails in the call of all rows ends the engine.
 """
 
 import collections
+import contextlib
 import dataclasses
+import logging
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from txl_jax.data.vocabulary import TextStream, Vocabulary
@@ -21,13 +29,16 @@ from txl_jax.inference.decode import Scores, row_key
 from txl_jax.serving.rows import WIDTHS, Rows, Step
 from txl_jax.serving.sessions import EMPTY, Session, SessionStore, State
 
+_log = logging.getLogger(__name__)
+_READ_SECONDS = 0.25
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The limits of a server."""
 
     body_bytes: int = 8 << 20  # Of a request.
-    prompt_tokens: int = 200_000  # Maximum prompt tokens per request, summed over its choices.
+    tokens: int = 200_000  # Of a request: its prompts, and `max_tokens` of each choice.
     new_tokens: int = 4096  # Maximum `max_tokens` of a request.
     choices: int = 128  # Prompts times samples of a request.
     stop_strings: int = 16  # Of a request.
@@ -37,23 +48,23 @@ class Limits:
     body_seconds: float = 30  # Time in which its body must have come.
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One text to read and to continue."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """A text to read once, and to continue n times."""
 
-    prompt: np.ndarray  # int32 [T], at least one token unless a session has one that is not read yet.
+    tokens: np.ndarray  # int32 [T], at least one unless the memory before has one that is not read yet.
     max_tokens: int  # Tokens to write, or 0 to read and score the prompt only.
+    n: int = 1  # Samples; their draws differ by their numbers.
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0  # Taken modulo 2**32.
-    sample: int = 0  # Number of the sample, among those of the same prompt and seed.
     stop: tuple[str, ...] = ()  # Strings that end the text, which does not include them.
     logprobs: bool = False  # Whether tokens come with their logprobs.
     echo: bool = False  # Whether the prompt's tokens do too.
 
 
 class Piece(NamedTuple):
-    """The tokens and the text that one call has added to a choice."""
+    """The tokens and the text that one call has added to a sample."""
 
     text: str  # What is certain of the text now.
     tokens: np.ndarray  # int32 [n], the tokens that were read, with `echo`, or written.
@@ -78,44 +89,58 @@ class Counters:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A choice on its way: waiting, in a row, or ended."""
+    """A prompt and its samples on their way."""
 
-    choice: Choice
-    sink: Callable[[Event], None]  # Takes each piece, from the engine's thread. The last has an `end`, or is an error.
-    session: Session | None  # Whose memory it continues, and changes when it ends.
+    prompt: Prompt
+    sink: Callable[[int, Event], None]  # Takes a sample's number and its next piece, or an error, the last of all.
     until: float  # Moment of `time.monotonic` at which it is ended.
+    session: Session | None = None  # Takes the memory after the one sample.
+    state: State = EMPTY  # The memory before the prompt, and after it once it is read.
     cancelled: bool = False
+    begun: int = 0  # Samples that have or had a row.
+    is_read: bool = False
+    pieces: list[Piece] = dataclasses.field(default_factory=list)  # Those of the prompt, for samples that wait.
+
+    @property
+    def waiting(self) -> int:
+        """Number of samples without a row so far."""
+        return self.prompt.n - self.begun
 
 
 class _Row:
-    """A job in a row."""
+    """A sample in a row."""
 
     def __init__(self, job: Job, vocabulary: Vocabulary):
-        choice = job.choice
-        self.job, self.choice = job, choice
-        self.before = EMPTY if job.session is None else job.session.state
-        self.left = np.concatenate([self.before.pending, choice.prompt])  # Tokens to read, the latest one included.
-        self.position = self.before.position
+        self.job, self.prompt, self.sample = job, job.prompt, job.begun
+        tokens = self.prompt.tokens[: 0 if job.is_read else None]
+        self.left = np.concatenate([job.state.pending, tokens])  # Tokens to read, the latest one included.
+        self.position, self.tokens = job.state.position, job.state.tokens + len(tokens)  # Tokens of the history.
         self.number = 0  # Tokens written.
-        self.text = TextStream(vocabulary.decode, choice.stop)
-        self.key = row_key(np.uint32(choice.seed % (1 << 32)), choice.sample)
+        self.text = TextStream(vocabulary.decode, self.prompt.stop)
+        self.key = row_key(np.uint32(self.prompt.seed % (1 << 32)), self.sample)
 
     @property
     def reads(self) -> bool:
         """True while there are tokens to read before the next one can be drawn."""
         return len(self.left) > 1
 
+    def put(self, piece: Piece) -> None:
+        """Passes a piece on; one of the prompt is kept for the samples that wait."""
+        if piece.is_prompt and self.job.waiting:
+            self.job.pieces.append(piece)
+        self.job.sink(self.sample, piece)
+
 
 class Engine:
     """Runs jobs on one device, in the R rows of a `Step`."""
 
     def __init__(self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits):
-        """Begins nothing; `start` does. `store` takes the sessions' memories, `limits.waiting` limits waiting jobs."""
+        """Begins nothing; `start` does. `store` takes the sessions' memories, `limits.waiting` limits the queue."""
         self.step, self.vocabulary, self.store, self.limits = step, vocabulary, store, limits
         self.counters = Counters()
         self._params = params
         self._rows: dict[int, _Row] = {}  # Those in use, by their numbers.
-        self._waiting: collections.deque[Job] = collections.deque()
+        self._waiting: collections.deque[Job] = collections.deque()  # Those with samples that wait.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -133,12 +158,12 @@ class Engine:
             if self._refusal is not None:
                 # A new exception each time: one that is raised again collects the traceback of every request.
                 raise RequestError(self._refusal, status=503, code="unavailable")
-            most = self.limits.waiting + self.step.batch_size
-            if len(jobs) > most:
-                message = f"the request has {len(jobs)} choices and this server takes {most} at a time; send fewer"
+            count, most = sum(job.waiting for job in jobs), self.limits.waiting + self.step.batch_size
+            if count > most:
+                message = f"the request has {count} choices and this server takes {most} at a time; send fewer"
                 raise RequestError(message, param="n")
-            if len(self._waiting) + len(jobs) > most:
-                message = f"{len(self._waiting)} choices wait and at most {self.limits.waiting} may; try again later"
+            if self.num_waiting + count > most:
+                message = f"{self.num_waiting} choices wait and at most {self.limits.waiting} may; try again later"
                 raise RequestError(message, status=429, code="overloaded")
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -171,8 +196,8 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of jobs that wait for a row."""
-        return len(self._waiting)
+        """Number of choices that wait for a row."""
+        return sum(job.waiting for job in [*self._waiting])
 
     @property
     def num_busy(self) -> int:
@@ -184,22 +209,17 @@ class Engine:
             self._compile()
             self.ready = self._refusal is None
             while self._wait():
+                until = time.monotonic() + _READ_SECONDS
                 self._drop_ended()
                 self._admit()
-                for number, row in self._rows.items():
-                    if row.reads:
-                        self._read(number, row)
+                self._read(until)
                 self._write()
         except BaseException:  # noqa: BLE001 (whatever it is, clients must get an answer)
-            traceback.print_exc()
+            _log.exception("the engine failed")
             self.failed = True
             self.refuse("the server has failed and must be started again")
-        with self._changed:
-            left = [row.job for row in self._rows.values()] + list(self._waiting)
-            self._waiting.clear()
-            self._rows.clear()
-        for job in left:
-            self._finish(job, RequestError(str(self._refusal), status=503, code="unavailable"))
+        for job in self._jobs():
+            self._fail(job, RequestError(str(self._refusal), status=503, code="unavailable"))
 
     def _compile(self) -> None:
         """Prepares the parameters, and runs every program once."""
@@ -211,8 +231,7 @@ class Engine:
         for width in WIDTHS:
             tokens = np.zeros(width + 1, np.int32)
             self._cache, _ = self.step.read(self._weights, self._cache, 0, 0, tokens, scored=False)
-        if self._beginning is not None:
-            self._cache = self.step.put(self._cache, 0, self._beginning)
+        self._cache = self.step.put(self._cache, 0, self._beginning or self.step.take(self._cache, 0))
 
     def _wait(self) -> bool:
         """Waits for work; returns whether the thread continues."""
@@ -220,75 +239,123 @@ class Engine:
             self._changed.wait_for(lambda: self._stopping or self._waiting or self._rows)
             return not self._stopping
 
+    def _jobs(self) -> set[Job]:
+        """Returns the jobs that have not ended."""
+        with self._changed:
+            return {*self._waiting, *(row.job for row in self._rows.values())}
+
     def _drop_ended(self) -> None:
         """Ends jobs that were cancelled or have no time left."""
         now = time.monotonic()
-        with self._changed:
-            ended = [job for job in self._waiting if job.cancelled or now > job.until]
-            for job in ended:
-                self._waiting.remove(job)
-            for number, row in list(self._rows.items()):
-                if row.job.cancelled or now > row.job.until:
-                    ended.append(self._rows.pop(number).job)
-        for job in ended:
+        for job in self._jobs():
             if job.cancelled:
-                error = RequestError("the client has left", status=499, code="cancelled")
-            else:
-                error = RequestError("the time for a request is over; ask for less", status=504, code="timeout")
-            self._finish(job, error)
+                self._fail(job, RequestError("the client has left", status=499, code="cancelled"))
+            elif now > job.until:
+                message = "the time for a request is over; ask for less"
+                self._fail(job, RequestError(message, status=504, code="timeout"))
+
+    @contextlib.contextmanager
+    def _failing_alone(self, job: Job) -> Iterator[None]:
+        """Ends a job that raises, unless a call that had taken the cache of all rows was lost with it."""
+        try:
+            yield
+        except Exception:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
+                raise
+            _log.exception("a request failed")
+            message = "the server could not answer this request"
+            self._fail(job, RequestError(message, status=500, code="internal"))
 
     def _admit(self) -> None:
-        """Puts waiting jobs into free rows, and passes on a prompt's first token, which nothing precedes."""
+        """Puts waiting samples into free rows; those whose prompt is being read wait for its end."""
         for number in sorted(set(range(self.step.batch_size)) - self._rows.keys()):
-            with self._changed:
-                if not self._waiting:
-                    return
-                row = self._rows[number] = _Row(self._waiting.popleft(), self.vocabulary)
-            state = row.before.rings or self._beginning
-            if state is not None:
-                self._cache = self.step.put(self._cache, number, state)
-            if row.choice.echo and row.choice.logprobs and not len(row.before.pending):
-                row.job.sink(Piece("", row.choice.prompt[:1], None, is_prompt=True))
+            job = next((job for job in self._waiting if job.is_read or not job.begun), None)
+            if job is None:
+                return
+            with self._failing_alone(job):
+                self._begin(number, job)
 
-    def _read(self, number: int, row: _Row) -> None:
-        """Reads one segment of a row's prompt."""
-        scored = row.choice.logprobs and row.choice.echo
+    def _begin(self, number: int, job: Job) -> None:
+        """Puts the memory before a job's next sample into a row, and passes on what was read of its prompt."""
+        row = _Row(job, self.vocabulary)
+        with self._changed:
+            job.begun += 1
+            self._rows[number] = row
+            if not job.waiting:
+                self._waiting.remove(job)
+        if (rings := job.state.rings or self._beginning) is not None:
+            self._cache = self.step.put(self._cache, number, rings)
+        for piece in job.pieces:
+            job.sink(row.sample, piece)
+        if row.prompt.echo and row.prompt.logprobs and not job.state.tokens:  # Nothing precedes the first token.
+            row.put(Piece("", row.prompt.tokens[:1], None, is_prompt=True))
+        self._share(number, row)
+        if not job.waiting:
+            job.state, job.pieces = EMPTY, []
+
+    def _read(self, until: float) -> None:
+        """Reads a segment for each row that has one to read; those for which no time was left come first next time."""
+        reading = {number: row for number, row in self._rows.items() if row.reads}
+        are_awaited, taken = len(reading) < len(self._rows), 0.0
+        for number, row in reading.items():
+            start = time.monotonic()
+            if are_awaited and taken and start + taken > until:
+                return
+            if number in self._rows:  # Not ended by another row of its job.
+                self._rows[number] = self._rows.pop(number)
+                with self._failing_alone(row.job):
+                    self._read_segment(number, row)
+                taken = time.monotonic() - start
+
+    def _read_segment(self, number: int, row: _Row) -> None:
+        scored = row.prompt.logprobs and row.prompt.echo
         self._cache, scores = self.step.read(self._weights, self._cache, number, row.position, row.left, scored=scored)
         count = len(scores.nats)
         self.counters.read += count
         tokens, row.left = row.left[1 : count + 1], row.left[count:]
         row.position += count
         if scored:
-            row.job.sink(Piece("", tokens, scores, is_prompt=True))
+            row.put(Piece("", tokens, scores, is_prompt=True))
+        self._share(number, row)
+
+    def _share(self, number: int, row: _Row) -> None:
+        """Keeps the memory after a prompt for the samples that wait, once it is read."""
+        job = row.job
+        if job.waiting and not job.is_read and not row.reads:
+            job.state = State(self.step.take(self._cache, number), row.position, row.left, row.tokens)
+            job.is_read = True
 
     def _write(self) -> None:
         """Draws up to K tokens of each row that has read its prompt; ends those that want none."""
-        rows, writing = Rows.idle(self.step.batch_size), []
+        rows, writing = Rows.idle(self.step.batch_size), {}
         for number, row in list(self._rows.items()):
-            choice = row.choice
+            prompt = row.prompt
             rows.position[number] = row.position  # A slot of a row that reads must not be overwritten.
-            if not row.reads and not choice.max_tokens:
-                self._end(number, row, Piece("", row.left[:0], None, end="length"))
+            if not row.reads and not prompt.max_tokens:
+                with self._failing_alone(row.job):
+                    self._end(number, row, Piece("", row.left[:0], None, end="length"))
             elif not row.reads:
-                writing.append((number, row))
+                writing[number] = row
                 rows.last[number], rows.number[number], rows.key[number] = row.left[0], row.number, row.key
-                rows.steps[number] = min(self.step.block, choice.max_tokens - row.number)
-                rows.temperature[number], rows.top_p[number] = choice.temperature, choice.top_p
-                rows.scored[number] = choice.logprobs
+                rows.steps[number] = min(self.step.block, prompt.max_tokens - row.number)
+                rows.temperature[number], rows.top_p[number] = prompt.temperature, prompt.top_p
+                rows.scored[number] = prompt.logprobs
         if not writing:
             return
         self._cache, tokens, scores = self.step.write(self._weights, self._cache, rows)
         self.counters.calls += 1
         self.counters.steps += int(rows.steps.sum())
-        for number, row in writing:
+        for number, row in writing.items():
             count = int(rows.steps[number])
             own = Scores(*(each[number, :count] for each in scores)) if rows.scored[number] else None
-            self._pass_on(number, row, tokens[number, :count], own)
+            if number in self._rows:  # Not ended by another row of its job.
+                with self._failing_alone(row.job):
+                    self._pass_on(number, row, tokens[number, :count], own)
 
     def _pass_on(self, number: int, row: _Row, tokens: np.ndarray, scores: Scores | None) -> None:
         """Passes a row's new tokens on, up to the one that completes a stop string."""
         count = len(tokens)
-        if row.choice.stop:  # Token by token, to know which one completes a stop string.
+        if row.prompt.stop:  # Token by token, to know which one completes a stop string.
             pieces: list[str] = []
             while len(pieces) < len(tokens) and not row.text.ended:
                 pieces.append(row.text.add(tokens[len(pieces)][None]))
@@ -302,24 +369,35 @@ class Engine:
         self.counters.written += count
         if row.text.ended:
             self._end(number, row, Piece(text, tokens, scores, end="stop"))
-        elif row.number == row.choice.max_tokens:
+        elif row.number == row.prompt.max_tokens:
             self._end(number, row, Piece(text + row.text.finish(), tokens, scores, end="length"))
         else:
-            row.job.sink(Piece(text, tokens, scores))
+            row.put(Piece(text, tokens, scores))
 
     def _end(self, number: int, row: _Row, last: Piece) -> None:
         """Frees a row, with its memory kept if a session wants it."""
-        state = None
         if row.job.session is not None:
-            tokens = row.before.tokens + len(row.choice.prompt) + row.number
+            rings = jax.tree.map(np.array, self.step.take(self._cache, number))
             position = self.step.normal_position(row.position)
-            state = State(self.step.take(self._cache, number), position, row.left.copy(), tokens)
+            self._release(row.job, State(rings, position, row.left.copy(), row.tokens + row.number))
         del self._rows[number]
-        self._finish(row.job, last, state)
+        self.counters.ended[str(last.end)] += 1
+        row.put(last)
 
-    def _finish(self, job: Job, last: Event, state: State | None = None) -> None:
-        """Passes on a job's last event; its session takes the new state, or stays as it was without one."""
+    def _fail(self, job: Job, error: RequestError) -> None:
+        """Ends a job with an error; its session stays as it was."""
+        with self._changed:
+            rows = {number: row for number, row in self._rows.items() if row.job is not job}
+            self.counters.ended[error.code] += job.waiting + len(self._rows) - len(rows)
+            self._rows = rows
+            if job in self._waiting:
+                self._waiting.remove(job)
+        self._release(job)
+        with contextlib.suppress(Exception):  # It may be what has failed.
+            job.sink(0, error)
+
+    def _release(self, job: Job, state: State | None = None) -> None:
+        """Ends the use of a job's session, unless it has ended before."""
         if job.session is not None:
             self.store.release(job.session, state)
-        self.counters.ended[last.code if isinstance(last, RequestError) else str(last.end)] += 1
-        job.sink(last)
+            job.session = None

@@ -1,43 +1,92 @@
-"""OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON."""
+"""OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON.
+
+Bodies are read by pydantic, whose models are also the server's schema. Nothing here belongs on the event loop.
+"""
 
 import collections
-import dataclasses
 import json
 import math
-import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import pydantic
+from pydantic import ConfigDict, Field
 
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import RequestError, UserError
-from txl_jax.serving.engine import Choice, Limits, Piece
+from txl_jax.errors import RequestError
+from txl_jax.serving.engine import Limits, Piece, Prompt
 from txl_jax.serving.rows import TOP
 
-# OpenAI's parameters without effect here: other values than these, and null, are refused.
-_WITHOUT_EFFECT = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "suffix": ""}
-_KNOWN = {
-    *("model", "prompt", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "echo", "logprobs", "stream"),
-    *("stream_options", "user", "best_of", "session", *_WITHOUT_EFFECT),
-}
-_MOST_SEED = (1 << 63) - 1
 _BYTES = "bytes:"
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+_MESSAGES = {
+    "prompt": "a prompt must be a text, a list of token ids, or a list of several of either",
+    "stop": "stop must be a string or a list of strings",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A request of several choices."""
+class Body(pydantic.BaseModel):
+    """A body without parameters."""
 
-    choices: tuple[Choice, ...]
-    logprobs: int | None  # Number of most likely tokens, or None for no logprobs.
-    stream: bool
-    include_usage: bool  # Whether a stream ends with the numbers of tokens.
-    session: str | None
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, found: Any) -> Any:
+        """Null is the default, as with OpenAI."""
+        return {k: v for k, v in found.items() if v is not None} if isinstance(found, dict) else found
+
+
+class _StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # No effect.
+
+
+class CompletionBody(Body):
+    """A body of `/v1/completions`."""
+
+    model: str | None = None
+    prompt: str | list[str] | list[_Id] | list[list[_Id]] = ""
+    max_tokens: int = Field(16, ge=0)
+    temperature: float = Field(1.0, ge=0, le=1e3)
+    top_p: float = Field(1.0, ge=1e-6, le=1)
+    n: int = Field(1, ge=1)
+    best_of: int | None = None
+    stop: str | list[str] = []
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=TOP)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    session: str | None = None
+    fork: bool = False
+    user: str | None = None  # No effect.
+    # OpenAI's parameters that have no effect here, with the values that change nothing.
+    frequency_penalty: float = Field(0, ge=0, le=0)
+    presence_penalty: float = Field(0, ge=0, le=0)
+    logit_bias: dict[str, float] = Field({}, max_length=0)
+    suffix: str = Field("", max_length=0)
+
+
+class TokenizeBody(Body):
+    """A body of `/tokenize`."""
+
+    model: str | None = None
+    prompt: str = ""
+    add_special_tokens: bool = False  # No effect: there are none.
+
+
+class DetokenizeBody(Body):
+    """A body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[_Id] = []
+
+
+_AnyBody = TypeVar("_AnyBody", bound=Body)
 
 
 def error_json(error: RequestError) -> dict[str, Any]:
@@ -46,70 +95,65 @@ def error_json(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Returns the object of a body; raises `RequestError` for anything else."""
+def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
+    """Returns a body; raises `RequestError` with one sentence for anything else."""
     try:
-        found = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
+        found = json.loads(content.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
+        return kind.model_validate(found)
+    except pydantic.ValidationError as error:
+        raise _error_of(error.errors(include_url=False, include_context=False)[0], kind) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON ({str(error)[:100]})", code="malformed_json") from None
-    if not isinstance(found, dict):
-        raise RequestError(f"the body must be an object, got {_KINDS.get(type(found), 'null')}", code="malformed_json")
-    return found
 
 
-def check_known(body: dict[str, Any], known: set[str]) -> None:
-    """Raises `RequestError` for a field of another name."""
-    if unknown := sorted(set(body) - known):
-        name = unknown[0][:40].encode(errors="backslashreplace").decode()  # It may have half a surrogate pair.
-        message = f"{name!r} is not a parameter here; those are {', '.join(sorted(known)) or 'none'}"
-        raise RequestError(message, param=name, code="unknown_parameter")
+def _error_of(error: Any, kind: type[Body]) -> RequestError:
+    """Returns the error of a field, or of a body that is no object."""
+    name = ".".join(map(str, error["loc"]))[:40]
+    if not name:
+        return RequestError("the body must be an object of JSON", code="malformed_json")
+    if error["type"] == "extra_forbidden":
+        known = ", ".join(sorted(kind.model_fields)) or "none"
+        message = f"{name!r} is not a parameter here; those are {known}"
+        return RequestError(message, param=name, code="unknown_parameter")
+    name = name.partition(".")[0] if error["loc"][0] in _MESSAGES else name
+    message = _MESSAGES.get(name) or f"{error['msg'].replace('Input', name)}, got {ascii(error['input'])[:40]}"
+    return RequestError(message, param=name)
 
 
 def unknown_model(given: str, model: str) -> RequestError:
     """Returns the error of a request for another model."""
-    message = f"there is no model {given[:80]!r} here, only {model!r}"
+    message = f"there is no model {given[:80]!a} here, only {model!r}"
     return RequestError(message, status=404, param="model", code="model_not_found")
 
 
-def parse_completion(body: dict[str, Any], vocabulary: Vocabulary, limits: Limits, *, model: str) -> Completion:
-    """Returns a checked request; raises `RequestError`."""
-    check_known(body, _KNOWN)
-    for name, harmless in _WITHOUT_EFFECT.items():
-        if body.get(name) not in (None, harmless):
-            raise RequestError(f"{name} is given and has no effect here; leave it out", param=name)
-    if (given := _field(body, "model", str, model)) != model:
-        raise unknown_model(given, model)
-    n = _field(body, "n", int, 1, 1, limits.choices)
-    if (best_of := _field(body, "best_of", int, n, 1, limits.choices)) != n:
-        raise RequestError(f"best_of must be n ({n}), got {best_of}", param="best_of")
-    logprobs = _field(body, "logprobs", int, None, 0, TOP)
-    settings: dict[str, Any] = {
-        "max_tokens": _field(body, "max_tokens", int, 16, 0, limits.new_tokens),
-        "temperature": _field(body, "temperature", float, 1.0, 0, 1e3),
-        "top_p": _field(body, "top_p", float, 1.0, 1e-6, 1),
-        "seed": _field(body, "seed", int, secrets.randbelow(1 << 32), -_MOST_SEED - 1, _MOST_SEED),
-        "stop": _stop(body, limits),
-        "echo": _field(body, "echo", bool, False),
-        "logprobs": logprobs is not None,
-    }
-    if not settings["max_tokens"] and not settings["echo"]:
+def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> list[Prompt]:
+    """Returns the prompts of a body; raises `RequestError`."""
+    if body.best_of not in (None, body.n):
+        raise RequestError(f"best_of must be n ({body.n}), got {body.best_of}", param="best_of")
+    if body.max_tokens > limits.new_tokens:
+        message = f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}"
+        raise RequestError(message, param="max_tokens")
+    if not body.max_tokens and not body.echo:
         raise RequestError("max_tokens is 0 and echo is false, so that nothing would come back", param="max_tokens")
-    session = _field(body, "session", str, None)
-    prompts = _prompts(body, vocabulary, limits, n)
-    if session is not None and (n != 1 or len(prompts) != 1):
-        message = f"a session continues one text, got {len(prompts)} prompts with n = {n}"
+    given: Any = body.prompt
+    several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    count = len(several) * body.n
+    if not 1 <= count <= limits.choices:
+        message = f"a request must have 1 to {limits.choices} choices, got {len(several)} prompts with n = {body.n}"
+        raise RequestError(message, param="prompt")
+    if body.session is not None and not body.fork and count > 1:
+        message = f"a session goes on as one text, got {len(several)} prompts with n = {body.n}; set fork for several"
         raise RequestError(message, param="session")
-    if session is None:
-        prompts = [ids if len(ids) else vocabulary.start.astype(np.int32) for ids in prompts]
-    options = _field(body, "stream_options", dict, {})
-    check_known(options, {"include_usage", "include_obfuscation"})
-    return Completion(
-        choices=tuple(Choice(ids, sample=sample, **settings) for ids in prompts for sample in range(n)),
-        logprobs=logprobs,
-        stream=_field(body, "stream", bool, False),
-        include_usage=_field(options, "include_usage", bool, False),
-        session=session,
-    )
+    found = [_ids(each, vocabulary) for each in several]
+    if body.session is None:
+        found = [ids if len(ids) else vocabulary.start.astype(np.int32) for ids in found]
+    _check_total(sum(map(len, found)) + count * body.max_tokens, limits)
+    seed = secrets.randbelow(1 << 32) if body.seed is None else body.seed
+    settings: dict[str, Any] = {
+        name: getattr(body, name) for name in ("n", "max_tokens", "temperature", "top_p", "echo")
+    }
+    settings |= {"seed": seed, "stop": _stop(body, limits), "logprobs": body.logprobs is not None}
+    return [Prompt(ids, **settings) for ids in found]
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
@@ -119,28 +163,28 @@ def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
     return {"bos_token": bos, "bos_token_id": int(start[0]), "eos_token": None, "vocab_size": vocabulary.size}
 
 
-def tokenize(body: dict[str, Any], vocabulary: Vocabulary) -> np.ndarray:
-    """Returns the ids of `prompt`; raises `RequestError`."""
-    check_known(body, {"model", "prompt", "add_special_tokens"})
-    return _ids(_field(body, "prompt", str, ""), vocabulary)
+def tokenize(body: TokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
+    """Returns the ids of a text; raises `RequestError`."""
+    ids = _ids(body.prompt, vocabulary)
+    _check_total(len(ids), limits)
+    return {"tokens": ids.tolist(), "count": len(ids)}
 
 
-def detokenize(body: dict[str, Any], vocabulary: Vocabulary) -> str:
-    """Returns the text of `tokens`; raises `RequestError`."""
-    check_known(body, {"model", "tokens"})
-    return vocabulary.decode(_ids(_field(body, "tokens", list, []), vocabulary)).decode(errors="replace")
+def detokenize(body: DetokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
+    """Returns the text of ids; raises `RequestError`."""
+    _check_total(len(body.tokens), limits)
+    return {"prompt": vocabulary.decode(_ids(body.tokens, vocabulary)).decode(errors="replace")}
 
 
 class ChoiceWriter:
     """Makes the JSON of one choice's pieces."""
 
-    def __init__(self, index: int, completion: Completion, vocabulary: Vocabulary):
-        """Begins at the choice's first token."""
-        choice = completion.choices[index]
-        self._index, self._logprobs, self._vocabulary = index, completion.logprobs, vocabulary
-        prompt = vocabulary.decode(choice.prompt).decode(errors="replace")
-        self._before = prompt if choice.echo else ""  # What the first piece's text follows.
-        self._offset = 0 if choice.echo else len(prompt)  # Of the next token in the text.
+    def __init__(self, index: int, prompt: Prompt, vocabulary: Vocabulary, logprobs: int | None):
+        """Begins at the choice's first token. `logprobs` is the number of most likely tokens, or None for none."""
+        self._index, self._logprobs, self._vocabulary = index, logprobs, vocabulary
+        text = vocabulary.decode(prompt.tokens).decode(errors="replace")
+        self._before = text if prompt.echo else ""  # What the first piece's text follows.
+        self._offset = 0 if prompt.echo else len(text)  # Of the next token in the text.
         self.written = 0  # Tokens, without the prompt's.
 
     def json_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -203,64 +247,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _field(body: dict[str, Any], name: str, kind: type, default: Any, least: float = 0, most: float = math.inf) -> Any:
-    """Returns a field of a type, in a range if it is a number, or the default if missing or null; 2.0 is an integer."""
-    value = body.get(name)
-    if value is None:
-        return default
-    is_whole = kind is int and isinstance(value, float) and value.is_integer()
-    if type(value) is not kind and not is_whole and (kind, type(value)) != (float, int):
-        raise RequestError(f"{name} must be of type {_KINDS[kind]}, got {_KINDS[type(value)]}", param=name)
-    if kind in (int, float) and not least <= value <= most:
-        raise RequestError(f"{name} must be from {least:g} to {most:g}, got {str(value)[:40]}", param=name)
-    return kind(value)
+def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
+    strings = [body.stop] if isinstance(body.stop, str) else body.stop
+    if len(strings) > limits.stop_strings or max(map(len, strings), default=0) > limits.stop_length:
+        most = f"{limits.stop_strings} strings of at most {limits.stop_length} characters"
+        raise RequestError(f"stop must have at most {most}", param="stop")
+    return tuple(filter(None, strings))
 
 
-def _is_text(value: Any) -> bool:
-    """Returns whether a value is a string that can be encoded; JSON may hold halves of surrogate pairs."""
-    return isinstance(value, str) and not _SURROGATE.search(value)
+def _check_total(total: int, limits: Limits) -> None:
+    """Raises `RequestError` if a request has more tokens than a request may have."""
+    if total > limits.tokens:
+        most = f"the prompts, and max_tokens of all choices, may have {limits.tokens} tokens together, got {total}"
+        advice = "send fewer choices, or continue a session over several requests"
+        raise RequestError(f"{most}; {advice}", param="prompt", code="too_many_tokens")
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
-
-
-def _stop(body: dict[str, Any], limits: Limits) -> tuple[str, ...]:
-    value = body.get("stop")
-    strings = [] if value is None else value if isinstance(value, list) else [value]
-    are_texts = len(strings) <= limits.stop_strings and all(map(_is_text, strings))
-    if not are_texts or max(map(len, strings), default=0) > limits.stop_length:
-        each = f"each at most {limits.stop_length} characters of Unicode without lone surrogates"
-        raise RequestError(f"stop must be a string or at most {limits.stop_strings} of them, {each}", param="stop")
-    return tuple(each for each in strings if each)
-
-
-def _prompts(body: dict[str, Any], vocabulary: Vocabulary, limits: Limits, n: int) -> list[np.ndarray]:
-    """Returns the ids of each prompt: of a text, of ids, or of a list of either."""
-    value = "" if body.get("prompt") is None else body["prompt"]
-    are_several = isinstance(value, list) and not (value and all(map(_is_id, value)))
-    several = value if are_several else [value]
-    if not 1 <= len(several) * n <= limits.choices:
-        message = f"a request must have 1 to {limits.choices // n} prompts with n = {n}, got {len(several)}"
-        raise RequestError(message, param="prompt")
-    found = [_ids(each, vocabulary) for each in several]
-    total = sum(map(len, found)) * n  # Each choice reads its prompt.
-    if total > limits.prompt_tokens:
-        raise RequestError(
-            f"the prompts of all {len(found) * n} choices must have at most {limits.prompt_tokens} tokens together, "
-            f"got {total}. Send fewer choices, or continue a session over several requests.",
-            param="prompt",
-            code="prompt_too_long",
-        )
-    return found
-
-
-def _ids(prompt: Any, vocabulary: Vocabulary) -> np.ndarray:
-    is_ids = isinstance(prompt, list) and all(map(_is_id, prompt))
-    if not is_ids and not _is_text(prompt):
-        kinds = f"Unicode text without lone surrogates, or a list of token ids from 0 to {vocabulary.size - 1}"
-        raise RequestError(f"a prompt must be {kinds}", param="prompt")
+def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:
     try:
         return ready_ids.token_ids(vocabulary, prompt).astype(np.int32)
-    except UserError as error:
+    except ValueError as error:  # Of the vocabulary, or of halves of surrogate pairs, which JSON may hold.
         raise RequestError(str(error), param="prompt") from None

@@ -99,12 +99,18 @@ class Step:
         self._write = components.jit(decode.decode_block, static_argnames=("count", "top"), donate_argnums=1)
         self._read = components.jit(_read_row, donate_argnums=1)
         self._put: Callable[..., KVCache] = components.jit(decode.put_row, donate_argnums=0)
-        self._take = components.jit(decode.take_row)
+        self._take: Callable[..., KVCache] = components.jit(decode.take_row)
 
     def prepare_params(self, params: Any) -> Weights:
         """Prepares the parameters for reading and for writing."""
         segment = self._prepare(params)
         return Weights(segment, segment.for_single_tokens(mem_len=self.capacity))
+
+    def row_bytes(self, params: Any) -> int:
+        """Returns the memory of one row's cache."""
+        weights = jax.eval_shape(self._prepare_params, params)
+        cache = jax.eval_shape(functools.partial(self._init_rows, batch_size=1), weights)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
     def init_cache(self, weights: Weights) -> KVCache:
         """Returns the cache of R rows that have read nothing."""
@@ -149,8 +155,8 @@ class Step:
         return self._put(cache, np.int32(row), state)
 
     def take(self, cache: KVCache, row: int) -> KVCache:
-        """Returns a copy of a row's cache on the host, [1, ..]."""
-        return jax.tree.map(np.array, self._take(cache, np.int32(row)))
+        """Returns a copy of a row's cache, [1, ..]."""
+        return self._take(cache, np.int32(row))
 
     def normal_position(self, position: int) -> int:
         """Returns the smallest position of the same slots and number of visible ones."""

@@ -3,8 +3,8 @@
 A session is the rings of one row, the number of tokens that were read, and the latest token, which is not read yet.
 Its history comes to no more, however long it is, so that continuing costs the same after any number of tokens.
 
-A session changes only when a request that uses it ends. A request that fails, or whose client leaves, leaves it as it
-was. Sessions end with the server.
+A session changes only when a request that continues it ends. A request that fails, or whose client leaves, leaves it as
+it was. Sessions live in the server's memory: where one is wanted and there is no place, the one idle longest goes.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from txl_jax.errors import RequestError
@@ -20,9 +21,9 @@ from txl_jax.inference.cache import KVCache
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The memory of a session; never changed, only replaced."""
+    """What a row knows when it has read all but the latest token; never changed, only replaced."""
 
-    rings: KVCache | None  # Of one row, on the host, or None if nothing was read yet.
+    rings: KVCache | None  # Of one row, [1, ..], or None if nothing was read yet.
     position: int  # Of the row (`serving.rows.Rows`).
     pending: np.ndarray  # int32 [1], the latest token, which is not read yet; [0] if there was none at all.
     tokens: int  # Of the whole history, the pending one included.
@@ -31,7 +32,7 @@ class State:
 EMPTY = State(None, 0, np.zeros(0, np.int32), 0)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Session:
     """A session of an owner."""
 
@@ -39,29 +40,38 @@ class Session:
     owner: str
     created: float  # Seconds since 1970, as is `used`.
     used: float
-    state: State = EMPTY
-    busy: bool = False  # Whether a request uses it.
+    state: State = EMPTY  # Its rings are on the host.
+    busy: bool = False  # Whether a request continues it.
 
 
 class SessionStore:
     """The sessions of a server. One thread may use it; the engine's thread calls `release`."""
 
-    def __init__(self, *, limit: int, seconds: float, clock: Callable[[], float] = time.time):
+    def __init__(
+        self, *, limit: int, seconds: float, limit_per_owner: int | None = None, clock: Callable[[], float] = time.time
+    ):
         """Begins with no sessions, of at most `limit` over all owners; each expires `seconds` after its last use."""
-        self.limit, self.seconds, self._clock = limit, seconds, clock
+        self.seconds, self._clock = seconds, clock
+        self._limit, self._limit_per_owner = limit, limit if limit_per_owner is None else limit_per_owner
         self._sessions: dict[str, Session] = {}
+        self.num_evicted = 0  # Sessions that made room for others.
 
     @property
     def num_sessions(self) -> int:
         """Number of sessions, of all owners."""
         return len(self._sessions)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all sessions."""
+        rings = [session.state.rings for session in self._all()]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(rings))
+
     def create(self, owner: str) -> Session:
-        """Makes an empty session; raises `RequestError` (429) if there are too many."""
+        """Makes an empty session; raises `RequestError` (429) if there is no place, and no idle one to make room."""
         self._expire()
-        if len(self._sessions) >= self.limit:
-            message = f"the server has {self.limit} sessions, and keeps no more; delete one, or wait until one expires"
-            raise RequestError(message, status=429, code="too_many_sessions")
+        self._make_room([each for each in self._all() if each.owner == owner], self._limit_per_owner)
+        self._make_room(self._all(), self._limit)
         now = self._clock()
         session = Session(secrets.token_hex(16), owner, now, now)
         self._sessions[session.name] = session
@@ -72,15 +82,16 @@ class SessionStore:
         self._expire()
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
-            lived = f"it may have expired, {self.seconds:g} s after its last use"
-            message = f"you have no session {name[:40]!r}; {lived}, so make a new one"
+            gone = f"it may have made room for others, or have expired {self.seconds:g} s after its last use"
+            message = f"you have no session {name[:40]!r}: {gone}; make a new one and send the text again"
             raise RequestError(message, status=404, code="session_not_found")
+        session.used = self._clock()
         return session
 
     def of_owner(self, owner: str) -> list[Session]:
         """Returns the sessions of an owner."""
         self._expire()
-        return [session for session in self._sessions.values() if session.owner == owner]
+        return [session for session in self._all() if session.owner == owner]
 
     def begin(self, name: str, owner: str) -> Session:
         """Returns a session for one request, until `release`; raises `RequestError` (404, 409)."""
@@ -88,7 +99,7 @@ class SessionStore:
         if session.busy:
             message = f"the session {name} is used by another request; wait for its end"
             raise RequestError(message, status=409, code="session_busy")
-        session.busy, session.used = True, self._clock()
+        session.busy = True
         return session
 
     def release(self, session: Session, state: State | None = None) -> None:
@@ -101,8 +112,21 @@ class SessionStore:
         """Removes a session; raises `RequestError` (404, 409)."""
         del self._sessions[self.begin(name, owner).name]
 
+    def _all(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def _make_room(self, sessions: list[Session], limit: int) -> None:
+        """Removes the session of these that is idle longest if they are as many as may be kept."""
+        if len(sessions) >= limit:
+            idle = [session for session in sessions if not session.busy]
+            if not idle:
+                message = f"{limit} sessions may be kept, and requests use all of them; wait until one ends"
+                raise RequestError(message, status=429, code="too_many_sessions")
+            del self._sessions[min(idle, key=lambda session: session.used).name]
+            self.num_evicted += 1
+
     def _expire(self) -> None:
         """Removes the sessions that were not used for too long."""
         before = self._clock() - self.seconds
-        for session in [each for each in self._sessions.values() if not each.busy and each.used < before]:
+        for session in [each for each in self._all() if not each.busy and each.used < before]:
             del self._sessions[session.name]
