@@ -96,9 +96,9 @@ def error_json(error: RequestError) -> dict[str, Any]:
 
 
 def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
-    """Returns a body; raises `RequestError` with one sentence for anything else."""
+    """Returns a body, which may be empty; raises `RequestError` with one sentence for anything else."""
     try:
-        found = json.loads(content.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
+        found = json.loads(content.decode() or "{}", parse_constant=_refuse_constant, object_pairs_hook=_object)
         return kind.model_validate(found)
     except pydantic.ValidationError as error:
         raise _error_of(error.errors(include_url=False, include_context=False)[0], kind) from None
