@@ -137,6 +137,7 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     per_key = -(-limit // max(1, num_keys))
     print(f"sessions  at most {limit} of {each}, {per_key} per key")
     limits = Limits(
+        body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
         tokens=plan.max_request_tokens,
         new_tokens=plan.max_new_tokens,
         waiting=plan.max_waiting,

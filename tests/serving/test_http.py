@@ -2,15 +2,17 @@
 
 import http.client
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from support import tiny_model
 from support.http_server import ask, complete, events, joined, left, metrics, server, wait_idle
-from support.serving import SECONDS, ids
+from support.serving import SECONDS, ids, refused
 from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
+from txl_jax.serving import protocol
 from txl_jax.serving.engine import Limits
 
 LIMITS = Limits(body_bytes=20_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
@@ -124,7 +126,7 @@ MISTAKES = {
     "best of many": ({"best_of": 3}, 400, "best_of"),
     "many stops": ({"stop": ["a"] * 4}, 400, "stop"),
     "a long stop": ({"stop": "a" * 21}, 400, "stop"),
-    "half a character as a name": (b'{"\\ud800": 1}', 400, "malformed_json"),
+    "half a character as a name": (b'{"\\ud800": 1}', 400, "unknown_parameter"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', 400, "prompt"),
     "letters that it lacks": ({"prompt": "XYZ"}, 400, "prompt"),
     "ids out of range": ({"prompt": [1, 13]}, 400, "prompt"),
@@ -134,6 +136,19 @@ MISTAKES = {
     "many long texts": ({"max_tokens": 4000, "n": 6}, 400, "too_many_tokens"),
     "no such session": ({"session": "../../x"}, 404, "session_not_found"),
 }
+
+
+def understood(content):
+    return protocol.prompts_of(protocol.parse(content, protocol.CompletionBody), tiny_model.VOCABULARY, LIMITS)
+
+
+@pytest.mark.parametrize("odd", ["{}", "[]", '"a"', '{"prompt": 1}'])
+def test_a_body_of_many_mistakes_is_refused_at_the_first(odd):
+    """An error of each of them takes a minute."""
+    start, fields = time.process_time(), ", ".join(f'"{number}": {odd}' for number in range(99_999))
+    for content in (f'{{"prompt": [{odd}{f", {odd}" * 99_999}]}}', f"{{{fields}}}"):
+        refused(400, understood, content.encode())
+    assert time.process_time() < start + 5
 
 
 @pytest.mark.parametrize(("body", "status", "named"), MISTAKES.values(), ids=MISTAKES)

@@ -142,6 +142,10 @@ def resident_mib(process: subprocess.Popen) -> int:
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
+def open_files(process: subprocess.Popen) -> int:
+    return len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
 if __name__ == "__main__":
     with server(limits=Limits(**json.loads(sys.argv[2])), sessions=int(sys.argv[1])) as (port, _):
         print(port, flush=True)

@@ -231,8 +231,6 @@ class _Server(Collector):
         yield GaugeMetricFamily("txl_ready", "Whether requests are taken.", engine.ready)
         yield CounterMetricFamily("txl_tokens_read", "Tokens of prompts that were read.", counters.read)
         yield CounterMetricFamily("txl_tokens_written", "Tokens that were written.", counters.written)
-        yield CounterMetricFamily("txl_step_calls", "Calls of the compiled step.", counters.calls)
-        yield CounterMetricFamily("txl_row_steps", "Tokens drawn, discarded ones included.", counters.steps)
         ended = CounterMetricFamily("txl_choices_ended", "Choices that have ended, by reason.", labels=["reason"])
         for reason, count in list(counters.ended.items()):
             ended.add_metric([reason], count)

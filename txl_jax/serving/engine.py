@@ -37,7 +37,7 @@ _READ_SECONDS = 0.25
 class Limits:
     """The limits of a server."""
 
-    body_bytes: int = 8 << 20  # Of a request.
+    body_bytes: int = 2 << 20  # Of a request.
     tokens: int = 200_000  # Of a request: its prompts, and `max_tokens` of each choice.
     new_tokens: int = 4096  # Maximum `max_tokens` of a request.
     choices: int = 128  # Prompts times samples of a request.
@@ -82,8 +82,6 @@ class Counters:
 
     read: int = 0  # Tokens of prompts.
     written: int = 0  # Tokens that were passed on.
-    calls: int = 0  # Of the program that writes.
-    steps: int = 0  # Of all rows that had something to draw, in these.
     ended: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # By reason.
 
 
@@ -343,8 +341,6 @@ class Engine:
         if not writing:
             return
         self._cache, tokens, scores = self.step.write(self._weights, self._cache, rows)
-        self.counters.calls += 1
-        self.counters.steps += int(rows.steps.sum())
         for number, row in writing.items():
             count = int(rows.steps[number])
             own = Scores(*(each[number, :count] for each in scores)) if rows.scored[number] else None
