@@ -12,7 +12,7 @@ import importlib.resources
 import logging
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -41,19 +41,6 @@ _PROBES = ("/healthz", "/readyz")  # Kubernetes asks for these by the pod's addr
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of completions.
 _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
-
-
-class _Call(NamedTuple):
-    """A request whose key and body were checked."""
-
-    request: Request
-    owner: str  # Of the sessions.
-    body: Any  # Of the route's model, or None for a route without one.
-
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.request.path_params["name"]
 
 
 def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
@@ -108,20 +95,23 @@ class _Server(Collector):
     def route(
         self,
         path: str,
-        handle: Callable[[_Call], Awaitable[Response | dict[str, Any]]],
+        handle: Callable[[Request], Awaitable[Response | dict[str, Any]]],
         body: type[protocol.Body] | None = None,
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key, and JSON in a POST if it has a body's model; errors are JSON too."""
+        """Returns a route that needs a key, and a POST with JSON if it has a body's model; errors are JSON too.
+
+        The function finds the key's owner and the body in `request.state`.
+        """
 
         async def answer(request: Request) -> Response:
             try:
-                owner = self._owner(request)
-                given = (
-                    None if body is None else await asyncio.to_thread(protocol.parse, await self._json(request), body)
-                )
-                found = await handle(_Call(request, owner, given))
+                request.state.owner = self._owner(request)
+                if body is not None:
+                    content = await self._json(request)
+                    request.state.body = await asyncio.to_thread(protocol.parse, content, body)
+                found = await handle(request)
                 response = found if isinstance(found, Response) else await asyncio.to_thread(JSONResponse, found)
             except RequestError as error:
                 response = _error(error)
@@ -147,53 +137,58 @@ class _Server(Collector):
         self._paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
         return Route(path, answer, methods=[method])
 
-    async def complete(self, call: _Call) -> Response:
+    async def complete(self, request: Request) -> Response:
         """Continues texts, as OpenAI."""
-        run = await asyncio.to_thread(CompletionRun, self._engine, call.body, model=self._model)
-        run.submit(call.owner)
-        if call.body.stream:
+        run = await asyncio.to_thread(CompletionRun, self._engine, request.state.body, model=self._model)
+        run.submit(request.state.owner)
+        if request.state.body.stream:
             return _Stream(run, self._seconds)
         with self._seconds.time():
-            return Response(await run.whole(call.request), media_type="application/json")
+            return Response(await run.whole(request), media_type="application/json")
 
-    async def models(self, call: _Call) -> dict[str, Any]:
+    async def models(self, request: Request) -> dict[str, Any]:
         """Describes the one model, in a list or by itself."""
         name = self._model
         model = {"id": name, "object": "model", "created": 0, "owned_by": "txl_jax"}
-        if (given := call.request.path_params.get("name", name)) != name:
+        if (given := request.path_params.get("name", name)) != name:
             raise protocol.unknown_model(given, name)
-        return model if call.request.path_params else {"object": "list", "data": [model]}
+        return model if request.path_params else {"object": "list", "data": [model]}
 
-    async def tokenizer_info(self, _call: _Call) -> dict[str, Any]:
+    async def tokenizer_info(self, _request: Request) -> dict[str, Any]:
         """Describes the vocabulary, in the form of vLLM's server."""
         return protocol.tokenizer_info(self._engine.vocabulary)
 
-    async def tokenize(self, call: _Call) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> dict[str, Any]:
         """Returns the token ids of a text."""
-        return await asyncio.to_thread(protocol.tokenize, call.body, self._engine.vocabulary, self._engine.limits)
+        return await asyncio.to_thread(
+            protocol.tokenize, request.state.body, self._engine.vocabulary, self._engine.limits
+        )
 
-    async def detokenize(self, call: _Call) -> dict[str, Any]:
+    async def detokenize(self, request: Request) -> dict[str, Any]:
         """Returns the text of token ids."""
-        return await asyncio.to_thread(protocol.detokenize, call.body, self._engine.vocabulary, self._engine.limits)
+        return await asyncio.to_thread(
+            protocol.detokenize, request.state.body, self._engine.vocabulary, self._engine.limits
+        )
 
-    async def make_session(self, call: _Call) -> Response:
+    async def make_session(self, request: Request) -> Response:
         """Makes a session; at the limit, the one idle longest makes room."""
-        return JSONResponse(self._described(self._store.create(call.owner)), status_code=201)
+        return JSONResponse(self._described(self._store.create(request.state.owner)), status_code=201)
 
-    async def list_sessions(self, call: _Call) -> dict[str, Any]:
+    async def list_sessions(self, request: Request) -> dict[str, Any]:
         """Lists one's own sessions."""
-        return {"object": "list", "data": [*map(self._described, self._store.of_owner(call.owner))]}
+        return {"object": "list", "data": [*map(self._described, self._store.of_owner(request.state.owner))]}
 
-    async def show_session(self, call: _Call) -> dict[str, Any]:
+    async def show_session(self, request: Request) -> dict[str, Any]:
         """Describes a session."""
-        return self._described(self._store.get(call.name, call.owner))
+        return self._described(self._store.get(request.path_params["name"], request.state.owner))
 
-    async def delete_session(self, call: _Call) -> dict[str, Any]:
+    async def delete_session(self, request: Request) -> dict[str, Any]:
         """Removes a session."""
-        self._store.delete(call.name, call.owner)
-        return {"id": call.name, "object": "session", "deleted": True}
+        name = request.path_params["name"]
+        self._store.delete(name, request.state.owner)
+        return {"id": name, "object": "session", "deleted": True}
 
-    async def metrics(self, _call: _Call) -> Response:
+    async def metrics(self, _request: Request) -> Response:
         """Returns the figures in the format of Prometheus."""
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -1,18 +1,15 @@
 """The rows of the server: the functions of `inference.decode` for R rows, each at a position of its own.
 
-Each row has its own ring of slots, which its own position indexes: the number of tokens that it has read. So what a row
+A row has its own ring of slots, indexed by the number of tokens that it has read, which the host keeps. So what it
 computes depends on its own tokens alone, to the last bit, whenever it joined and whatever the others do:
 
-- A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet another's. With one index
-  for all rows, the moment at which a row joined would decide where its slots lie, and how sums over them round.
-- A call that reads takes one row out of the rings, for a segment of one of two widths. The tokens that are left of the
-  row's own decide which.
+- A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet another's.
+- A call that reads takes one row out of the rings, for a segment of one of two widths, which the row's tokens decide.
 - Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
 
-A ring has M + K slots or more, of which the latest M can be seen; K is `block`, a row's tokens per call. The others may
-hold anything. So a row that has nothing to do needs no branch: it overwrites its oldest slot, which cannot be seen.
-A row can also go back by up to K - 1 tokens, exactly, by setting its position back, as after a stop string in the
-middle of a call. The host keeps the positions.
+A ring has M + K slots or more, of which the latest M can be seen; K is `block`, a row's tokens per call. So a row that
+has nothing to do needs no branch: it overwrites its oldest slot, which cannot be seen. A row can go back by up to K - 1
+tokens, exactly, by setting its position back, as after a stop string in the middle of a call.
 """
 
 import functools
