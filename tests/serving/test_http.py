@@ -1,15 +1,17 @@
 """Tests the server over HTTP: texts, scores, streams, sessions, mistakes, clients that leave."""
 
+import concurrent.futures
 import http.client
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from support import tiny_model
 from support.http_server import ask, complete, events, joined, left, metrics, server, wait_idle
-from support.serving import SECONDS, ids, refused
+from support.serving import SECONDS, gate, ids, refused
 from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
 from txl_jax.serving import protocol
@@ -182,6 +184,36 @@ def test_texts_of_too_many_tokens_are_not_taken_apart(port):
             assert refusal(ask(other, path, body)) == (400, "too_many_tokens")
     for path in ("/tokenize", "/detokenize"):
         assert ask(port, path, b'{"prompt": "a", "prompt": "b"}')[0] == ask(port, path, {"prompt": 1})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("function", "path", "body"),
+    [
+        ("parse", "/tokenize", {"prompt": "abc"}),
+        ("tokenize", "/tokenize", {"prompt": "abc"}),
+        ("detokenize", "/detokenize", {"tokens": [1]}),
+        ("prompts_of", "/v1/completions", {"prompt": "abc", "max_tokens": 1}),
+        ("ChoiceWriter.json_of", "/v1/completions", {"prompt": "abc", "max_tokens": 1}),
+        ("ChoiceWriter.json_of", "/v1/completions", {"prompt": "abc", "max_tokens": 1, "stream": True}),
+    ],
+)
+def test_other_requests_are_answered_while_one_is_read_or_written(port, function, path, body):
+    owner, name = (protocol.ChoiceWriter, "json_of") if "." in function else (protocol, function)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, gate(owner, name) as (reached, through):
+        found = pool.submit(ask, port, path, body)
+        assert reached.wait(SECONDS) and ask(port, "/healthz")[0] == 200 and not found.done()
+        through.set()
+        assert found.result()[0] in (200, 201)
+
+
+def test_a_session_is_free_after_whatever_fails(running, monkeypatch):
+    port, made = running
+    name = ask(port, "/v1/sessions", {})[1]["id"]
+    monkeypatch.setattr(made, "submit", mock.Mock(side_effect=OSError("no thread")))
+    assert refusal(complete(port, session=name)) == (500, "internal")
+    monkeypatch.undo()
+    assert complete(port, session=name)[0] == 200
+    assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
 
 
 def test_the_schema_has_all_routes(port):

@@ -3,17 +3,14 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import itertools
 import json
-import threading
 import time
-from unittest import mock
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from support.http_server import ask, complete, left, server
-from support.serving import SECONDS
+from support.serving import SECONDS, gate
 from support.waiting import wait_until
 from txl_jax.serving import protocol
 from txl_jax.serving.app import make_app
@@ -21,22 +18,6 @@ from txl_jax.serving.engine import Limits
 
 pytestmark = pytest.mark.full
 LIMITS = Limits(tokens=5000, new_tokens=4000)
-
-
-@contextlib.contextmanager
-def gate(owner, name, *, call=1):
-    """Makes a function wait at its n-th call. Yields two events: the call has begun, and it may continue."""
-    function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), itertools.count(1)
-
-    def wait_and_call(*arguments, **named):
-        if next(calls) == call:
-            reached.set()
-            through.wait(SECONDS)
-        return function(*arguments, **named)
-
-    with mock.patch.object(owner, name, wait_and_call):
-        yield reached, through
-        through.set()
 
 
 @pytest.fixture

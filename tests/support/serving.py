@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -108,3 +111,19 @@ def refused(status: int, function: Callable, *arguments: Any) -> RequestError:
 
 def ids(length: int, *, seed: int = 3) -> np.ndarray:
     return tiny_model.documents([length], seed=seed)[0].astype(np.int32)
+
+
+@contextlib.contextmanager
+def gate(owner, name, *, call=1):
+    """Makes a function wait at its n-th call. Yields two events: the call has begun, and it may continue."""
+    function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), itertools.count(1)
+
+    def wait_and_call(*arguments, **named):
+        if next(calls) == call:
+            reached.set()
+            through.wait(SECONDS)
+        return function(*arguments, **named)
+
+    with mock.patch.object(owner, name, wait_and_call):
+        yield reached, through
+        through.set()

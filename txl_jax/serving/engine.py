@@ -195,7 +195,8 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Number of choices that wait for a row."""
-        return sum(job.waiting for job in [*self._waiting])
+        with self._changed:
+            return sum(job.waiting for job in self._waiting)
 
     @property
     def num_busy(self) -> int:
@@ -267,7 +268,8 @@ class Engine:
     def _admit(self) -> None:
         """Puts waiting samples into free rows; those whose prompt is being read wait for its end."""
         for number in sorted(set(range(self.step.batch_size)) - self._rows.keys()):
-            job = next((job for job in self._waiting if job.is_read or not job.begun), None)
+            with self._changed:
+                job = next((job for job in self._waiting if job.is_read or not job.begun), None)
             if job is None:
                 return
             with self._failing_alone(job):
