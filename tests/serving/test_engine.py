@@ -83,6 +83,34 @@ def test_many_texts_begin_from_one_session_which_stays_as_it_is(made):
     assert session.state is state and not session.busy
 
 
+def test_reading_yields_to_rows_that_write(made, monkeypatch):
+    """Two segments of a tenth of a second are read between two calls that write, of three prompts in turn."""
+    calls, read, write = [], made.step.read, made.step.write
+
+    def slow_read(weights, cache, number, *given, **named):
+        calls.append(number)
+        time.sleep(0.1)
+        return read(weights, cache, number, *given, **named)
+
+    def counted_write(*given):
+        calls.append(None)
+        return write(*given)
+
+    writer = submit(made, Prompt(ids(2), 4000))
+    writer[1].next()
+    monkeypatch.setattr(made.step, "read", slow_read)
+    monkeypatch.setattr(made.step, "write", counted_write)
+    readers = [submit(made, Prompt(ids(200, seed=seed), 1))[1] for seed in range(3)]
+    for reader in readers:
+        reader.wait()
+    made.cancel(writer[:1])
+    refused(499, writer[1].wait)
+    rounds = [[*group] for is_read, group in itertools.groupby(calls, lambda call: call is not None) if is_read]
+    assert max(map(len, rounds)) == 2 and all(len({*each}) == len(each) for each in rounds)
+    order = list(dict.fromkeys(itertools.chain(*rounds)))
+    assert [*itertools.chain(*rounds)][:9] == order * 3
+
+
 def broken(function, *, call):
     """The function, which raises at its n-th call."""
     calls = itertools.count(1)
