@@ -61,13 +61,17 @@ class Plan(cli.StoredTypes):
 
 def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
+    keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
+    _check_host(plan.host, keys)
+    with _bind(plan.host, plan.port) as bound:  # Before the model is read, which takes longer.
+        return _serve(plan, keys, bound)
+
+
+def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
     with rephrased("the server is not installed (%s); run pip install '.[serve]'", ImportError):
         import uvicorn
 
         from txl_jax.serving.app import LOOPBACK, make_app
-    keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
-    _check_host(plan.host, keys)
-    bound = _bind(plan.host, plan.port)  # Before the model is read, which takes longer.
     engine = _engine(plan, num_keys=len(keys))
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)

@@ -2,10 +2,10 @@
 
     rows.py        one token of R rows, a segment of one row, over `inference.decode`
     sessions.py    memories that clients keep
-    engine.py      the thread that owns the device: requests join and leave rows between calls
+    engine.py      the thread that owns the device: texts join and leave rows between calls
     protocol.py    OpenAI's JSON to requests, and results to JSON
     completion.py  the jobs of one request on the event loop
     app.py         routes and figures; page.html: a page to type into
 
-Only `app.py` and `completion.py` need the extra `serve`.
+`protocol.py`, `completion.py` and `app.py` need the extra `serve`.
 """
