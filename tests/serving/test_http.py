@@ -147,10 +147,10 @@ def understood(content):
 @pytest.mark.parametrize("odd", ["{}", "[]", '"a"', '{"prompt": 1}'])
 def test_a_body_of_many_mistakes_is_refused_at_the_first(odd):
     """An error of each of them takes a minute."""
-    start, fields = time.process_time(), ", ".join(f'"{number}": {odd}' for number in range(99_999))
-    for content in (f'{{"prompt": [{odd}{f", {odd}" * 99_999}]}}', f"{{{fields}}}"):
+    start, fields = time.process_time(), ", ".join(f'"{number}": {odd}' for number in range(399_999))
+    for content in (f'{{"prompt": [{odd}{f", {odd}" * 399_999}]}}', f"{{{fields}}}"):
         refused(400, understood, content.encode())
-    assert time.process_time() < start + 5
+    assert time.process_time() < start + 3
 
 
 @pytest.mark.parametrize(("body", "status", "named"), MISTAKES.values(), ids=MISTAKES)
