@@ -530,7 +530,7 @@ def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
     longest = 2 * max(map(len, _CONTENTS)) + 10_000
     options = [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/", f"-max_len={longest}", "-len_control=0"]
-    options += ["-timeout=20", "-rss_limit_mb=0", "-print_final_stats=1"]
+    options += ["-timeout=120", "-rss_limit_mb=0", "-print_final_stats=1"]
     atheris.Setup([sys.argv[0], *options, *flags, str(corpus)], example, custom_mutator=change)
     gc.freeze()
     atheris.Fuzz()
