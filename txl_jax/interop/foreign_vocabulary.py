@@ -27,7 +27,6 @@ NAMES = (
 )
 _UNKNOWN = (UNKNOWN_WORD, UNKNOWN_WORD.upper())
 _SPACE_OF_TEXT8 = "_"
-_BYTE_NAMES = frozenset(map(str, range(256)))
 _SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a pair, which a pickle may contain and UTF-8 may not.
 
 
@@ -96,7 +95,7 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
 
 def _bytes_of(symbols: list[str]) -> list[int] | None:
     """Returns each token's byte, or None if the tokens are not bytes."""
-    if all(symbol in _BYTE_NAMES for symbol in symbols):
+    if {*symbols} <= {*map(str, range(256))}:
         return [int(symbol) for symbol in symbols]
     if all(len(symbol) == 1 and symbol.isascii() for symbol in symbols) and " " not in symbols:
         return [ord(" " if symbol == _SPACE_OF_TEXT8 else symbol) for symbol in symbols]

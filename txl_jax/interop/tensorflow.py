@@ -47,7 +47,6 @@ _NAMES = {
     "adaptive_softmax/cutoff_#/b": "crit.out_layers.#.bias",
 }
 _NUMBER = re.compile(r"(layer|cutoff)_(\d+)")
-_STEP = re.compile(r"-(\d+)$")
 # Segment, memory and clamp lengths of the published evaluations, by the corpus in corpus-info.json.
 _LENGTHS = {"enwik8": (128, 3800, 1000), "text8": (128, 3800, 1000), "wt103": (128, 1600, 1000), "lm1b": (32, 128, -1)}
 
@@ -131,7 +130,7 @@ def find(path: Path) -> Path | None:
     match = re.search(r'^model_checkpoint_path: "(.*)"$', text, re.MULTILINE)
     if match and (name := match[1].rpartition("/")[2]) in found:
         return path / name
-    return path / max(found, key=lambda name: (max(map(int, _STEP.findall(name)), default=-1), name))
+    return path / max(found, key=lambda name: (max(map(int, re.findall(r"-(\d+)$", name)), default=-1), name))
 
 
 def lengths(dataset: Any) -> dict[str, Any]:
