@@ -47,7 +47,9 @@ def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = Use
         yield
     except MissingPackageError:
         raise
-    except errors as error:
+    except BaseException as error:  # Too deep nesting counts, and panics of Rust, whose class cannot be imported.
+        if not isinstance(error, (*errors, RecursionError)) and type(error).__name__ != "PanicException":
+            raise
         reason = getattr(error, "strerror", None) or error
         raise to(sentence.replace("%s", str(reason))) from error
 

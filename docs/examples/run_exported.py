@@ -21,7 +21,7 @@ def load(folder):
     line = f"{digests.pop('manifest.json')}  manifest.json\n"
     unchanged = (folder / "manifest.sha256").read_bytes() == line.encode()
     manifest = json.loads((folder / "manifest.json").read_bytes()) if unchanged else {}
-    if digests != manifest.get("sha256"):
+    if digests != manifest.get("sha256") or not {of["file"] for of in manifest["functions"].values()} <= digests.keys():
         raise ValueError(f"a file of {folder} is not as it was exported")
     functions = {}
     for name, function in manifest["functions"].items():

@@ -26,9 +26,10 @@ LEAVES = (
     | strategies.text(max_size=300)
     | strategies.binary(max_size=300)
 )
-KEYS = strategies.text(max_size=5) | strategies.integers() | strategies.tuples(strategies.integers(), strategies.text())
+SMALL, LARGE = (strategies.integers(1 - (1 << bits), (1 << bits) - 1) for bits in (32, 60))
+KEYS = strategies.text(max_size=5) | LARGE | strategies.tuples(SMALL, strategies.text())
 VALUES = strategies.recursive(
-    LEAVES | strategies.sets(KEYS) | strategies.frozensets(strategies.integers()),
+    LEAVES | strategies.sets(KEYS) | strategies.frozensets(LARGE),
     lambda inner: (
         strategies.lists(inner)
         | strategies.lists(inner, max_size=4).map(tuple)

@@ -37,6 +37,13 @@ class Object:
 
 
 @dataclasses.dataclass
+class Raw:
+    """A value by the instructions that push it."""
+
+    code: bytes
+
+
+@dataclasses.dataclass
 class Persistent:
     key: tuple
 
@@ -79,6 +86,8 @@ class Writer:
                 return self.code(function) + self.code(args) + pickle.REDUCE
             case Object(cls=cls, attributes=attributes):
                 return self.code(cls) + b")" + pickle.NEWOBJ + self.code(attributes) + pickle.BUILD
+            case Raw(code=code):
+                return code
             case Persistent(key=key):
                 return self.code(key) + pickle.BINPERSID
             case dict():

@@ -88,6 +88,7 @@ class FieldType(NamedTuple):
         if issubclass(self.kind, enum.Enum):
             require(value in list(self.kind), f"{name} is {value!r}; it must be one of {', '.join(self.kind)}")
             return self.kind(value)
+        require(type(value) is not int or abs(value) < 1 << 63, f"{name} must be below 2^63, got {value}")
         if self.kind is float and type(value) is int:
             return float(value)
         require(type(value) is self.kind, f"{name} is {value!r}; it must be of type {self.kind.__name__}")

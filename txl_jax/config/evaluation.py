@@ -60,6 +60,9 @@ class EvalConfig(Recurrence, prefix="eval."):
         """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
         super().validate()
         self.expect(self.mem_len or not self.cache_dtype, "cache_dtype mem_len", "without memory there is no cache")
+        # Distances are int32, and XLA ends the process if the size of an array overflows.
+        fits = self.batch_size * (self.segment_len + self.mem_len) < 1 << 40 and (self.clamp_len or 0) < 1 << 31
+        self.expect(fits, "batch_size segment_len mem_len clamp_len", "no device holds as many positions")
 
 
 @dataclasses.dataclass(frozen=True)

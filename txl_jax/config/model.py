@@ -167,7 +167,7 @@ class ModelConfig(Config, prefix="model."):
 
     network: Network = shape_setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
     n_layer: int = shape_setting(12, "N, layers.", at_least=1)
-    d_model: int = shape_setting(512, "D, model width.", at_least=1)
+    d_model: int = shape_setting(512, "D, model width.", at_least=1, at_most=1 << 20)
     n_head: int = shape_setting(8, "H, attention heads; H * E need not be D.", at_least=1)
     d_head: int = shape_setting(64, "E, head width.", at_least=1)
     d_inner: int = shape_setting(2048, "F, inner width of the feed-forward layers.", at_least=1)

@@ -21,7 +21,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 import requests
@@ -405,12 +405,27 @@ def _zip_members(path: str) -> Members:
                 yield entry.filename, entry.file_size, functools.partial(archive.open, entry)
 
 
+class _Header(tarfile.TarInfo):
+    """A header that is an error if `tarfile` would read what follows into memory, whatever its size."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type == tarfile.GNUTYPE_SPARSE or (not header.isreg() and header.size > 1 << 20):
+            cls._proc_gnusparse_10()
+        return header
+
+    @staticmethod
+    def _proc_gnusparse_10(*_: Any) -> None:
+        raise ValueError("it has a sparse file, or a name or attributes above 1 MiB")
+
+
 def _tar_members(path: str) -> Members:
     """Yields the files of a tar archive, plain or compressed by gzip, which can only be read in its own order."""
     with open(path, "rb") as file:
         # tarfile's own reader takes a cut gzip file for a whole one and does not verify its checksum.
         stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
             for member in archive:
                 _check_safe(path, member.name, member.linkname, is_device=member.isdev())
                 if member.isfile():

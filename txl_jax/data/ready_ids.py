@@ -61,7 +61,7 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
     path, *others = expanded(paths, flag=f"--data.{name}")
     require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
     known = "ids are read from .npy files of integers along one axis (numpy.save) and .bin files of uint16"
-    with rephrased(f"{path} cannot be read (%s); {known}", ValueError, EOFError):
+    with rephrased(f"{path} cannot be read (%s); {known}", Exception):  # NumPy parses headers as Python.
         array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
     if not path.endswith((".npy", ".bin")) or not is_ids:
@@ -100,8 +100,8 @@ class IdVocabulary(Vocabulary):
     kind: ClassVar[str] = "id"
 
     def __post_init__(self) -> None:
-        is_size = type(self.size) is int and self.size >= 1
-        require(is_size, f"a vocabulary of ids has size {self.size!r}; it must be a whole number from 1 on")
+        is_size = type(self.size) is int and 1 <= self.size <= _LARGEST_SIZE
+        require(is_size, f"a vocabulary of ids must have a size from 1 to {_LARGEST_SIZE}, got {self.size!r}")
 
     @property
     def start(self) -> np.ndarray:

@@ -22,6 +22,7 @@ from txl_jax.errors import MissingPackageError, UserError, rephrased
 
 # What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_MOST_TOKENS = 1 << 22  # A few bytes could claim any id, and tables have a row for each id.
 _LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
 # The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for themselves; other
 # bytes, in order, are the characters from U+0100 on.
@@ -41,7 +42,7 @@ class SubwordVocabulary(Vocabulary):
     kind: ClassVar[str] = "hf"  # The name in portable folders since 0.2.0.
 
     def __post_init__(self) -> None:
-        require(self.size, "it has no tokens")
+        require(0 < self.size <= _MOST_TOKENS, f"it must have ids below {_MOST_TOKENS:,}, got {self.size - 1:,}")
 
     @functools.cached_property
     def size(self) -> int:

@@ -81,9 +81,10 @@ def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
 def _is_whole(path: Path) -> bool:
     """Returns whether the directory is a store whose every byte is as it was written."""
     try:
-        summary = json.loads((path / _SUMMARY).read_bytes())
+        summary = storage.read_json(path / _SUMMARY)
         sizes, digests = summary["bytes"], summary["sha256"]
-        if any((path / name).stat().st_size != size for name, size in sizes.items()):
+        is_listed = sizes.keys() == set(storage.names(path)) - {_SUMMARY}
+        if not is_listed or any((path / name).stat().st_size != size for name, size in sizes.items()):
             return False  # Early, as the digests read the whole files.
         return {name: storage.sha256(path / name) for name in sizes} == digests
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -8,7 +8,6 @@ docs/export.md describes the files.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from jax import ShapeDtypeStruct, export
 
 from txl_jax.config import EvalConfig
 from txl_jax.data.vocabulary import Vocabulary, digest
-from txl_jax.errors import CheckpointError
+from txl_jax.errors import CheckpointError, rephrased
 from txl_jax.inference import forward
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.interop import safetensors
@@ -166,19 +165,24 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
-    """Returns an exported model's manifest, weights and functions, or raises `CheckpointError` if a file changed."""
-    content = (folder / _MANIFEST).read_bytes()
-    if (folder / _DIGEST).read_bytes() != _digest_line(content):
-        raise CheckpointError(f"{folder / _MANIFEST} does not match {_DIGEST}. Export the model again.")
-    manifest = json.loads(content)
-    found = {path.name: storage.sha256(path) for path in folder.iterdir() if path.name not in (_MANIFEST, _DIGEST)}
-    if changed := sorted({name for name, _ in found.items() ^ manifest["sha256"].items()}):
-        raise CheckpointError(f"{folder / changed[0]} does not match {_MANIFEST} (sha256). Export the model again.")
-    functions = {
-        name: export.deserialize(bytearray((folder / function["file"]).read_bytes()))
-        for name, function in manifest["functions"].items()
-    }
-    weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
+    """Returns an exported model's manifest, weights and functions.
+
+    All files that are read are in the directory's own list and have a sha256 in the manifest. Raises `CheckpointError`
+    if one was changed, or is not what the manifest says.
+    """
+    damaged = f"{folder / _MANIFEST} is not as it was exported, or a file that it lists (%s). Export the model again."
+    with rephrased(damaged, Exception, to=CheckpointError):  # Of a damaged function, jax.export raises nearly any.
+        if storage.read(folder / _DIGEST) != _digest_line(storage.read(folder / _MANIFEST)):
+            raise ValueError(f"another sha256 than in {_DIGEST}")
+        manifest, others = storage.read_json(folder / _MANIFEST), set(storage.names(folder)) - {_MANIFEST, _DIGEST}
+        sums = {name: storage.sha256(folder / name) for name in others}
+        if changed := sums.items() ^ manifest["sha256"].items():
+            raise ValueError(f"sha256 of {min(changed)[0]}")
+        files = {name: function["file"] for name, function in manifest["functions"].items()}
+        if foreign := {*files.values(), _WEIGHTS} - others:
+            raise ValueError(f"{foreign} is not listed")
+        functions = {name: export.deserialize(bytearray((folder / file).read_bytes())) for name, file in files.items()}
+        weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
     return manifest, weights, functions
 
 

@@ -5,6 +5,7 @@ the bytes of enwik8 as decimal numbers, and text8 as letters with "_" for a spac
 `ByteVocabulary`, whose ids increase with the byte, so that rows of the embedding change places (`Found.order`).
 """
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ NAMES = (
 )
 _UNKNOWN = (UNKNOWN_WORD, UNKNOWN_WORD.upper())
 _SPACE_OF_TEXT8 = "_"
+_SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a pair, which a pickle may contain and UTF-8 may not.
 
 
 class Found(NamedTuple):
@@ -74,7 +76,8 @@ def of_object(root: Any, *, name: str) -> Found:
 
 def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None) -> Found:
     """Returns the vocabulary of a list of tokens; `dataset` is the release's name of the corpus, if known."""
-    if not symbols or not all(isinstance(symbol, str) for symbol in symbols) or len(set(symbols)) != len(symbols):
+    texts = {symbol for symbol in symbols if isinstance(symbol, str) and not _SURROGATE.search(symbol)}
+    if not symbols or len(texts) != len(symbols):
         raise UserError(f"{name} has {len(symbols)} tokens that are not distinct texts. Download it again.")
     if (values := _bytes_of(symbols)) is not None:
         order = np.argsort(values)
@@ -92,9 +95,8 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
 
 def _bytes_of(symbols: list[str]) -> list[int] | None:
     """Returns each token's byte, or None if the tokens are not bytes."""
-    if all(symbol.isdecimal() and symbol.isascii() and str(int(symbol)) == symbol for symbol in symbols):
-        values = [int(symbol) for symbol in symbols]
-        return values if max(values) < 256 else None
+    if {*symbols} <= {*map(str, range(256))}:
+        return [int(symbol) for symbol in symbols]
     if all(len(symbol) == 1 and symbol.isascii() for symbol in symbols) and " " not in symbols:
         return [ord(" " if symbol == _SPACE_OF_TEXT8 else symbol) for symbol in symbols]
     return None

@@ -1,7 +1,6 @@
 """Reads other implementations' models: recognises the format, infers the configuration, finds the vocabulary."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +17,8 @@ from txl_jax.interop import infer_config, nvidia, original, portable, safetensor
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
+from txl_jax.runtime import storage
 
-_MAX_JSON = 1 << 24
 # Files of weights in a directory, in order of preference.
 _NAMES = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -158,8 +157,8 @@ def _open_parts(file: Path) -> tuple[Leaves, Any]:
     """Returns the tensors of the files that an index lists."""
     parts = _read_json(file).get("weight_map")
     names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else []
-    if not names or any(Path(name).name != name for name in names):
-        raise UserError(f"{file} lists no files of its directory under weight_map. Download it again.")
+    if not names or not {*names} <= {part.name for part in file.parent.iterdir() if part.is_file()}:
+        raise UserError(f"weight_map in {file} must list files of its directory, got {names[:3]}. Download it again.")
     return {name: leaf for part in reversed(names) for name, leaf in _open_file(file.with_name(part))[0].items()}, None
 
 
@@ -187,10 +186,5 @@ def _in_order(params: Mapping[str, Leaf], order: np.ndarray, config: ModelConfig
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Returns a JSON file's object, or raises `UserError` if it has none."""
-    missing, damaged = f"{path} cannot be read (%s)", f"{path} is not a JSON object (%s). Copy or download it again."
-    with rephrased(f"{missing}. Check the path.", OSError), rephrased(damaged, ValueError, RecursionError):
-        if path.stat().st_size > _MAX_JSON:
-            raise ValueError("it is too long")
-        if not isinstance(found := json.loads(path.read_bytes()), dict):
-            raise ValueError("another value")
-        return found
+    with rephrased(f"{path} is not a JSON object (%s). Copy or download it again.", OSError, ValueError, TypeError):
+        return dict(storage.read_json(path))

@@ -6,6 +6,7 @@ number of heads with added sinusoids, and the evaluation lengths. Reading the te
 """
 
 import itertools
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -171,8 +172,8 @@ def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or (key == "d_embed" and value == -1):
             continue
         values = value if key in _LISTS else [value]
-        valid = isinstance(values, list | tuple) and all(type(each) is kind for each in values)
+        valid = isinstance(values, list | tuple) and {*map(type, values)} <= {kind} and max(values, default=0) < 1 << 63
         if not valid or (key in _LEAST and value < _LEAST[key]):
-            raise UserError(f"{key} is {str(value)[:60]}, which is not a valid value. Correct or remove it.")
+            raise UserError(f"{key} is {reprlib.repr(value)}, which is not a valid value. Correct or remove it.")
         found[key] = value
     return found

@@ -77,12 +77,13 @@ class DamagedError(ValueError):
 
 
 Call = Callable[..., Any]
-_PLAIN_KEYS = (str, bytes, int, float, complex, bool, type(None), Record)
+_PLAIN_KEYS = (str, bytes, int, type(None), Record)
 
 
 def _key(key: Any) -> Any:
-    """Returns a key of a dict or set if its hash needs no deep recursion."""
-    if all(isinstance(part, _PLAIN_KEYS) for part in (key if isinstance(key, tuple) else (key,))):
+    """Returns a key if its hash takes no deep recursion, and the file cannot choose it: equal ones take much time."""
+    parts, bits = (key, 32) if isinstance(key, tuple) else ((key,), 60)
+    if all(isinstance(part, _PLAIN_KEYS) and (type(part) is not int or part.bit_length() <= bits) for part in parts):
         return key
     raise DamagedError(f"a {type(key).__name__} cannot be a key")
 
@@ -197,7 +198,7 @@ class _Machine:
         self.pop() if self.stack else self.POP_MARK()
 
     def PUT(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
+        self.memo[_key(number)] = self.stack[-1]
 
     def MEMOIZE(self, _: Any) -> None:
         self.PUT(len(self.memo))

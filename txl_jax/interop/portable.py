@@ -9,7 +9,6 @@ README.md           the model card, which you can edit
 
 import dataclasses
 import functools
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -99,7 +98,7 @@ class ModelInfo:
 def is_portable(folder: AnyPath) -> bool:
     """Returns whether a directory is a portable checkpoint, by its config.json."""
     try:
-        return _KIND in json.loads(storage.read(os.path.join(folder, CONFIG)))
+        return _KIND in storage.read_json(os.path.join(folder, CONFIG))
     except (OSError, ValueError, TypeError):
         return False
 
@@ -127,7 +126,7 @@ def write_record(folder: Path, info: ModelInfo, num_parameters: int) -> None:
 
 def read_record(folder: Path) -> ModelInfo:
     """Reads the settings of `write_record`, or raises `UserError` if a file that they belong to was changed."""
-    sums = _read_config(folder, RECORD).get("sha256", {})
+    sums = _read_config(folder, RECORD)["sha256"]
     for name in (WEIGHTS, VOCABULARY, CONFIG):
         if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
             raise UserError(
@@ -160,11 +159,12 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
     path, saved = os.path.join(folder, name), _read_config(folder, name)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     damaged = f"{path} is corrupted or has another version (%s). Copy or convert it again."
-    with rephrased(damaged, ValueError, KeyError, TypeError, AttributeError):
+    with rephrased(damaged, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         config = from_record(saved["config"])
         config.model.validate()
         expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
+        _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
             f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {name} (sha256, or vocab_size "
@@ -175,7 +175,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
     """Returns the weights by path, each read when it is needed, or raises `CheckpointError` if they are corrupted."""
-    expected = str(_read_config(folder).get("sha256", {}).get(WEIGHTS))
+    expected = str(_read_config(folder)["sha256"].get(WEIGHTS))
     tensors = safetensors.read(os.path.join(folder, WEIGHTS), sha256=expected)
     return {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
 
@@ -201,14 +201,10 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
 
 def _read_config(folder: AnyPath, name: str = CONFIG) -> dict[str, Any]:
     path = os.path.join(folder, name)
-    try:
-        saved: dict[str, Any] = json.loads(storage.read(path))
-        version = saved[_KIND]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder} is not a portable checkpoint of txl_jax ({name}: {error!r}). Make one with "
-            "`python -m experiments.convert`."
-        ) from error
+    other = f"{folder} is not a portable checkpoint of txl_jax ({name}: %s). Make one with `experiments.convert`."
+    with rephrased(other, OSError, ValueError, KeyError, TypeError, AttributeError):
+        saved: dict[str, Any] = storage.read_json(path)
+        version, _ = saved[_KIND], saved["sha256"].items()
     if version != _KIND_VERSION:
         raise UserError(f"{path} must have version {_KIND_VERSION}, got {version!r}. Install a newer txl_jax.")
     return saved

@@ -130,7 +130,7 @@ def find(path: Path) -> Path | None:
     match = re.search(r'^model_checkpoint_path: "(.*)"$', text, re.MULTILINE)
     if match and (name := match[1].rpartition("/")[2]) in found:
         return path / name
-    return path / max(found, key=lambda name: (int(name.rpartition("-")[2]) if name[-1:].isdecimal() else -1, name))
+    return path / max(found, key=lambda name: (max(map(int, re.findall(r"-(\d+)$", name)), default=-1), name))
 
 
 def lengths(dataset: Any) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class RunRecords:
 
     def curve(self, kind: str, field: str) -> list[Point]:
         """Returns the finite values of a field in the records of a kind ("train", "valid", "test"), by step."""
-        found = (each for each in self.records if each["kind"] == kind and field in each)
-        return [(int(each["step"]), value) for each in found if math.isfinite(value := float(each[field]))]
+        found = (each for each in self.records if each["kind"] == kind and isinstance(each.get(field), float))
+        return [(each["step"], each[field]) for each in found if math.isfinite(each[field])]
 
     def scores(self, kind: str) -> list[Point]:
         """Returns the curve of the measure in the records of a kind."""
@@ -55,7 +55,7 @@ class RunRecords:
     @property
     def last_step(self) -> int:
         """The last recorded training step."""
-        return max((int(record["step"]) for record in self.records), default=0)
+        return max((record["step"] for record in self.records), default=0)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -66,7 +66,7 @@ class RunRecords:
     @property
     def training_seconds(self) -> float:
         """Time of all training steps by their recorded rates, without start, evaluation and checkpoints."""
-        rates = self.curve("train", "tokens_per_second")
+        rates = [(step, rate) for step, rate in self.curve("train", "tokens_per_second") if rate > 0]
         tokens_per_step = self.config.train.batch_size * self.config.train.new_tokens
         before = [0, *(step for step, _ in rates)]
         return sum((step - since) * tokens_per_step / rate for since, (step, rate) in zip(before, rates, strict=False))
@@ -80,7 +80,8 @@ class RunRecords:
         if self.results is not None:
             for name, totals in _totals(self.results).items():
                 row[name] = math.inf if totals.diverged else totals.value(self.measure)
-            row |= {name: value for name in PER_BYTE if (value := (self.results.get("test") or {}).get(name))}
+            test = (self.results.get("test") or {}).items()
+            row |= {name: value for name, value in test if name in PER_BYTE and isinstance(value, float)}
             row |= {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
             return row | {"state": state_of(self.results)}
         row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} updates"

@@ -19,7 +19,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.config.experiment import from_record
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
-from txl_jax.errors import MissingPackageError, UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.ops.attention import Implementation, Implementations
 from txl_jax.runs.build import AttentionChoice
 from txl_jax.runtime import distributed, storage
@@ -284,13 +284,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
             except (FileNotFoundError, NotADirectoryError, ValueError) as error:
                 if name == _CONFIG and isinstance(error, OSError):
                     return None
-                raise self._damaged(name, error) from error
+                raise UserError(self._damaged(name).replace("%s", str(error))) from error
             except OSError as error:
                 raise access_error("read", path, error) from error
         return texts
 
     def _parse(self, record: str, vocabulary: str) -> None:
-        try:
+        with rephrased(self._damaged(_CONFIG), ValueError, LookupError, TypeError, AttributeError):
             saved = json.loads(record)
             require("txl_jax_model" not in saved, "of a portable folder, whose weights --init_from takes")
             number = saved.get("format", 1)  # Format 1 has no number.
@@ -298,32 +298,25 @@ class Run(contextlib.AbstractContextManager["Run"]):
             other = "commit 624573f reads formats 1 and 2, a newer txl_jax later ones"
             require(number == FORMAT, f"format {number!r}, and this version of txl_jax reads format {FORMAT}; {other}")
             self.config, text = from_record(saved["config"]), saved["text"]
-            facts = {name: text[name] for name in _TEXT_FACTS}
-            expected, self.members = text["vocabulary_sha256"], saved.get("members", [])
+            facts = {name: str(text[name]) for name in _TEXT_FACTS}
+            expected, self.members = str(text["vocabulary_sha256"]), saved.get("members", [])
             for changes in by_name(self.members).values():
+                numbers = all(isinstance(value, int | float) for value in changes.values())  # And no "../..".
+                require(numbers, "a member's name is a directory's too, so it must consist of numbers")
                 from_record(saved["config"] | changes)
             self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
-        except UserError as error:
-            file = os.path.join(self.path, _CONFIG)
-            raise UserError(f"{file} cannot be read by this version ({error}); train in another --workdir") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # Damage shows as any of them.
-            raise self._damaged(_CONFIG, error) from error
-        try:
+        with rephrased(self._damaged(_VOCABULARY), ValueError):
             self.text = TextInfo(**facts, vocabulary=loads(vocabulary, KINDS))
             if (found := digest(self.text.vocabulary)) != expected:
                 size = f"{self.text.vocabulary.size:,} tokens"
                 raise ValueError(f"sha256 {found[:12]}... of {size} in place of {expected[:12]}...")
-        except MissingPackageError:
-            raise
-        except ValueError as error:
-            raise self._damaged(_VOCABULARY, error) from error
         self.is_new = False
 
-    def _damaged(self, name: str, error: Exception) -> UserError:
+    def _damaged(self, name: str) -> str:
         file = os.path.join(self.path, name)
-        return UserError(f"{file} is damaged or of another version ({error!r}); restore it, or give another --workdir")
+        return f"{file} is damaged, or this version cannot read it (%s); restore it, or give another --workdir"
 
     def claim(self) -> None:
         """Makes the directory, locks it, and removes what killed runs left; process 0 calls it."""
@@ -354,7 +347,7 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns data_dir and cache_dir of the run in a directory, if on this machine; `Run` raises a record's errors."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        text = json.loads(storage.read(os.path.join(storage.as_path(path), _CONFIG)))["text"]
+        text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
         has_cache = storage.is_dir(text["cache_dir"])  # Own text may have been read without a data_dir.
         return {name: text[name] for name in ("data_dir", "cache_dir") if has_cache or storage.is_dir(text[name])}
     return {}
@@ -363,10 +356,12 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
     """Returns results.json, with a member's own scores if one is named; empty if it is missing or corrupted."""
     try:
-        results = dict(json.loads(storage.read(os.path.join(workdir, RESULTS))))
-        own = {} if member is None else results.pop("members")[member]
-        return results | own
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        results = dict(storage.read_json(os.path.join(workdir, RESULTS)))
+        results |= {} if member is None else results.pop("members")[member]
+        for scores in filter(None, (results.get("best_valid"), results.get("test"))):
+            float(scores["loss"])
+        return results
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}
 
 

@@ -21,7 +21,6 @@ writes there.
 import concurrent.futures
 import contextlib
 import functools
-import json
 import logging
 import os
 import re
@@ -175,11 +174,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if not found:
             return None
         path = os.path.join(found[0][1], "notes", _NOTES)
-        try:
-            notes: dict[str, Any] = json.loads(storage.read(path))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"the notes of a checkpoint, {path}, cannot be read ({_short(error)})") from error
-        return notes
+        wrong = f"the notes of a checkpoint, {path}, cannot be read (%s)"
+        with rephrased(wrong, OSError, ValueError, TypeError, to=CheckpointError):
+            return dict(storage.read_json(path))
 
     def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores the latest undamaged checkpoint (`before` a step): verified ones first, then those without digests.
@@ -291,8 +288,14 @@ def find_damage(folder: AnyPath) -> str | None:
     """
     name, path = DIGESTS, os.path.join(folder, DIGESTS)
     try:
-        for name, digest in json.loads(storage.read(path)).items():
+        digests = storage.read_json(path)
+        found = {os.path.relpath(file, folder) for file in storage.files_below(folder)} - {DIGESTS}
+        if any(os.path.basename(name)[0] != "." for name in found - digests.keys()):
+            return NO_DIGESTS
+        for name, digest in digests.items():
             path = os.path.join(folder, name)
+            if name not in found:
+                return f"the file {name} is missing"
             if storage.sha256(path) != digest:
                 return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
     except OSError as error:

@@ -178,7 +178,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             record = json.loads(read(self._path))
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return record if isinstance(record, dict) else {}
 

@@ -50,10 +50,11 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         # Without its newline a line is torn even if what is left parses.
-        if line.endswith(b"\n") and isinstance(record, dict) and {"kind", "step"} <= record.keys():
+        step = record.get("step") if isinstance(record, dict) and "kind" in record else None
+        if line.endswith(b"\n") and isinstance(step, int) and 0 <= step < 1 << 63:
             records.append(record)
         elif number < len(lines):
             wrong = f"line {number} of {path} is damaged (expected a JSON object with kind and step)"

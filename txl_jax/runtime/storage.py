@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import tempfile
 import time
 import weakref
@@ -30,6 +31,7 @@ PATIENCE_SECONDS = 120.0  # For the tries of one call. gcsfs tries six times wit
 # The schemes that Orbax writes to as well: the module that opens each, and the extra that installs it.
 _SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _BLOCK_BYTES = 16 << 20
+_MAX_JSON_BYTES = 16 << 20  # A parsed value takes up to 30 times as much memory.
 _ANSWER_SECONDS = 120  # A request without an answer is given up, and tried again.
 _LONGEST_PAUSE_SECONDS = 15.0
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
@@ -107,13 +109,30 @@ def modified(path: AnyPath) -> float:
 
 def read(path: AnyPath) -> bytes:
     """Returns the bytes of a file."""
-    return bytes(remote_call(path, "cat_file")) if is_remote(path) else Path(path).read_bytes()
+    return bytes(remote_call(path, "cat_file")) if is_remote(path) else Path(_ending(path)).read_bytes()
+
+
+def _ending(path: AnyPath) -> AnyPath:
+    """Returns a local path; raises OSError for a device or a pipe, such as a stranger's link to /dev/zero."""
+    if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return path
+
+
+def read_json(path: AnyPath) -> Any:
+    """Returns the value in a JSON file; raises ValueError if it is not JSON, nests too deeply, or exceeds 16 MiB."""
+    if not is_remote(path) and (length := size(path)) > _MAX_JSON_BYTES:
+        raise ValueError(f"it has {length:,} bytes, more than {_MAX_JSON_BYTES:,}")
+    try:
+        return json.loads(read(path))
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
 
 
 def sha256(path: AnyPath) -> str:
     """Returns the sha256 of a file's bytes in hexadecimal. An object is read in blocks."""
     if not is_remote(path):
-        with open(path, "rb") as file:
+        with open(_ending(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     found, length = hashlib.sha256(), size(path)
     for start in range(0, length, _BLOCK_BYTES):

@@ -1,0 +1,540 @@
+"""Fuzzes the readers of strangers' files with atheris: `python fuzz_readers.py TARGET FOLDER SECONDS [FLAGS]`.
+
+An input is a byte, which chooses one of the target's whole files, and what that file holds in its place. A reader must
+return or raise `UserError`, in a second and little memory, and may write, run and reach nothing.
+"""
+
+import contextlib
+import functools
+import gc
+import gzip
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import sys
+import tarfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import atheris
+
+with atheris.instrument_imports(  # Files that reach other lines of these are kept, and changed further.
+    include=[
+        "txl_jax.interop",
+        "txl_jax.data",
+        "txl_jax.runs",
+        "txl_jax.config",
+        "txl_jax.runtime",
+        "json",
+        "pickletools",
+        "tarfile",
+        "zipfile",
+        "numpy.lib",
+    ],
+    enable_loader_override=False,
+):
+    from txl_jax.data import prepare, subwords, text, token_store, vocabulary
+    from txl_jax.data.corpus import KINDS
+    from txl_jax.data.ready_ids import IdVocabulary
+    from txl_jax.errors import UserError
+    from txl_jax.interop import exported, foreign_vocabulary, formats, portable, safetensors
+    from txl_jax.runs import records, weights
+    from txl_jax.runs.run import Run, recorded_folders
+    from txl_jax.runtime import checkpoint
+    from txl_jax.runtime.checkpoint import Checkpointer
+
+import numpy as np
+
+from support import drawn_run, foreign, hf_tokenizers, miniature, torch_bytes
+from txl_jax.data import ready_ids
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
+from txl_jax.runs.build import build_for
+from txl_jax.runs.convert import TargetFormat, convert
+
+_SECONDS = 1.0  # Of the processor, per example.
+_MEMORY = 1 << 30  # Bytes of address space beyond what the program has when it begins.
+Reader = Callable[[Path], Any]  # Takes the file's path.
+Seed = tuple[Path, Reader]  # A file that is whole, and what reads it.
+
+
+# What reads a file
+
+
+def read_model(path: Path) -> None:
+    """Reads another implementation's weights, all of them."""
+    for leaf in formats.read(path if path.suffix in (".bin", ".pt") else path.parent).leaves.values():
+        assert leaf.read().shape == leaf.shape
+
+
+def read_tensors(path: Path) -> None:
+    """Reads a safetensors file alone, and then as a model."""
+    found = safetensors.read(path)
+    for leaf in found.values():
+        assert leaf.read().shape == leaf.shape
+    read_model(path)
+
+
+def use(found: vocabulary.Vocabulary) -> None:
+    """Calls everything that a vocabulary offers; the saved form must be the same vocabulary."""
+    assert vocabulary.loads(vocabulary.dumps(found), KINDS) == found
+    found.decode(np.arange(min(found.size, 1 << 20)))
+    found.byte_lengths  # noqa: B018
+    if found.size < 1 << 16:
+        found.names()
+    found.start, found.unknown_id, found.mark  # noqa: B018
+    with contextlib.suppress(UserError):
+        found.encode(b"one a\nthe banana")
+
+
+def read_foreign_vocabulary(path: Path) -> None:
+    """Reads a vocabulary beside another implementation's weights."""
+    with contextlib.suppress(UserError):
+        foreign_vocabulary.find(path.parent, 3)
+    if found := (
+        foreign_vocabulary._of_text(path)
+        if path.suffix == ".txt"
+        else foreign_vocabulary.of_object(foreign_vocabulary.torch_files.read(path).root, name=str(path))
+    ).vocabulary:
+        use(found)
+
+
+def read_portable(path: Path) -> None:
+    """Opens a portable checkpoint, builds its model, and compares it with the weights."""
+    found = weights.open_weights(path.parent)
+    portable._card(found.source, 1)
+    portable.place(portable.read_leaves(path.parent), _abstract(found))
+
+
+@functools.lru_cache(maxsize=64)
+def _built(config: Any, words: vocabulary.Vocabulary) -> Any:
+    return build_for(config, words).abstract_state.params
+
+
+def _abstract(found: Any) -> Any:
+    return _built(found.config, found.vocabulary)
+
+
+def read_run(path: Path) -> None:
+    """Reads a run, its records and its checkpoints' digests and notes, as programs do."""
+    folder = next(each for each in path.parents if (each / "vocabulary.txt").exists())
+    recorded_folders(folder)
+    for run in records.read_runs([str(folder)]):
+        run.row(["model.n_layer", "train.steps"])
+    for member in [*Run.read_all(folder).member_names, None]:
+        with contextlib.suppress(UserError):
+            run = Run.read(folder, member=member)
+            for directory in (run.latest, run.best):
+                with Checkpointer(directory, keep=1, log=lambda line: None) as steps:
+                    steps.notes()
+                for _, step in checkpoint.find_steps(directory):
+                    checkpoint.find_damage(step)
+
+
+def read_exported(path: Path) -> None:
+    """Reads an exported model whose digests fit."""
+    folder = path.parent
+    if path.name != exported._MANIFEST:
+        manifest = json.loads((folder / exported._MANIFEST).read_bytes())
+        manifest["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (folder / exported._MANIFEST).write_text(json.dumps(manifest))
+    content = (folder / exported._MANIFEST).read_bytes()
+    (folder / exported._DIGEST).write_bytes(exported._digest_line(content))
+    exported.read(folder)
+
+
+def read_ids(path: Path) -> None:
+    """Reads an array of ids."""
+    ready_ids._scan(ready_ids._open("file", [str(path)]), "file")
+
+
+def read_json_lines(path: Path) -> None:
+    """Reads the texts in JSON lines."""
+    with open(path, "rb") as lines:
+        for _ in text.json_texts(lines, "text", name=str(path)):
+            pass
+
+
+def read_archive(path: Path) -> None:
+    """Reads all members of an archive, as many bytes as a corpus has."""
+    places = prepare.open_files([(path.name, str(path), "http://example.org")])
+    for _ in prepare.read_files({place: [min(place.size, 100_000)] for place in places}):
+        pass
+
+
+# Whole files
+
+
+def _models(folder: Path) -> list[Path]:
+    """Weights and a vocabulary of other implementations, each in its own directory."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for name, changes in (("tied", {}), ("clusters", foreign.CONFIGS["div_val 2"])):
+        config, params = foreign.make("hf", **changes)
+        made = foreign.huggingface_folder(folder / name, config, params)
+        (made / "vocab.txt").write_text("\n".join(foreign.WORDS))
+        zipped = foreign.huggingface_folder(folder / f"{name}-zip", config, params, write=torch_bytes.write_zip)
+        found += [made / "pytorch_model.bin", zipped / "pytorch_model.bin"]
+    config, params = foreign.make("pytorch", untie_r=True)
+    (folder / "original").mkdir()
+    torch_bytes.write_zip(folder / "original" / "model.pt", foreign.pickled_module(config, params))
+    config, params = foreign.make("pytorch", **foreign.CONFIGS["div_val 1"])
+    (folder / "nvidia").mkdir()
+    torch_bytes.write_legacy(folder / "nvidia" / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
+    return [*found, folder / "original" / "model.pt", folder / "nvidia" / "checkpoint_best.pt"]
+
+
+def pickles(folder: Path) -> list[Seed]:
+    """Files of PyTorch, in both formats."""
+    return [(path, read_model) for path in _models(folder)]
+
+
+def headers(folder: Path) -> list[Seed]:
+    """Files of safetensors: a model of another implementation, and ours."""
+    config, params = foreign.make("hf", untie_r=True)
+    theirs = foreign.huggingface_folder(folder / "theirs", config, params)
+    found = formats.read(theirs)
+    convert_quietly(theirs, folder / "original", to_format=TargetFormat.ORIGINAL)
+    (folder / "original" / portable.RECORD).unlink()
+    safetensors.write(theirs / "model.safetensors", found.leaves)
+    return [(theirs / "model.safetensors", read_tensors), (folder / "original" / "model.safetensors", read_tensors)]
+
+
+def vocabularies(folder: Path) -> list[Seed]:
+    """Vocabularies of every kind, ours and others'."""
+    ours = [ByteVocabulary(b"\n abc"), CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"), IdVocabulary(5)]
+    ours += [WordVocabulary(foreign.WORDS)]
+    kinds = ("byte_level", "word_pieces", "meta_space", "whole_words", "few_letters")
+    tokenizers = [getattr(hf_tokenizers, kind)() for kind in kinds]
+    files: dict[str, tuple[bytes, Reader]] = {}
+    for number, each in enumerate([*ours, *map(subwords.SubwordVocabulary, tokenizers)]):
+        files[f"ours{number}/vocabulary.txt"] = (
+            vocabulary.dumps(each).encode(),
+            lambda path: use(portable.read_vocabulary(path)),
+        )
+    for number, content in enumerate(tokenizers):
+        files[f"given{number}/tokenizer.json"] = (
+            content.encode(),
+            lambda path: use(subwords.given_tokenizer(str(path))),
+        )
+    lists = [list(foreign.WORDS), ["101", "10", "97"], ["_", "a", "b"]]
+    for number, words in enumerate(lists):
+        files[f"words{number}/vocab.txt"] = ("\n".join(words).encode(), read_foreign_vocabulary)
+        value = {"dataset": "enwik8", "vocab": {"idx2sym": words, "lower_case": False}}
+        files[f"pickle{number}/cache.pkl"] = (pickle.dumps(value, 2), read_foreign_vocabulary)
+        files[f"torch{number}/vocab.bin"] = (pickle.dumps(value["vocab"], 4), read_foreign_vocabulary)
+    return [(_write(folder / name, content), reader) for name, (content, reader) in files.items()]
+
+
+def manifests(folder: Path) -> list[Seed]:
+    """Records, indices and manifests: the small files of a directory that name and describe the others."""
+    run = drawn_run.of_words(folder / "run", **drawn_run.WT103)
+    workdir = Path(run.path)
+    scores = {"loss": 1.5, "bpc": 2.25, "perplexity": 4.5, "tokens": 100.0, "step": drawn_run.STEP}
+    results = {"best_valid": scores, "test": scores, "eval": {"segment_len": 5, "mem_len": 9}, "steps": 10}
+    results |= {"members": {"seed=1": {"test": scores}, "seed=2": {"test": scores}}}
+    (workdir / "results.json").write_text(json.dumps(results))
+    lines = [
+        {"kind": kind, "step": step, "loss": 1.5, "perplexity": 4.5} for step in (1, 2) for kind in ("train", "valid")
+    ]
+    (workdir / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | {"tokens_per_second": 9.5}) + "\n" for line in lines)
+    )
+    convert_quietly(workdir, folder / "portable")
+    convert_quietly(workdir, folder / "back", to_format=TargetFormat.HUGGINGFACE)
+    ensemble = shutil.copytree(workdir, folder / "ensemble")
+    record = json.loads((ensemble / "config.json").read_text())
+    members = {"members": [{"seed": 1}, {"seed": 2}], "attention": {"training": "tiled 8x8"}}
+    start = {"path": "x", "step": 3, "sha256": "0" * 64, "tokens": {"kept": 1, "new": 2, "moved": 0, "dropped": 0}}
+    (ensemble / "config.json").write_text(json.dumps(record | members | {"warm_start": start}))
+    step = next((workdir / "checkpoints" / "best").iterdir())
+    found = [(workdir / name, read_run) for name in ("config.json", "results.json", "metrics.jsonl", "vocabulary.txt")]
+    found += [(ensemble / "config.json", read_run), (ensemble / "results.json", read_run)]
+    found += [(step / "digests.json", read_run), (step / "notes" / "metadata", read_run)]
+    found += [(folder / "portable" / "config.json", read_portable)] * 3
+    found += [(folder / "back" / name, read_model) for name in ("txl_jax.json", "config.json")]
+    models = _models(folder / "models")
+    found += [(path.with_name("config.json"), read_model_beside) for path in models[:2]]
+    for path in models[:1]:
+        index = shutil.copytree(path.parent, folder / "index") / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": "part-1.bin", "b": "part-1.bin"}, "metadata": {}}))
+        path.rename(index.with_name("part-1.bin"))
+        (index.parent / "pytorch_model.bin").unlink()
+        found += [(index, read_model)] * 2
+    export(workdir, folder / "exported")
+    found += [(folder / "exported" / name, read_exported) for name in ("manifest.json", "score.jax_export")]
+    store = (
+        next((folder / "run-text" / "prepared" / "tokens").glob("*-*"), None)
+        or next((folder / "run-text").rglob("store.json")).parent
+    )
+    found += [
+        (store / "store.json", lambda path: token_store._is_whole(path.parent) and token_store._load(path.parent))
+    ]
+    found += [(_write(folder / "own" / "a.jsonl", b'{"text": "a"}\n{"text": "b\\u00e9"}\n'), read_json_lines)]
+    np.save(folder / "own" / "a.npy", np.arange(9, dtype=np.uint16))
+    found += [(folder / "own" / "a.npy", read_ids)]
+    released = folder / "released"
+    (released / "data").mkdir(parents=True)
+    _write(released / "model" / "model.ckpt-1.index", b"x")
+    _write(released / "data" / "corpus-info.json", b'{"dataset": "enwik8"}')
+    found += [(_write(released / "model" / "checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n'), read_released)]
+    return found
+
+
+def read_model_beside(path: Path) -> None:
+    """Reads the weights beside a file."""
+    read_model(path)
+
+
+def read_released(path: Path) -> None:
+    """Finds a checkpoint of TensorFlow."""
+    weights.holds_other_weights(str(path.parent.parent))
+
+
+def archives(folder: Path) -> list[Seed]:
+    """Archives of corpora of each kind."""
+    members = {"box/b.txt": b"bee" * 500, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
+    files = ("x.zip", "x.tar", "x.tar.gz")
+    found = [_write(folder / file, miniature.archive(file, members)) for file in files]
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=format) as tarred:
+            for name in ("é" * 200, "a/" * 100 + "b"):
+                info = tarfile.TarInfo(name)
+                info.size, info.pax_headers = 3, {"comment": "x" * 20}
+                tarred.addfile(info, io.BytesIO(b"abc"))
+            link = tarfile.TarInfo("link")
+            link.type, link.linkname = tarfile.SYMTYPE, "c" * 120
+            tarred.addfile(link)
+        found.append(_write(folder / f"{format}.tar", buffer.getvalue()))
+        found.append(_write(folder / f"{format}.tar.gz", gzip.compress(buffer.getvalue(), mtime=0)))
+    return [(path, read_archive) for path in found]
+
+
+TARGETS: dict[str, Callable[[Path], list[Seed]]] = {
+    each.__name__: each for each in (pickles, headers, vocabularies, manifests, archives)
+}
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def convert_quietly(source: Path, target: Path, **options: Any) -> None:
+    """Converts weights and logs nothing."""
+    convert(source, target, log=lambda line: None, **options)
+
+
+def export(source: Path, target: Path) -> None:
+    """Exports a model."""
+    from experiments import export as job
+
+    with contextlib.redirect_stdout(None):
+        job.run(job.Plan(from_=str(source), to=str(target)), None)
+
+
+# Changes of a file beside libFuzzer's own
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    1e308,
+    1.5,
+    "",
+    "a",
+    "..",
+    "../../x",
+    "/dev/zero",
+    "a\0b",
+    "\ud800",
+]
+ODD += ["9" * 5000, [], {}, [1], {"a": 1}, [[]], "NaN", float("nan"), float("inf"), [None] * 50, "tiled 8x8", "\u00e9"]
+
+
+def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Lists the containers of a JSON value with each of their keys."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        found.append((value, key))
+        _places(inner, found)
+    return found
+
+
+def change_json(data: bytes, draw: random.Random) -> bytes:
+    """Changes a value, or a name, at any depth."""
+    value = json.loads(data)
+    for _ in range(draw.choice([1, 1, 1, 2, 4])):
+        places = _places(value, [])
+        if not places:
+            return data
+        container, key = draw.choice(places)
+        match draw.randrange(7):
+            case 0 | 1:
+                container[key] = draw.choice(ODD)
+            case 2:
+                other, name = draw.choice(places)
+                container[key] = json.loads(json.dumps(other[name] if name in other or isinstance(other, list) else 0))
+            case 3:
+                del container[key]
+            case 4 if isinstance(container, dict):
+                container[str(draw.choice(ODD))] = container.pop(key)
+            case 5 if isinstance(container[key], int) and not isinstance(container[key], bool):
+                container[key] = draw.choice(
+                    [container[key] + 1, container[key] * 1000, -container[key], 1 << draw.randrange(80)]
+                )
+            case _:
+                depth = draw.choice([3, 200, 5000])
+                if depth == 5000:
+                    return json.dumps(value).encode().replace(b"null", b"[" * depth + b"]" * depth)
+                for _ in range(depth):
+                    container[key] = [container[key]] if draw.randrange(2) else {"a": container[key]}
+    return json.dumps(value).encode()
+
+
+def change(data: bytes, limit: int, seed: int) -> bytes:
+    """Is libFuzzer's mutator, which may return no more bytes than `limit`."""
+    return _change(data, limit, seed)[:limit]
+
+
+def _change(data: bytes, limit: int, seed: int) -> bytes:
+    """Changes bytes as libFuzzer does, or JSON's values, or what is compressed below the compression."""
+    draw, start, rest = random.Random(seed), data[:1] or b"\0", data[1:]
+    with contextlib.suppress(Exception):
+        if draw.randrange(12) == 0:  # Another of the target's files.
+            number = draw.randrange(len(_SEEDS))
+            return bytes([number]) + _CONTENTS[number]
+        if rest[:2] == b"\x1f\x8b" and draw.randrange(8):
+            return start + gzip.compress(atheris.Mutate(gzip.decompress(rest), limit), 1, mtime=0)
+        if draw.randrange(4):
+            path = _SEEDS[start[0] % len(_SEEDS)][0]
+            if path.name.endswith(".json") or path.name == "metadata":
+                return start + change_json(rest, draw)
+            if path.name.endswith(".jsonl"):
+                lines = rest.split(b"\n")
+                number = draw.randrange(len(lines))
+                lines[number] = change_json(lines[number], draw)
+                return start + b"\n".join(lines)
+            if path.suffix == ".safetensors":
+                length = struct.unpack("<Q", rest[:8])[0]
+                header = change_json(rest[8 : 8 + length], draw)
+                return start + struct.pack("<Q", len(header)) + header + rest[8 + length :]
+            if path.name == "vocabulary.txt":
+                title, _, lines = rest.partition(b"\n")
+                words, _, settings = title.rpartition(b" {")
+                if b'{"version"' in lines and draw.randrange(2):
+                    return (
+                        start + title + b"\n" + change_json(lines.replace(b"\\\\", b"\\"), draw).replace(b"\\", b"\\\\")
+                    )
+                return start + words + b" " + change_json(b"{" + settings, draw) + b"\n" + lines
+    return start + atheris.Mutate(rest, limit - 1)
+
+
+# One example
+
+_SEEDS: list[Seed] = []
+_CONTENTS: list[bytes] = []
+_FOLDER = Path()  # Where findings are kept.
+_BUSY: list[Path] = []  # The directory that an example may write in, while it runs.
+_FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "pickle.find_class")
+_WRITING = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
+
+
+class ForbiddenError(BaseException):
+    """What no file may make a reader do."""
+
+
+def watch(event: str, args: tuple[Any, ...]) -> None:
+    """An audit hook."""
+    if not _BUSY:
+        return
+    is_written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    outside = not str(args[0] if args else "").startswith(str(_BUSY[0]))
+    if event in _FORBIDDEN or (outside and (event in _WRITING or is_written)):
+        raise ForbiddenError(f"{event} {args}")
+
+
+def example(data: bytes) -> None:
+    """Writes one changed file, reads it, and puts the whole one back."""
+    number = data[0] % len(_SEEDS) if data else 0
+    path, read = _SEEDS[number]
+    path.write_bytes(data[1:])
+    beside = {each: each.read_bytes() for each in path.parent.glob("manifest.*") if each != path}
+    began = time.thread_time()
+    _BUSY.append(path.parent)
+    try:
+        read(path)
+        check_time(began)
+    except UserError:
+        check_time(began)
+    except BaseException as error:  # noqa: BLE001 (a panic of a package in Rust is no Exception)
+        keep(error, data, path)
+    finally:
+        _BUSY.clear()
+        for each, content in [*beside.items(), (path, _CONTENTS[number])]:
+            each.write_bytes(content)
+        gc.collect()  # Errors and their frames are circles, which may hold large arrays.
+
+
+def check_time(began: float) -> None:
+    """Raises `TimeoutError` if the example took too long."""
+    if (seconds := time.thread_time() - began) > _SECONDS:
+        raise TimeoutError(f"{seconds:.1f} seconds")
+
+
+def keep(error: BaseException, data: bytes, path: Path) -> None:
+    """Prints a finding and keeps its input, once for each line that raises."""
+    _BUSY.clear()
+    lines = [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)]
+    own = next((line for line in reversed(lines) if "/txl_jax/" in line), lines[-1])
+    name = hashlib.sha256(f"{type(error).__name__} {own}".encode()).hexdigest()[:8]
+    if not (kept := _FOLDER / f"finding-{name}").exists():
+        kept.write_bytes(data)
+        print(f"FINDING {name} {path.parent.name}/{path.name}: {type(error).__name__}: {str(error)[:200]}")
+        print("        " + " < ".join(reversed(lines[-12:])), flush=True)
+
+
+def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
+    """Makes the whole files, reads each, and fuzzes."""
+    warnings.simplefilter("ignore")
+    global _FOLDER
+    _FOLDER, made = folder, folder / "files"
+    made.mkdir(parents=True)
+    _SEEDS.extend(TARGETS[target](made))
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    _CONTENTS.extend(path.read_bytes() for path, _ in _SEEDS)
+    for number, content in enumerate(_CONTENTS):
+        whole = bytes([number]) + content
+        example(whole)
+        (corpus / str(number)).write_bytes(whole)
+    sys.addaudithook(watch)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
+    longest = 2 * max(map(len, _CONTENTS)) + 10_000
+    options = [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/", f"-max_len={longest}", "-len_control=0"]
+    options += ["-timeout=120", "-rss_limit_mb=0", "-print_final_stats=1"]
+    atheris.Setup([sys.argv[0], *options, *flags, str(corpus)], example, custom_mutator=change)
+    gc.freeze()
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
