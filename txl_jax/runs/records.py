@@ -45,8 +45,8 @@ class RunRecords:
 
     def curve(self, kind: str, field: str) -> list[Point]:
         """Returns the finite values of a field in the records of a kind ("train", "valid", "test"), by step."""
-        found = (each for each in self.records if each["kind"] == kind and isinstance(each.get(field), float))
-        return [(each["step"], each[field]) for each in found if math.isfinite(each[field])]
+        found = ((each["step"], each.get(field)) for each in self.records if each["kind"] == kind)
+        return [(step, value) for step, value in found if isinstance(value, int | float) and abs(value) < 1e300]
 
     def scores(self, kind: str) -> list[Point]:
         """Returns the curve of the measure in the records of a kind."""
