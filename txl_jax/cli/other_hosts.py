@@ -38,7 +38,6 @@ FLAG_NAMES = tuple(_VARIABLES)
 # A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of
 # its own. Much less, and a host whose network is slow for a moment is taken for dead.
 LOSS_SECONDS = 60
-HEARTBEAT_SECONDS = 120  # JAX's own, for a process that hangs: it aborts the others after half of this or all of it.
 START_SECONDS = 300  # Timeout of the start: hosts of one job may be ready minutes apart.
 # Exit code of a process that has lost another: nothing was wrong with the command, and the same one resumes.
 LOST = os.EX_TEMPFAIL  # 75
@@ -80,7 +79,10 @@ def join(found: Several) -> None:
     Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
     """
     global _number
-    _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     # JAX aborts a process that waits in vain, without an exception.
     waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
     line = f"{waiting}; start the same command on every host (this ends after {START_SECONDS} s)"
@@ -90,7 +92,7 @@ def join(found: Several) -> None:
         jax.distributed.initialize(
             **found.arguments,
             initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=2 * LOSS_SECONDS,  # If a process hangs, JAX aborts the others.
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
@@ -100,7 +102,7 @@ def join(found: Several) -> None:
     finally:
         note.cancel()
     if not distributed.is_primary():
-        _redirect_output(is_primary=False)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     _number = jax.process_index()
     # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
     names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
@@ -120,8 +122,7 @@ def _watch(names: list[str], host: str) -> None:
             own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
     port, key = distributed.broadcast_from_primary(lambda: (own.getsockname()[1], secrets.token_hex()))
     expected = {f"{key}{number}".encode(): number for number in range(1, len(names))}
-    connections: list[socket.socket] = []
-    ending = threading.Lock()  # Acquired once, by the thread that ends this process.
+    connections, ending = list[socket.socket](), threading.Lock()  # Only the thread that ends this process acquires it.
 
     def follow(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, KeyError):  # A stranger's, or there is no way to process 0.
@@ -289,15 +290,3 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             reason = f"HTTP {answer.status_code}"
     silent = f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason})"
     raise UserError(f"{silent}; set TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again")
-
-
-def _redirect_output(*, is_primary: bool) -> None:
-    """Drops the standard output of libraries; in other processes than the first, all of it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    sys.stdout.flush()
-    if is_primary:
-        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
-    else:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
