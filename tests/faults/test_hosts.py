@@ -71,7 +71,7 @@ def undisturbed(start, tmp_path_factory):
 @pytest.fixture
 def run(request, start, storage, undisturbed):
     """A run that has saved a step: its workdir and its two processes. At the end it has the undisturbed numbers."""
-    name = request.node.name.translate({ord("["): "-", ord("]"): None})  # TensorStore reads no path with brackets.
+    name = request.node.name.translate({ord("["): "-", ord("]"): None})  # With brackets no run resumes.
     started = start(workdir := Remote(f"gs://{BUCKET}/{name}"))
     saved = f"{name}/checkpoints/latest/{SAVED}/digests.json"
     wait_until(lambda: saved in storage.names() or None not in [process.poll() for process in started], PATIENCE)

@@ -100,7 +100,8 @@ class Hosts:
             _run(*self._inside(namespace), "nft", f"{made}; add rule inet lossy input {rule}")
         yield
         for namespace in self._namespaces:
-            counted = _run(*self._inside(namespace), "nft", "list table inet lossy; delete table inet lossy")
+            counted = _run(*self._inside(namespace), "nft", "list table inet lossy")
+            _run(*self._inside(namespace), "nft", "delete table inet lossy")
             assert int(re.search(r"packets (\d+)", counted)[1]) > 0, counted
 
     def _inside(self, namespace):
