@@ -1,7 +1,10 @@
 """Tests how a program finds out that it is one of several processes, and what each is answered if they do not fit."""
 
+import contextlib
 import os
+import queue
 import re
+import socket
 import time
 
 import pytest
@@ -101,6 +104,32 @@ def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_
         other_hosts.announced({"GCE_METADATA_IP": server.host})
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
         other_hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"})
+
+
+def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger(monkeypatch, capsys):
+    ended, found = queue.Queue(), []
+    monkeypatch.setattr(other_hosts.os, "_exit", ended.put)
+    monkeypatch.setattr(other_hosts.atexit, "register", lambda act: None)
+    monkeypatch.setattr(
+        other_hosts.distributed, "broadcast_from_primary", lambda find: found.append(find()) or found[0]
+    )
+    other_hosts._watch([f"process {number} on host-{number}" for number in range(3)], "localhost")
+    [(port, key)] = found
+
+    def connect(words):
+        connection = socket.create_connection(("localhost", port), timeout=30)
+        connection.sendall(words.encode())
+        return connection
+
+    with connect("1") as stranger, connect(f"{key}1") as lost, connect(f"{key}2") as other:
+        assert stranger.recv(100) == b"" and ended.empty()
+        time.sleep(0.2)  # So that the others are known, too.
+        lost.close()
+        assert ended.get(timeout=30) == other_hosts.LOST
+        assert other.recv(100) == b"process 1 on host-1 has ended"
+    assert capsys.readouterr().err.startswith("error: process 1 on host-1 has ended; ")
+    with contextlib.suppress(ConnectionRefusedError):
+        connect("").close()  # It may wait for one more.
 
 
 FULL, NIGHTLY = pytest.mark.full, pytest.mark.nightly(part="long")

@@ -378,6 +378,7 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
     assert not other_hosts.lost_another(error), "a process by itself has no other to lose"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
+    monkeypatch.setattr(other_hosts, "SECONDS_TO_NAME", 0)
     assert (exit_code_for(error) == other_hosts.LOST == 75) is lost
     err = capsys.readouterr().err
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost

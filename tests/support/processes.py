@@ -24,10 +24,10 @@ def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **va
     ]
 
 
-def finish(started):
+def finish(started, *, seconds=SECONDS):
     """Returns exit code, output and errors of each; none may hang."""
     try:
-        ended = [process.communicate(timeout=SECONDS) for process in started]
+        ended = [process.communicate(timeout=seconds) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -5,10 +5,14 @@ JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step o
 several hosts. Otherwise there is one process, and nothing is started and nothing waited for.
 """
 
+import atexit
+import contextlib
 import glob
 import importlib.util
 import os
 import re
+import secrets
+import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -33,11 +37,12 @@ FLAG_NAMES = tuple(_VARIABLES)
 
 # A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of
 # its own. Much less, and a host whose network is slow for a moment is taken for dead.
-HEARTBEAT_SECONDS = 60
+LOSS_SECONDS = 60
 START_SECONDS = 300  # Timeout of the start: hosts of one job may be ready minutes apart.
-END_SECONDS = 60  # Timeout of the end. All have met before (`leave`), so that none is late.
 # Exit code of a process that has lost another: nothing was wrong with the command, and the same one resumes.
 LOST = os.EX_TEMPFAIL  # 75
+RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
+SECONDS_TO_NAME = 5  # After a collective has failed: then `_watch` has named the process that is gone.
 _SILENT_SECONDS = 10  # A process that waits longer for the others prints a line.
 
 _METADATA_SECONDS, _METADATA_TRIES = 3, 3
@@ -74,19 +79,20 @@ def join(found: Several) -> None:
     Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
     """
     global _number
-    _redirect_output(is_primary=True)  # Gloo's lines come before it is known which process this is.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     # JAX aborts a process that waits in vain, without an exception.
     waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
     line = f"{waiting}; start the same command on every host (this ends after {START_SECONDS} s)"
     note = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
-    note.daemon = True
     note.start()
     try:
-        distributed.initialize(
+        jax.distributed.initialize(
             **found.arguments,
             initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=END_SECONDS,
+            heartbeat_timeout_seconds=2 * LOSS_SECONDS,  # If a process hangs, JAX aborts the others.
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
@@ -96,10 +102,53 @@ def join(found: Several) -> None:
     finally:
         note.cancel()
     if not distributed.is_primary():
-        _redirect_output(is_primary=False)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     _number = jax.process_index()
     # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
-    distributed.run_on_all(lambda: None)
+    names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
+    _watch(names, found.arguments.get("coordinator_address", f"{names[0].split()[-1]}:").rpartition(":")[0])
+
+
+def _watch(names: list[str], host: str) -> None:
+    """Starts to wait, in the background, until another process is lost: this one then ends with a line that names it.
+
+    Process 0, on `host`, has a connection to each of the others and passes on whom it has lost. A connection breaks
+    when a process ends, and the operating system breaks it if a host is silent. Without one JAX ends this process.
+    """
+    own = socket.socket() if _number else socket.create_server(("", 0), backlog=len(names))
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # The connections of a server inherit its options.
+    for option, value in {"KEEPIDLE": LOSS_SECONDS // 4, "KEEPINTVL": LOSS_SECONDS // 4, "KEEPCNT": 3}.items():
+        if hasattr(socket, f"TCP_{option}"):  # macOS lacks the first.
+            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+    port, key = distributed.broadcast_from_primary(lambda: (own.getsockname()[1], secrets.token_hex()))
+    expected = {f"{key}{number}".encode(): number for number in range(1, len(names))}
+    connections, ending = list[socket.socket](), threading.Lock()  # Only the thread that ends this process acquires it.
+
+    def follow(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, KeyError):  # A stranger's, or there is no way to process 0.
+            if _number:
+                connection.connect((host, port))
+                connection.sendall(f"{key}{_number}".encode())
+            number = 0 if _number else expected.pop(connection.recv(100))
+            connections.append(connection)
+            try:
+                loss = connection.recv(1000).decode() or f"{names[number]} has ended"
+            except OSError as error:
+                loss = f"{names[number]} is out of reach ({error.strerror})"
+            ending.acquire()
+            for each in connections:
+                with contextlib.suppress(OSError):
+                    each.sendall(loss.encode())
+            print(f"{prefix()}error: {loss}; {RESUME}", file=sys.stderr, flush=True)
+            os._exit(LOST)
+
+    def accept(server: socket.socket) -> None:
+        with server:
+            while expected:
+                threading.Thread(target=follow, args=(server.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=follow if _number else accept, args=(own,), daemon=True).start()
+    atexit.register(ending.acquire)  # In an orderly end all wait for each other after this.
 
 
 def check_same(plan: Any) -> None:
@@ -241,15 +290,3 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             reason = f"HTTP {answer.status_code}"
     silent = f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason})"
     raise UserError(f"{silent}; set TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again")
-
-
-def _redirect_output(*, is_primary: bool) -> None:
-    """Drops the standard output of libraries; in other processes than the first, all of it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    sys.stdout.flush()
-    if is_primary:
-        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
-    else:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)

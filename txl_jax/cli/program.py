@@ -14,6 +14,7 @@ import platform
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,6 @@ from txl_jax.runtime.storage import is_remote, shorten_storage_logs
 
 FLAGS = flags.FLAGS
 
-_RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
 _SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, --model.remat=full or --model.attention=tiled"
 _TRAINED = "Settings that are not given are those of the trained run, instead of the defaults shown."
 _WARMUP = "optimizer.warmup_steps"
@@ -562,7 +562,8 @@ def exit_code_for(error: BaseException) -> int | None:
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
             fail(f"the device has too little memory ({first_line(error)}); {_SAVES_MEMORY}")
         case Exception() if other_hosts.lost_another(error):
-            fail(f"another process of this run is gone ({first_line(error)}); {_RESUME}")
+            time.sleep(other_hosts.SECONDS_TO_NAME)  # This process ends meanwhile if it is known which one.
+            fail(f"another process of this run is gone ({first_line(error)}); {other_hosts.RESUME}")
             return other_hosts.LOST
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.

@@ -6,7 +6,6 @@ process each is the plain call that it wraps.
 """
 
 import contextlib
-import inspect
 import json
 import os
 import secrets
@@ -24,13 +23,6 @@ from txl_jax.runtime import storage
 T = TypeVar("T")
 # An attribute of exceptions: they keep their type, and builtin ones take no weak reference.
 _KNOWN_TO_ALL = "known_to_all"
-
-
-def initialize(*, shutdown_timeout_seconds: int, **arguments: Any) -> None:
-    """Calls `jax.distributed.initialize`; jax 0.7 has no setting for the timeout of the end."""
-    if "shutdown_timeout_seconds" in inspect.signature(jax.distributed.initialize).parameters:
-        arguments["shutdown_timeout_seconds"] = shutdown_timeout_seconds
-    jax.distributed.initialize(**arguments)
 
 
 def is_multiprocess() -> bool:
@@ -75,13 +67,13 @@ def first_error(own: str | None) -> str | None:
     """Gathers each process's error message; returns the first with its process's number, or None if there is none."""
     if not is_multiprocess():
         return own
-    errors = _gather_texts(own or "")
+    errors = gather_texts(own or "")
     return next((f"process {number}: {error}" for number, error in enumerate(errors) if error), None)
 
 
 def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
     """Raises `UserError` in all processes if facts, as JSON, differ from process 0's; names the first that differ."""
-    first, *others = map(json.loads, _gather_texts(json.dumps(facts))) if is_multiprocess() else [{}]
+    first, *others = map(json.loads, gather_texts(json.dumps(facts))) if is_multiprocess() else [{}]
     for number, other in enumerate(others, start=1):
         names = [name for name in first | other if other.get(name) != first.get(name)][:3]
         if names:
@@ -145,7 +137,7 @@ def _broadcast_text(text: str) -> str:
     return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().decode()
 
 
-def _gather_texts(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Returns every process's text, in the order of their numbers."""
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own))).tolist()
