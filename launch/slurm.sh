@@ -2,7 +2,7 @@
 # Submits a run to Slurm, on any number of nodes with GPUs, and requeues the job until the run has finished.
 #
 #   launch/slurm.sh [flags] -- python -m experiments.PROGRAM ... --workdir=FOLDER
-#   launch/slurm.sh [flags] --commands=FILE          one command per line: a job array
+#   launch/slurm.sh [flags] --workers=8 -- python -m launch.sweep sweep.toml --out=FOLDER --storage=postgresql://...
 #
 #   --nodes=N             default 1
 #   --gpus=N              GPUs per node; default 1; 0: a CPU run
@@ -12,14 +12,14 @@
 #   --grace=SECONDS       how long before the limit the run gets SIGTERM, and saves; default 120
 #   --partition=NAME, --account=NAME, --name=NAME
 #   --setup=COMMAND       runs at the start of each job, for example 'source .venv/bin/activate'
-#   --at_most=N           jobs of an array that run at the same time
+#   --workers=N           a job array: N workers of a study, each with all GPUs of a node
 #   --dry_run             print the batch script and submit nothing
 #
 # The workdir must be on a file system that all nodes share. The log of a job is NAME-JOB.log in the current folder.
 set -euo pipefail
 
 parse_arguments() {
-  nodes=1 gpus=1 per=gpu cpus=8 time=24:00:00 grace=120 partition='' account='' name=txl setup='' commands='' at_most=''
+  nodes=1 gpus=1 per=gpu cpus=8 time=24:00:00 grace=120 partition='' account='' name=txl setup='' workers=''
   dry_run='' program=()
   while (($#)); do
     case $1 in
@@ -27,11 +27,11 @@ parse_arguments() {
         awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
         exit 0
         ;;
-      --nodes=* | --gpus=* | --cpus=* | --grace=* | --at_most=*)
+      --nodes=* | --gpus=* | --cpus=* | --grace=* | --workers=*)
         [[ ${1#*=} =~ ^[0-9]+$ ]] || usage_error "${1%%=*} must be a whole number, got '${1#*=}'"
         set_variable "$1"
         ;;
-      --time=* | --partition=* | --account=* | --name=* | --setup=* | --commands=* | --per=gpu | --per=node)
+      --time=* | --partition=* | --account=* | --name=* | --setup=* | --per=gpu | --per=node)
         set_variable "$1"
         ;;
       --dry_run) dry_run=1 ;;
@@ -43,19 +43,14 @@ parse_arguments() {
     esac
     shift
   done
-  if [[ -n $commands ]]; then
-    ((${#program[@]} == 0)) || usage_error "both --commands and a command after -- were given; give one of them"
-    mapfile -t lines < <(grep -vE '^[[:space:]]*(#|$)' -- "$commands")
-    ((${#lines[@]})) || usage_error "there is no command in $commands; write one per line"
-  elif ((${#program[@]} == 0)); then
-    usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=runs/one"
-  fi
+  ((${#program[@]})) || usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=runs/one"
+  [[ -z $workers || $nodes -eq 1 ]] || usage_error "--workers and --nodes=$nodes cannot be combined; a worker has one node"
 }
 
 batch_script() {
   # srun does not inherit --cpus-per-task from sbatch.
   local processes=$gpus srun="srun --cpus-per-task=$cpus"
-  [[ $per == gpu && $gpus -gt 0 ]] || processes=1
+  [[ $per == gpu && $gpus -gt 0 && -z $workers ]] || processes=1
   echo '#!/usr/bin/env bash'
   option job-name "$name"
   option nodes "$nodes"
@@ -66,27 +61,14 @@ batch_script() {
   option time "$time"
   [[ -z $partition ]] || option partition "$partition"
   [[ -z $account ]] || option account "$account"
-  if [[ -n $commands ]]; then
-    option array "0-$((${#lines[@]} - 1))${at_most:+%$at_most}"
-    option output "$name-%A_%a.log"
-  else
-    option output "$name-%j.log"
-  fi
+  [[ -z $workers ]] || option array "1-$workers"
+  if [[ -z $workers ]]; then option output "$name-%j.log"; else option output "$name-%A_%a.log"; fi
   option open-mode append
   option requeue
   echo "# To the run alone, not to this script: the run saves and exits with code 143."
   option signal "TERM@$grace"
   [[ -z $setup ]] || echo "$setup || exit"
-  if [[ -n $commands ]]; then
-    echo "case \$SLURM_ARRAY_TASK_ID in"
-    local i
-    for i in "${!lines[@]}"; do
-      echo "  $i) $srun ${lines[i]} ;;"
-    done
-    echo 'esac'
-  else
-    echo "$srun $(quoted "${program[@]}")"
-  fi
+  echo "$srun $(quoted "${program[@]}")"
   cat <<'END'
 code=$?
 # scancel ends this script too, so a cancelled run is not requeued.

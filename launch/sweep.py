@@ -1,10 +1,9 @@
-"""Runs a hyperparameter sweep from one file: starts, resumes and tabulates the runs.
+"""Runs a hyperparameter sweep from one file, on one machine or many: starts, resumes and tabulates the runs.
 
     python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2
     python -m launch.sweep sweep.toml --out=runs/sweep --table
     python -m launch.sweep --table runs/one gs://bucket/runs/two
-    python -m launch.sweep sweep.toml --out=runs/sweep --print=slurm --with="--gpus=8 --time=12:00:00" | sbatch
-    python -m launch.sweep sweep.toml --out=gs://my-bucket/sweep --print=tpu --with="--zone=us-east5-b --type=v6e-8"
+    python -m launch.sweep sweep.toml --out=gs://bucket/sweep --storage=postgresql://me@host/db --jobs=8 --print=sky
 
 The file (names are those of the program's flags; a setting that is off, or all, is "none"):
 
@@ -14,49 +13,46 @@ The file (names are those of the program's flags; a setting that is off, or all,
     train.steps = 2000
     [grid]                                # grid search: every combination is a run
     seed = [1, 2, 3]
-    model.dropout.rate = [0.1, 0.3]
     [[runs]]                              # each of these with every combination of the grid
-    model.n_layer = 4
-    [[runs]]
-    model.n_layer = 8
+    model = { n_layer = 8, d_inner = 64 }
     name = "deep"                         # instead of the settings that differ
     [random]                              # random search: each sample with every combination too
     samples = 20
-    optimizer.learning_rate = { log = [1e-4, 1e-2] }
-    model.dropout.attention = { uniform = [0, 0.3] }
+    optimizer.learning_rate = { log = [1e-4, 1e-2] }   # or uniform
+    [sampler]                             # draws by the results so far: samples are all runs, grid and runs choices
+    name = "TPESampler"                   # a class of Optuna's; other lines are its arguments
+    [pruner]                              # stops runs that are worse than others at the same step
+    name = "MedianPruner"
 
 Each run has a folder in --out, named after the settings in which it differs; its output is in sweep.log there. The same
-command continues a sweep: finished runs are skipped, stopped runs are resumed, failed runs are tried again. Ctrl-C and
-SIGTERM are forwarded to the runs, which save and exit. At the end the table is printed and written to results.csv
-in --out; where runs differ only in the seed, means and standard deviations follow, in means.csv. With --table and
-folders instead of a file, the table lists the runs in them, wherever they were trained.
+command continues a sweep, or joins it from another machine: finished runs are skipped, runs that stopped or whose
+worker died are resumed, failed runs are tried again. Ctrl-C and SIGTERM are forwarded to the runs, which save and exit.
+At the end the table is printed and written to results.csv in --out; where runs differ only in the seed, means and
+standard deviations follow, in means.csv. With --table and folders, the table lists the runs in them.
 """
 
-import contextlib
+import argparse
 import dataclasses
-import fcntl
 import hashlib
 import importlib
 import itertools
 import json
-import math
 import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 import tomllib
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from absl import flags
+try:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+except ImportError as error:
+    sys.exit(f"error: sweeps need Optuna ({error}); pip install '.[sweep]'")
 
+from launch import study
 from txl_jax.cli.program import check_program, config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
@@ -67,17 +63,14 @@ from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
 from txl_jax.runs.validation import with_defaults
 from txl_jax.runtime import storage
-from txl_jax.training.ensemble import VARYING
+from txl_jax.runtime.checkpoint import find_steps
+from txl_jax.runtime.lock import is_held
 
 _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
-_KEYS = ("program", "flagfile", "base", "grid", "random", "runs")
-_ENDED = "sweep.json"  # The exit code of a run's last process, and the seconds of all of them.
-_LOG = "sweep.log"
+_KEYS = ("program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs")
+_NOTES = "sweep.json"  # Values of a run, how its last process ended, and the seconds of all of them.
 _STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (-number, 128 + number)]
 _RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic range"
-
-
-# The file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +79,7 @@ class Run:
 
     name: str
     folder: str
+    values: Mapping[str, Any]  # As its trial has them: the entry of [[runs]], texts of the grid, numbers of ranges.
     differs: Mapping[str, Any]  # The settings in which runs differ, by the flag's name.
     command: tuple[str, ...]
     config: ExperimentConfig
@@ -93,165 +87,182 @@ class Run:
     @property
     def results(self) -> dict[str, Any] | None:
         """The content of results.json, or None if it is corrupted or the run has not finished with these settings."""
-        path = os.path.join(self.folder, RESULTS)
-        if not storage.exists(path):
-            return None
-        recorded, program = run_lib.Run.read(self.folder).config, self.command[2].removeprefix("experiments.")
-        if config_of(program, list(self.command[3:-1]), recorded) != recorded:  # As the program compares them.
-            return None
         try:
-            results = json.loads(storage.read(path))
+            results = json.loads(storage.read(os.path.join(self.folder, RESULTS)))
             same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
-        except (ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         return results if same and ended else None
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a process is training in the folder, here or on a host that shares the file system's locks."""
-        if storage.is_remote(self.folder):  # Object storage has no locks.
-            return False
-        try:
-            with open(os.path.join(self.folder, ".lock")) as handle:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+    def note(self, **ended: Any) -> None:
+        """Records what is known of the run in sweep.json; keeps the seconds of earlier processes."""
+        seconds = _notes(self.folder).get("seconds", 0.0) + ended.pop("seconds", 0.0)
+        storage.write_json(os.path.join(self.folder, _NOTES), {"values": self.values, "seconds": seconds} | ended)
 
-    @property
-    def state(self) -> str:
-        """Not started, running, stopped, failed, finished, or diverged."""
-        if (results := self.results) is not None:
-            return records.state_of(results)
-        latest = run_lib.Run(self.folder).latest
-        saved = [int(name) for name in storage.names(latest) if name.isdigit()] if storage.is_dir(latest) else []
-        step = max(saved, default=0)
-        if self.is_running:
-            return f"running, saved after step {step}"
-        code = self.ended.get("exit_code", 0)
-        if code and code not in _STOP_CODES:
-            return f"failed: {self._failure(code)}"
-        started = step or storage.exists(os.path.join(self.folder, _LOG))
-        return f"stopped after step {step}" if started else "not started"
-
-    @property
-    def ended(self) -> dict[str, Any]:
-        """The content of sweep.json."""
-        try:
-            return json.loads(storage.read(os.path.join(self.folder, _ENDED)))
-        except (FileNotFoundError, ValueError):  # Without it the table lacks a number; no run needs it.
-            return {}
-
-    def note_end(self, *, seconds: float, code: int) -> None:
-        """Records the end of the run's process: its exit code, and its time added to the time of earlier ones."""
-        ended = {"seconds": self.ended.get("seconds", 0.0) + seconds, "exit_code": code}
-        storage.write_json(os.path.join(self.folder, _ENDED), ended)
+    def end(self, code: int, seconds: float, *, pruned: bool) -> str:
+        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed; returns it."""
+        if self.results is not None:
+            state = records.state_of(self.results)
+        elif not code or code in _STOP_CODES:
+            step = max((step for step, _ in find_steps(run_lib.Run(self.folder).latest)), default=0)
+            state = f"{'pruned' if pruned else 'stopped'} after step {step}"
+        else:
+            lines = storage.read(os.path.join(self.folder, study.LOG)).decode(errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]
+            state = f"failed: {f'killed by {signal.Signals(-code).name}' if code < 0 else last}"
+        self.note(seconds=seconds, state=state)
+        return state
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the row of results.csv."""
-        in_effect = config_tree.to_dict(self.config) | dict(self.differs)
-        row = {"run": self.name, **{name: in_effect.get(name, "") for name in names}, "state": self.state}
-        if seconds := self.ended.get("seconds"):
+        notes, row = _notes(self.folder), {"state": "not started"}
+        if run_lib.holds_run(self.folder):
+            [found] = records.read_runs([self.folder])
+            row |= dataclasses.replace(found, results=self.results).row([])
+        if self.results is None:
+            row["state"] = f"running, {row['state']}" if is_held(self.folder) else notes.get("state", row["state"])
+        if seconds := notes.get("seconds"):  # Else the recorded rates are the time.
             row["seconds"] = round(seconds, 1)
-        if not run_lib.holds_run(self.folder):
-            return row
-        [found] = records.read_runs([self.folder])
-        # The recorded rates are the time of a run that another machine has started.
-        return dataclasses.replace(found, results=self.results).row([]) | row
-
-    def _failure(self, code: int) -> str:
-        """Returns the last line that the run printed, or the signal that killed it."""
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        lines = storage.read(os.path.join(self.folder, _LOG)).decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]
+        in_effect = config_tree.to_dict(self.config) | dict(self.differs)
+        return row | {"run": self.name, **{name: in_effect.get(name, "") for name in names}}
 
 
-@dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The runs of a file, and the flags in which they differ, in the order of the file."""
+    """The content of a file: what its runs share, and the values in which they differ.
 
-    runs: tuple[Run, ...]
-    names: tuple[str, ...]
+    Reading it checks runs as their program would, and raises `UserError` if one would fail or two are the same. Of runs
+    that are drawn while others are trained it checks those at the ends of the ranges.
+    """
 
-    @property
-    def unfinished(self) -> list[Run]:
-        """The runs without results."""
-        return [run for run in self.runs if run.results is None]
+    def __init__(self, path: Path, out: str):
+        content = _content(path)
+        self.out, self.program, given = out.rstrip("/"), content["program"], content.get("flagfile", [])
+        self._common = [f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)]
+        self._common += _as_flags(_flat(content.get("base", {})))
+        self._entries = _entries(content.get("runs") or [{}])
+        self._grid = _grid(_flat(content.get("grid", {})))
+        ranges, samples, seed = _random(content.get("random", {}))
+        of_entries = {name: None for entry in self._entries.values() for name in entry if name != "name"}
+        tables: dict[str, Mapping[str, Any]] = {"the grid": self._grid, "runs": of_entries, "random": ranges}
+        for first, second in itertools.combinations(tables, 2):
+            twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
+            require(not twice, f"{twice} is in {first} and in {second}, and a run has one value; take it out of one")
+        texts = ({"runs": self._entries} if len(self._entries) > 1 else {}) | self._grid
+        # Values by their names in the study.
+        self.space = ranges | {name: CategoricalDistribution(list(each)) for name, each in texts.items()}
+        self.names = [*of_entries, *ranges, *self._grid]  # The settings in which runs differ.
+        # Another content is another study; the folders are the same.
+        self.digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        self.sampler, self.pruner = (
+            study.made(kind, content[kind]) if kind in content else None for kind in ("sampler", "pruner")
+        )
+        online = self.sampler is not None
+        require(ranges or not online, f"[sampler] has no range to draw from in [random]; {_RANGE}")
+        points = study.drawn(ranges, samples, seed) if ranges else [{}]
+        if online:
+            points = [{name: getattr(each, end) for name, each in ranges.items()} for end in ("low", "high")]
+        combinations = [dict(zip(texts, each, strict=True)) for each in itertools.product(*texts.values())]
+        found: dict[str, Run] = {}
+        for run in (self.run(point | each) for point in points for each in combinations):
+            same = found.setdefault(run.name, run).config == run.config  # Draws may be equal.
+            require(same, f"two runs have the name {run.name}; give each its own")
+        for run, other in itertools.combinations(() if online else found.values(), 2):
+            alike = f"{run.name} and {other.name} have the same settings; remove one of them"
+            require(run.config != other.config, alike)
+        self.runs = {} if online else found  # All runs by name, unless they are drawn while others are trained.
+        self.size = len(self.runs) or samples
 
+    def run(self, values: Mapping[str, Any]) -> Run:
+        """Returns the run with these values; raises `UserError` as its program would."""
+        settings, rounded = dict(self._entries[values.get("runs", next(iter(self._entries)))]), dict[str, Any]()
+        given = settings.pop("name", None)
+        for name, of in self.space.items():
+            if isinstance(of, FloatDistribution):  # Four digits keep the names of runs short.
+                rounded[name] = min(max(float(f"{values[name]:.4g}"), of.low), of.high)
+            elif name != "runs":
+                rounded[name] = self._grid[name][values[name]] if name in self._grid else values[name]
+        # "seed=1+dropout.rate=0.3": without the first group where that is unique.
+        ends = [name.partition(".")[2] or name for name in self.names]
+        short = {name: end if ends.count(end) == 1 else name for name, end in zip(self.names, ends, strict=True)}
+        parts = [f"{short[each]}={_as_text(value)}" for each, value in (({} if given else settings) | rounded).items()]
+        settings |= rounded
+        name = re.sub(r"[^\w.,=+-]+", "_", "+".join([*filter(None, [given]), *parts])) or "base"
+        arguments, folder = [*self._common, *_as_flags(settings)], os.path.join(self.out, name)
+        with rephrased(f"{name}: %s", ValueError):
+            recorded = run_lib.Run.read(folder) if run_lib.holds_run(folder) else None
+            config = config_of(self.program, arguments, recorded.config if recorded else None)
+            if recorded is not None:
+                recorded.compare(config)
+        command = (sys.executable, "-m", f"experiments.{self.program}", *arguments, f"--workdir={folder}")
+        return Run(name, folder, values, settings, command, config)
 
-def read(path: Path, out: str) -> Sweep:
-    """Reads a file and checks runs as their program would; raises `UserError` if one would fail or two are the same."""
-    content = _content(path)
-    given = content.get("flagfile", [])
-    common = [f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)]
-    common += _as_flags(_flat(content.get("base", {})))
-    points = list(_points(content))
-    names = list(dict.fromkeys(name for point in points for name in point.differs))
-    runs = [_run(content["program"], common, point, names, out) for point in points]
-    for run, other in itertools.combinations(runs, 2):
-        require(run.name != other.name, f"two runs have the name {run.name}; give each its own")
-        alike = f"{run.name} and {other.name} have the same settings; remove one of them"
-        require(run.config != other.config, alike)
-    return Sweep(tuple(runs), tuple(names))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Point:
-    """One entry of [[runs]], by its name if it has one, with one sample and one point of the grid."""
-
-    name: str | None
-    entry: dict[str, Any]
-    grid: dict[str, Any]
-
-    @property
-    def differs(self) -> dict[str, Any]:
-        """All settings of this point."""
-        return self.entry | self.grid
+    def write(self) -> int:
+        """Writes the table of all runs, or of those that were drawn; returns the exit code, 1 if a run has failed."""
+        runs: Iterable[Run] = self.runs.values()
+        if not runs and storage.is_dir(self.out):
+            found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))
+            runs = map(self.run, filter(None, found))
+        rows = [run.row(self.names) for run in runs]
+        _write_table(self.names, rows, self.out)
+        return int(any(row["state"].startswith("failed") for row in rows))
 
 
 def _content(path: Path) -> dict[str, Any]:
     missing, damaged = f"cannot read {path} (%s); give the path of a TOML file", f"{path} is not valid TOML: %s"
     with rephrased(missing, OSError), rephrased(damaged, tomllib.TOMLDecodeError, UnicodeDecodeError):
         content = tomllib.loads(path.read_text())
-    for key in content:
-        if key not in _KEYS:
-            near = config_tree.did_you_mean(key, _KEYS)
-            raise UserError(f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
+    for key, value in content.items():
+        near = config_tree.did_you_mean(key, _KEYS)
+        require(key in _KEYS, f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
+        fits = key in _KEYS[:2] or isinstance(value, list if key == "runs" else dict)
+        require(fits, f"{key} is {value!r}; write it as [{key}], with a flag on each line")
     nothing = f"{path} has no grid, no random ranges and no runs"
-    require(any(map(content.get, _KEYS[3:])), f"{nothing}; for one run start python -m experiments.PROGRAM itself")
-    for key in ("base", "grid", "random", "runs"):
-        kind, example = (list, "[[runs]]") if key == "runs" else (dict, f"[{key}]")
-        wrong = f"{key} is {content.get(key)!r}; write it as {example}, with a flag on each line"
-        require(isinstance(content.get(key, kind()), kind), wrong)
+    require(any(map(content.get, _KEYS[5:])), f"{nothing}; for one run start python -m experiments.PROGRAM itself")
     program = content.get("program")
     near = config_tree.did_you_mean(str(program), _PROGRAMS)
     require(program in _PROGRAMS, f"program is {program!r}; it may be {', '.join(_PROGRAMS)}{near}")
     return content
 
 
-def _points(content: dict[str, Any]) -> Iterator[_Point]:
-    """Yields every entry of [[runs]] with every sample of [random] and every point of the grid."""
-    grid = _flat(content.get("grid", {}))
-    samples = drawn(content["random"]) if content.get("random") else [{}]
-    for name, values in grid.items():
+def _entries(given: list[Any]) -> dict[str, dict[str, Any]]:
+    """Returns the entries of [[runs]] by name, or else by their settings."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in given:
+        require(isinstance(entry, dict), f"runs has {entry!r}; write each run as [[runs]], with a flag on each line")
+        flat = _flat(entry)
+        name = str(flat.get("name") or " ".join(_as_flags(flat)) or "base")
+        require(name not in found, f"two runs have the name {name}; give each its own")
+        found[name] = flat
+    return found
+
+
+def _grid(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the values of each setting of the grid by their texts."""
+    for name, values in flat.items():
         advice = "give a list of the values to try, or move it to [base]"
         require(isinstance(values, list) and values, f"grid has {name} = {values!r}; {advice}")
-    for entry in content.get("runs", [{}]):
-        advice = "write each run as [[runs]], with a flag on each line"
-        require(isinstance(entry, dict), f"runs has {entry!r}; {advice}")
-        flat = _flat(entry)
-        name = flat.pop("name", None)
-        tables = {"the grid": grid, "runs": flat, "random": samples[0]}
-        for (first, one), (second, other) in itertools.combinations(tables.items(), 2):
-            if twice := ", ".join(sorted(one.keys() & other.keys())):
-                raise UserError(f"{twice} is in {first} and in {second}, and a run has one value; take it out of one")
-        for sample, values in itertools.product(samples, itertools.product(*grid.values())):
-            yield _Point(name, flat, sample | dict(zip(grid, values, strict=True)))
+    return {name: {_as_text(value): value for value in values} for name, values in flat.items()}
+
+
+def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+    """Returns the ranges of [random], the number of samples and the seed."""
+    samples, seed = table.get("samples", 1), table.get("seed", 0)
+    for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
+        advice = f"give a whole number from {least}. The seeds of the runs go into [grid]"
+        require(type(value) is int and value >= least, f"random has {name} = {value!r}; {advice}")
+    whole = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.type.kind is int}
+    found: dict[str, Any] = {}
+    for full, ends in _flat({name: value for name, value in table.items() if name not in ("samples", "seed")}).items():
+        name, _, kind = full.rpartition(".")
+        wrong = f"random has {full} = {ends!r}; give each setting one range, the lower number first: {_RANGE}"
+        require(kind in ("log", "uniform") and name and name not in found and isinstance(ends, list), wrong)
+        of: Any = IntDistribution if name in whole else FloatDistribution
+        with rephrased(f"{wrong} (%s)", TypeError, ValueError):
+            found[name] = of(*ends, log=kind == "log")
+    require(found or not table, f"random has no range to draw from; {_RANGE}")
+    return found, samples, seed
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -272,35 +283,16 @@ def _as_text(value: Any) -> str:
     return ",".join(map(_as_text, value)) if isinstance(value, list) else str(value)
 
 
-def _run(program: str, common: list[str], point: _Point, names: list[str], out: str) -> Run:
-    name = _name(point, names)
-    arguments, folder = [*common, *_as_flags(point.differs)], os.path.join(out, name)
-    with rephrased(f"{name}: %s", ValueError):
-        recorded = run_lib.Run.read(folder) if run_lib.holds_run(folder) else None
-        config = config_of(program, arguments, recorded.config if recorded else None)
-        if recorded is not None:
-            recorded.compare(config)
-    command = (sys.executable, "-m", f"experiments.{program}", *arguments, f"--workdir={folder}")
-    return Run(name, folder, point.differs, command, config)
-
-
-def _name(point: _Point, names: list[str]) -> str:
-    """The name of a run and its folder: "seed=1+dropout.rate=0.3", without the first group where that is unique."""
-    ends = [name.partition(".")[2] or name for name in names]
-    short = {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
-
-    def format_settings(values: dict[str, Any]) -> list[str]:
-        return [f"{short[name]}={_as_text(value)}" for name, value in values.items()]
-
-    parts = [*(format_settings(point.entry) if point.name is None else [point.name]), *format_settings(point.grid)]
-    return re.sub(r"[^\w.,=+-]+", "_", "+".join(parts)) or "base"
+def _notes(folder: str) -> dict[str, Any]:
+    """Returns the content of sweep.json."""
+    try:
+        return json.loads(storage.read(os.path.join(folder, _NOTES)))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # Without it the table lacks a number; no run needs it.
+        return {}
 
 
 def config_of(program: str, arguments: list[str], recorded: ExperimentConfig | None = None) -> ExperimentConfig:
-    """Returns the config that the program would make of these arguments, and of the record in the workdir, if any.
-
-    Raises `UserError` as the program would.
-    """
+    """Returns the config that the program would make of these arguments and the record in the workdir, or raises."""
     defaults: ExperimentConfig = importlib.import_module(f"experiments.{program}").DEFAULTS
     without = () if program == "quickstart" else ("data_dir", "cache_dir")  # Flags that are not settings.
     config = config_of_words(defaults, [program, *arguments], without=without, recorded=recorded)
@@ -308,258 +300,89 @@ def config_of(program: str, arguments: list[str], recorded: ExperimentConfig | N
     return config
 
 
-# Random search
-
-
-class _Range(NamedTuple):
-    """A range of a setting: between two numbers, or between their logarithms. Both ends belong to whole numbers."""
-
-    low: float
-    high: float
-    log: bool
-    whole: bool
-
-    def at(self, share: float) -> int | float:
-        """Returns the value below which a share, from 0 to 1, of the range is."""
-        low, high = (self.low, self.high + 1) if self.whole else (self.low, self.high)
-        value = low * (high / low) ** share if self.log else low + (high - low) * share
-        if self.whole:
-            return int(min(value // 1, self.high))
-        # Four digits keep the names of runs short; rounding may not leave the range.
-        return min(max(float(f"{value:.4g}"), self.low), self.high)
-
-
-def drawn(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the settings of each sample of [random], without repetitions; raises `UserError` if it is not valid.
-
-    A value depends only on the seed, the number of the sample and the setting: more samples, or another setting, leave
-    the values of the others as they were.
-    """
-    numbers = {"seed": 0} | {name: value for name, value in table.items() if name in ("samples", "seed")}
-    for name, least in (("samples", 1), ("seed", 0)):
-        if type(value := numbers.get(name)) is not int or value < least:
-            advice = f"give a whole number from {least}. The seeds of the runs go into [grid]"
-            raise UserError(f"random has {name} = {value!r}; {advice}")
-    ranges = _ranges(_flat({name: value for name, value in table.items() if name not in numbers}))
-    found: list[dict[str, Any]] = []
-    samples, seed = numbers["samples"], numbers["seed"]
-    for number in range(samples):
-        point = {}
-        for name, each in ranges.items():
-            share = np.random.default_rng([seed, number, zlib.crc32(name.encode())]).random()
-            point[name] = each.at(share)
-        if point not in found:
-            found.append(point)
-    return found
-
-
-def _ranges(flat: Mapping[str, Any]) -> dict[str, _Range]:
-    types = {leaf.name: leaf.type.kind for leaf in config_tree.leaves(ExperimentConfig)}
-    found: dict[str, _Range] = {}
-    for full, value in flat.items():
-        name, _, kind = full.rpartition(".")
-        if kind not in ("log", "uniform") or not name or name in found:
-            raise UserError(f"random has {full} = {value!r}; give each setting one range: {_RANGE}")
-        ends = value if isinstance(value, list) and all(type(end) in (int, float) for end in value) else []
-        if len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
-            raise UserError(f"random has {full} = {value!r}; give two numbers, the lower one first")
-        require(kind != "log" or ends[0] > 0, f"random has {full} = {value!r}; a logarithmic range begins above 0")
-        found[name] = _Range(float(ends[0]), float(ends[1]), log=kind == "log", whole=types.get(name) is int)
-    require(found, f"random has no range to draw from; {_RANGE}")
-    return found
-
-
-# Tables
-
-
-def write(sweep: Sweep, out: str) -> int:
-    """Writes the table of a sweep; returns the exit code, 1 if a run has failed."""
-    rows = [run.row(sweep.names) for run in sweep.runs]
-    write_table(sweep.names, rows, out)
-    return int(any(row["state"].startswith("failed") for row in rows))
-
-
-def write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
+def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
     """Prints the table and the means over seeds, and writes them to results.csv and means.csv in `out`, if given."""
-    print("", *records.markdown(names, rows), sep="\n")
-    if out is None:
-        return
-    storage.make_folder(out)
-    print()
+    print("", *records.markdown(names, rows), "", sep="\n")
     tables = {"results": (["run", *names, *records.MEASURED, "state"], rows)}
     if averaged := records.means(names, rows):
         tables["means"] = (records.mean_columns(names), averaged)
+    if out is None:
+        return
+    storage.make_folder(out)
     for name, (columns, content) in tables.items():
         path = os.path.join(out, f"{name}.csv")
         storage.write(path, records.csv_file(columns, content))
         print(f"{name:<10}{path}", flush=True)
 
 
-# Running
-
-
-class _Pool:
-    """Runs a few runs at a time, until all have ended or a signal arrives, whose number is `signal_number`."""
-
-    def __init__(self, sweep: Sweep, slots: Sequence[str | None]):
-        self._waiting = sweep.unfinished
-        self._free = list(slots)  # The number of a GPU each, or None for all devices.
-        self._running: dict[subprocess.Popen[bytes], tuple[Run, str | None, float]] = {}
-        self.signal_number = 0
-        if finished := len(sweep.runs) - len(self._waiting):
-            print(f"{finished} of {len(sweep.runs)} runs have finished already")
-
-    def run(self) -> None:
-        """Runs all runs. None outlives this call, whatever fails."""
-        for run in [run for run in self._waiting if run.is_running]:
-            print(f"{run.name} is running already and is skipped")
-            self._waiting.remove(run)
-        # SIGHUP: the terminal is gone.
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        previous = {number: signal.signal(number, self._forward) for number in signals}
-        try:
-            while self._running or (self._waiting and not self.signal_number):
-                while self._waiting and self._free and not self.signal_number:
-                    self._start(self._waiting.pop(0))
-                time.sleep(0.1)
-                for process in [process for process in self._running if process.poll() is not None]:
-                    self._note_end(process)
-        except BaseException:
-            self._forward(signal.SIGTERM, None)
-            for process in self._running:
-                process.wait()
-            raise
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _start(self, run: Run) -> None:
-        gpu = self._free.pop(0)
-        environment = os.environ if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-        os.makedirs(run.folder, exist_ok=True)
-        with open(os.path.join(run.folder, _LOG), "a") as log:
-            # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
-            process = subprocess.Popen(
-                run.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        self._running[process] = (run, gpu, time.monotonic())
-        print(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""), flush=True)
-        if self.signal_number:  # It arrived while the process was being started.
-            self._signal(process)
-
-    def _note_end(self, process: subprocess.Popen[bytes]) -> None:
-        run, gpu, began = self._running.pop(process)
-        self._free.append(gpu)
-        run.note_end(seconds=time.monotonic() - began, code=process.returncode)
-        print(f"{run.state}: {run.name}", flush=True)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.signal_number = number
-        for process in list(self._running):
-            self._signal(process)
-
-    def _signal(self, process: subprocess.Popen[bytes]) -> None:
-        # Runs do not handle SIGHUP.
-        number = signal.SIGTERM if self.signal_number == signal.SIGHUP else self.signal_number
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
-
-
-# The command line
-
-
-def _launcher_text(runs: Sequence[Run], launcher: str, launcher_flags: list[str]) -> str:
-    """Returns a batch script for all runs (slurm), or a line for each (tpu)."""
-    require(runs, "all runs have finished; there is nothing to start")
-    commands = [shlex.join(["python", *run.command[1:]]) for run in runs]
-    if launcher == "tpu":
-        lines = (
-            f"launch/tpu.sh watch {_tpu_name(run.name)} {shlex.join(launcher_flags)} -- {command}\n"
-            for run, command in zip(runs, commands, strict=True)
-        )
-        return "".join(lines)
-    slurm = ["bash", str(Path(__file__).with_name("slurm.sh")), "--commands=-", "--dry_run", *launcher_flags]
-    done = subprocess.run(slurm, check=False, input="\n".join(commands) + "\n", text=True, capture_output=True)
-    require(not done.returncode, done.stderr.strip().removeprefix("error: "))
-    return done.stdout
-
-
-def _tpu_name(name: str) -> str:
-    """A run's name as a TPU name: up to 61 lower-case letters, digits and hyphens. A longer one ends with its hash."""
-    tpu = "txl-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if len(tpu) > 61:
-        tpu = f"{tpu[:52].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return tpu
-
-
 def main(argv: Sequence[str]) -> int:
-    """Runs the sweep of the command line; returns the exit code: 0, 1 (a run failed), 2 (usage) or 128 + signal."""
-    given = _flags()
-    if {"-h", "--help", "-help", "--helpfull"} & set(argv[1:]):
-        print(f"{__doc__}\nFlags:\n")
-        for flag in map(given.__getitem__, given):
-            print(f"  --{flag.name}={(flag.default_as_str or '').strip(chr(39))}\n      {flag.help}")
-        return 0
+    """Runs the sweep; returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database) or 128 + signal."""
+    given = _parsed(argv[1:])
     storage.shorten_storage_logs()
+    files, out = given.files, given.out and os.path.expanduser(given.out)
     try:
-        files = given(argv)[1:]
-        if given.table and files and not any(name.endswith(".toml") or Path(name).is_file() for name in files):
+        if given.table and files and not files[0].endswith(".toml"):
             found = records.read_runs(files)
             names = records.swept_settings(found)
-            write_table(names, [run.row(names) for run in found], storage.as_path(given.out) if given.out else None)
+            _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
             return 0
-        several = f"{len(files)} files were given ({' '.join(files) or 'none'})"
-        require(len(files) == 1, f"{several}; give one, as sweep.toml")
-        require(given.out, "no folder was given; give the folder of the runs with --out=PATH")
-        out = storage.as_path(given.out) if storage.is_remote(given.out) else os.path.expanduser(given.out)
-        return _do(given, read(Path(files[0]), out), out)
-    except (flags.Error, UserError, OSError) as error:
+        require(len(files) == 1, f"{len(files)} files were given ({' '.join(files) or 'none'}), not one, as sweep.toml")
+        require(out, "no folder was given; give the folder of the runs with --out=PATH")
+        commands = _sky(given) if given.print else []
+        wrong = f"--out is {out}, where no database can be; give one with --storage=postgresql://USER@HOST/DATABASE"
+        require(given.table or given.dry_run or given.storage or not storage.is_remote(out), wrong)
+        sweep = Sweep(Path(files[0]), storage.as_path(out) if storage.is_remote(out) else out)
+        if given.table:
+            return sweep.write()
+        if not given.print and not given.dry_run:
+            url = given.storage or f"sqlite:///{os.path.abspath(sweep.out)}/study.db"
+            return _work(sweep, url, given.gpus or [None] * given.jobs)
+        commands = commands or [run.command for run in sweep.runs.values() if run.results is None]
+        print(*map(shlex.join, commands), sep="\n")
+        return 0
+    except study.UNREACHABLE as error:
+        advice = "see --storage, and start the same command again"
+        print(f"error: the database of the study cannot be reached ({study.reason(error)}); {advice}", file=sys.stderr)
+        return os.EX_TEMPFAIL
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _flags() -> flags.FlagValues:
-    given = flags.FlagValues()
-    flags.DEFINE_string(
-        "out", None, "Folder for the runs' folders and results.csv. Made if missing.", flag_values=given
-    )
-    flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1, flag_values=given)
-    flags.DEFINE_list("gpus", [], "Numbers of the GPUs, one for each run; as many runs at a time.", flag_values=given)
-    flags.DEFINE_bool("table", False, "Only print the table of results.", flag_values=given)
-    flags.DEFINE_bool("dry_run", False, "Only print the commands of the unfinished runs.", flag_values=given)
-    flags.DEFINE_enum(
-        "print", None, ["slurm", "tpu"], "Only print a Slurm job array, or commands for TPUs.", flag_values=given
-    )
-    flags.DEFINE_string("with", "", "Flags of launch/slurm.sh or launch/tpu.sh, for --print.", flag_values=given)
-    return given
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("launch.sweep", description=__doc__, formatter_class=how, allow_abbrev=False)
+    add = parser.add_argument
+    add("files", nargs="*", help="the file of a sweep; or with --table folders of runs")
+    add("--out", help="folder or bucket for the runs and the tables; made if missing")
+    several = "postgresql://USER@HOST/DATABASE for several machines, with the password in PGPASSWORD"
+    add("--storage", help=f"database of the study (default: sqlite:///OUT/study.db); {several}")
+    add("--jobs", type=int, choices=range(1, 1000), metavar="N", default=1, help="runs at a time")
+    add("--gpus", type=lambda text: text.split(","), help="numbers of GPUs, as 0,1: a run at a time on each")
+    add("--table", action="store_true", help="only print the table of results")
+    add("--dry_run", action="store_true", help="only print the commands of the unfinished runs")
+    add("--print", choices=["sky"], help="only print commands that start --jobs workers as managed jobs of SkyPilot")
+    return parser.parse_args(words)
 
 
-def _do(given: flags.FlagValues, sweep: Sweep, out: str) -> int:
-    launcher_flags = shlex.split(given["with"].value)
-    if given.print:
-        print(_launcher_text(sweep.unfinished, given.print, launcher_flags), end="")
-        return 0
-    without = "--with holds flags of the scripts that --print=slurm and --print=tpu name; give one of these too"
-    require(not launcher_flags, without)
-    if given.dry_run:
-        for run in sweep.unfinished:
-            print(shlex.join(run.command))
-        return 0
-    if given.table:
-        return write(sweep, out)
-    here = f"--out is {out}, and runs of this machine need a folder of its own; give one, or --print"
-    require(not storage.is_remote(out), here)
-    if len(sweep.runs) > 1 and set(sweep.names) <= set(VARYING):
-        print(
-            f"note: these runs differ only in {', '.join(sorted(sweep.names))}, and their shapes are the same: "
-            "python -m experiments.ensemble trains them as one vmapped program, which uses an accelerator better than "
-            "one small model"
-        )
-    pool = _Pool(sweep, slots=given.gpus or [None] * given.jobs)
-    pool.run()
-    code = write(sweep, out)
-    return 128 + pool.signal_number if pool.signal_number else code
+def _work(sweep: Sweep, url: str, slots: Sequence[str | None]) -> int:
+    storage.make_folder(sweep.out)
+    worker = study.Worker(sweep, url, slots)
+    worker.run()
+    code = sweep.write()
+    print(*worker.report(), sep="\n", flush=True)
+    return 128 + worker.signal_number if worker.signal_number else code
+
+
+def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
+    """Returns a command for each managed job: a worker of the study on a machine of its own."""
+    shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
+    require(shared, "jobs of SkyPilot share a bucket and a database; give --out=gs://BUCKET/FOLDER and --storage")
+    run = ["python", "-m", "launch.sweep", *given.files, f"--out={given.out}", f"--storage={given.storage}"]
+    more = [f"--env=RUN={shlex.join(run)}"] + ["--secret=PGPASSWORD"] * ("PGPASSWORD" in os.environ)  # Not its value.
+    start = ["sky", "jobs", "launch", "launch/sky.yaml", "--yes", "--detach-run", *more]
+    name = os.path.basename(given.out.rstrip("/"))
+    return [[*start, f"--name={name}-{number}"] for number in range(1, given.jobs + 1)]
 
 
 if __name__ == "__main__":

@@ -4,147 +4,119 @@
 #   launch/tpu.sh COMMAND NAME --zone=ZONE [flags] [-- python -m experiments.PROGRAM ... --workdir=gs://BUCKET/FOLDER]
 #
 #   create    requests the TPU as a queued resource          --type, and --spot or --reserved
-#   wait      returns when the TPU is ready
-#   status    prints the state of the request and of the run
 #   install   installs the program
 #   run       starts the command after -- on every host; it outlives this shell
 #   logs      shows the output of a host                     --worker, --follow
 #   stop      asks the run to save and exit, on every host
 #   watch     does all of it until the run has finished: creates, installs, runs, and restarts after a preemption
-#   delete    releases the TPU and removes the request
 #
-#   --zone=ZONE           for example us-central2-b
-#   --project=ID          default: the project of gcloud's configuration
+#   --zone=ZONE, --project=ID   for example us-central2-b; default: the project of gcloud's configuration
 #   --type=TYPE           accelerator type, for example v4-32, v5litepod-16, v5p-8, v6e-8
 #   --runtime=VERSION     software of the hosts; default: the version that Google recommends for JAX on that type
 #   --node-count=N        slices of this type that train together (multislice); default 1. Pass it to every command
-#   --spot, --reserved    instead of on-demand
-#   --reservation=NAME    instead of those: a certain reservation, by its name or URL
-#   --network=NAME        VPC network; default: the project's network "default"
-#   --service-account=EMAIL   identity of the hosts, which reads and writes the bucket; default: Compute Engine's
-#   --git=URL@REVISION    install this instead of the clone in the current directory
-#   --worker=N, --node=N  the host, and its slice, whose log is shown; default 0
-#   --follow              keep printing new lines
-#   --every=SECONDS       polling interval of wait and watch; default 60
+#   --spot, --reserved, --network=NAME, --service-account=EMAIL   gcloud's: capacity, VPC, identity of the hosts
+#   --worker=N, --node=N, --follow   the host, and its slice, whose log is shown (default 0); keep printing new lines
+#   --every=SECONDS       polling interval of watch; default 60
 #   --dry_run             print the commands and run none
 set -euo pipefail
 
 UNIT=txl # The systemd unit on the hosts.
 SAVING=143 # Exit code of a run that was asked to stop and has saved: 128 + SIGTERM.
 MAINTENANCE=http://metadata.google.internal/computeMetadata/v1/instance/maintenance-event
-MAX_CRASHES=5
-MAX_REFUSALS=5 # Consecutive requests that gcloud refuses.
-
-main() {
-  parse_arguments "$@"
-  [[ -n $dry_run ]] || command -v gcloud >/dev/null || usage_error "gcloud is not installed. See https://cloud.google.com/sdk, or add --dry_run"
-  case $command in
-    create | wait | status | install | run | logs | stop | watch | delete) "do_$command" ;;
-    *) usage_error "COMMAND must be create, wait, status, install, run, logs, stop, watch or delete, got '$command'" ;;
-  esac
-}
+MAX_CRASHES=5 MAX_REFUSALS=5 # Consecutive requests that gcloud refuses.
 
 parse_arguments() {
-  case ${1:-} in
-    -h | --help | '')
-      awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
-      exit 0
-      ;;
-  esac
+  if [[ ${1:--h} =~ ^(-h|--help)$ ]]; then
+    awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
+    exit 0
+  fi
   command=$1 name=${2:-}
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
-    usage_error "NAME must be lower-case letters, digits and hyphens, got '$name'. Give the TPU's name after the command"
+    fail "NAME must be lower-case letters, digits and hyphens, got '$name'. Give the TPU's name after the command" 2
   shift 2
-  zone='' project='' type='' runtime='' node_count=1 tier='' options=() git='' worker=0 node=0 follow='' every=60 dry_run=''
-  program=()
+  zone='' project='' type='' runtime='' node_count=1 options=() worker=0 node=0 follow='' every=60 dry_run='' program=()
   while (($#)); do
     case $1 in
-      --zone=*) zone=${1#*=} ;;
-      --project=*) project=${1#*=} ;;
-      --type=*) type=${1#*=} ;;
-      --runtime=*) runtime=${1#*=} ;;
-      --node-count=*) node_count=${1#*=} ;;
-      --spot | --reserved | --reservation=*)
-        [[ -z $tier ]] || usage_error "$tier and $1 cannot be combined. Give one of them"
-        tier=$1
+      --zone=* | --project=* | --type=* | --runtime=* | --node-count=* | --worker=* | --node=* | --every=*)
+        flag=${1%%=*} flag=${flag#--}
+        printf -v "${flag//-/_}" %s "${1#*=}"
         ;;
-      --network=* | --service-account=*) options+=("$1") ;; # gcloud's own flags.
-      --git=*) git=${1#*=} ;;
-      --worker=*) worker=${1#*=} ;;
-      --node=*) node=${1#*=} ;;
+      --spot | --reserved | --network=* | --service-account=*) options+=("$1") ;; # gcloud's own flags.
       --follow) follow=--follow ;;
-      --every=*) every=${1#*=} ;;
       --dry_run) dry_run=1 ;;
       --)
         program=("${@:2}")
         break
         ;;
-      *) usage_error "there is no flag $1. launch/tpu.sh --help lists all, and the run's own flags come after --" ;;
+      *) fail "there is no flag $1. launch/tpu.sh --help lists all, and the run's own flags come after --" 2 ;;
     esac
     shift
   done
-  [[ -n $zone ]] || usage_error "--zone is missing. Give the TPU's with --zone=ZONE"
+  [[ -n $zone ]] || fail "--zone is missing. Give the TPU's with --zone=ZONE" 2
   place=("$name" --zone="$zone" ${project:+--project="$project"})
-  [[ $node_count =~ ^[1-9][0-9]*$ ]] || usage_error "--node-count must be 1 or more, got '$node_count'"
-  [[ -z $git || $git == *://*@?* || $git == *@*:*@?* ]] ||
-    usage_error "--git must be URL@REVISION, as https://host/repository@main, got '$git'"
+  [[ $node_count =~ ^[1-9][0-9]*$ ]] || fail "--node-count must be 1 or more, got '$node_count'" 2
 }
-
-# ---- Commands ----
 
 do_create() {
   check_type
-  local nodes=(--node-id="$name") release=()
+  local nodes=(--node-id="$name")
   ((node_count == 1)) || nodes=(--node-count="$node_count" --node-prefix="$name")
-  [[ $tier != --reservation=* ]] || release=(alpha) # Only there a reservation has a name.
-  execute gcloud ${release[@]+"${release[@]}"} compute tpus queued-resources create "${place[@]}" "${nodes[@]}" \
-    --accelerator-type="$type" --runtime-version="$runtime" ${tier:+"$tier"} ${options[@]+"${options[@]}"}
+  execute gcloud compute tpus queued-resources create "${place[@]}" "${nodes[@]}" \
+    --accelerator-type="$type" --runtime-version="$runtime" ${options[@]+"${options[@]}"}
 }
 
-do_wait() {
-  if [[ -n $dry_run ]]; then
-    describe
-    return
-  fi
-  local now before=''
-  while now=$(state) && [[ $now != ACTIVE ]]; do
-    [[ $now == "$before" ]] || log "the request is $now"
-    before=$now
-    case $now in
-      ABSENT | FAILED | SUSPENDED) fail "$name is $now and will not become ready. Delete it and create it again" ;;
-    esac
-    sleep "$every"
-  done
-  log "$name is ready"
-}
-
-do_status() {
-  if [[ -z $dry_run ]]; then
-    local now
-    now=$(state)
-    echo "$name $now"
-    [[ $now == ACTIVE ]] || return 0
-  else
-    describe
-  fi
-  on_hosts "$(poll_script)"
+check_type() { # https://cloud.google.com/tpu/docs/runtimes
+  [[ -n $type ]] || fail "--type is missing. Give the type to create, as --type=v5litepod-16" 2
+  [[ -z $runtime ]] || return 0
+  case $type in
+    v6e-*) runtime=v2-alpha-tpuv6e ;;
+    v5p-*) runtime=v2-alpha-tpuv5 ;;
+    v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
+    v2-* | v3-* | v4-*) runtime=tpu-ubuntu2204-base ;;
+    *) fail "no software is known for --type=$type. Name it with --runtime=VERSION" 2 ;;
+  esac
 }
 
 do_install() {
-  if [[ -z $git ]]; then
-    [[ -f setup.cfg && -e .git ]] ||
-      usage_error "$PWD must be the root of a clone, which is installed. Go there, or give --git=URL@REVISION"
-    local archive=${TMPDIR:-/tmp}/txl-$name.tar.gz
-    execute bash -c "git ls-files -z --cached --others --exclude-standard |
+  [[ -f setup.cfg && -e .git ]] || fail "$PWD must be the root of a clone, which is installed. Go there" 2
+  local archive=${TMPDIR:-/tmp}/txl-$name.tar.gz
+  execute bash -c "git ls-files -z --cached --others --exclude-standard |
   tar --create --gzip --file=$(quoted "$archive") --null --ignore-failed-read --files-from=-" || return
-    gcloud_to all all scp "$archive" "$name:txl.tar.gz" "${place[@]:1}" || return
-  fi
-  on_hosts "$(install_script)"
+  gcloud_to all all scp "$archive" "$name:txl.tar.gz" "${place[@]:1}" || return
+  # The hosts' own Python is 3.10, which is too old: uv installs another.
+  # shellcheck disable=SC2016 # The hosts expand it.
+  on_hosts 'set -euo pipefail
+rm -rf txl/source txl/installed
+mkdir -p txl/source
+tar -xzf txl.tar.gz -C txl/source
+python3 -m pip install --quiet --user --upgrade uv
+"$HOME/.local/bin/uv" venv --quiet --allow-existing --seed --python=3.12 txl/venv
+txl/venv/bin/pip install --quiet "./txl/source[plots,tpu,gcs]"
+touch txl/installed'
 }
 
+# A systemd unit outlives the ssh session, and gets SIGTERM when the host is shut down. Programs are in the clone, which
+# the package lacks: hence PYTHONPATH. Relative paths are relative to the home directory, since install replaces the clone.
+# libtpu locks the memory that it maps for the device: hence LimitMEMLOCK. systemd expands $: hence $$ in arguments.
 do_run() {
-  ((${#program[@]})) || usage_error "there is nothing to run. Give the command after --, as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one"
-  on_hosts "$(run_script)"
+  ((${#program[@]})) || fail "there is nothing to run. Give the command after --, as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one" 2
+  on_hosts "$(
+    cat <<END
+set -euo pipefail
+if [ "\$(systemctl show $UNIT --property=SubState --value)" = running ]; then
+  echo 'error: a run is active here; stop it first, with launch/tpu.sh stop' >&2
+  exit 1
+fi
+sudo systemctl stop $UNIT 2>/dev/null || true
+sudo systemctl reset-failed $UNIT 2>/dev/null || true
+rm -f txl/stopped
+sudo systemd-run --quiet --unit=$UNIT --remain-after-exit --uid="\$(id -u)" --gid="\$(id -g)" \\
+  --working-directory="\$HOME" --setenv=HOME="\$HOME" --setenv=PATH="\$HOME/txl/venv/bin:\$PATH" \\
+  --setenv=PYTHONPATH="\$HOME/txl/source" --setenv=PYTHONUNBUFFERED=1 \\
+  --property=TimeoutStopSec=600 --property=LimitMEMLOCK=infinity \\
+  env $(quoted "${program[@]//\$/\$\$}")
+END
+  )"
 }
 
 do_logs() {
@@ -156,23 +128,16 @@ do_stop() {
   on_hosts "mkdir -p txl && touch txl/stopped && sudo systemctl stop $UNIT"
 }
 
-do_delete() { execute gcloud compute tpus queued-resources delete "${place[@]}" --force --quiet; }
-
 do_watch() {
   check_type
   [[ " ${program[*]} " =~ \ --workdir[=\ ]gs:// ]] ||
-    usage_error "watch needs a command with --workdir=gs://BUCKET/FOLDER after --. Only a bucket outlives the TPU"
+    fail "watch needs a command with --workdir=gs://BUCKET/FOLDER after --. Only a bucket outlives the TPU" 2
   if [[ -n $dry_run ]]; then
-    echo "# If there is no request, or it was preempted or failed:"
-    do_delete
+    echo "# Until the run has finished; after a preemption, which ends the request, again:"
     do_create
-    echo "# Every $every seconds, until it is ACTIVE:"
-    describe
-    echo "# When it is:"
     do_install
     do_run
-    echo "# Every $every seconds, until the run has finished; after a preemption from the top:"
-    do_status
+    on_hosts "$(poll_script)"
     return
   fi
   local asked='' begun='' maintained='' crashes=0 refusals=0 now before=''
@@ -184,20 +149,18 @@ do_watch() {
       ABSENT)
         if do_create; then
           asked=1 crashes=0 refusals=0
-        else
-          ((++refusals < MAX_REFUSALS)) || fail "the TPU could not be requested, $refusals times. See gcloud's message above"
+        elif ((++refusals < MAX_REFUSALS)); then
           log "the TPU could not be requested; trying again"
+        else
+          fail "the TPU could not be requested, $refusals times. See gcloud's message above"
         fi
         ;;
       SUSPENDED | FAILED)
         [[ $now != FAILED || -z $asked ]] ||
           fail "the request failed before it was served. See gcloud compute tpus queued-resources describe ${place[*]}"
-        do_delete || log "it could not be deleted; trying again"
+        gcloud compute tpus queued-resources delete "${place[@]}" --force --quiet || log "it could not be deleted; trying again"
         ;;
-      ACTIVE)
-        asked=''
-        check_run
-        ;;
+      ACTIVE) asked='' && check_run ;;
     esac
     sleep "$every"
   done
@@ -213,18 +176,14 @@ check_run() {
   esac
   case $now in
     finished)
-      log "the run has finished; the TPU still exists: launch/tpu.sh delete ${place[*]}"
+      log "the run has finished; the TPU still exists: gcloud compute tpus queued-resources delete ${place[*]} --force"
       exit 0
       ;;
-    failed)
-      do_logs || true
-      fail "the run ended with an error, shown in its last lines; fix it and start watch again"
-      ;;
+    failed) do_logs || true && fail "the run ended with an error, shown in its last lines; fix it and start watch again" ;;
     stopped)
       # The hosts also report this in the seconds before a preemption: the next poll shows which it was.
       sleep "$every"
-      [[ $(state) != ACTIVE || $(poll) != stopped ]] ||
-        fail "the run was stopped; start watch again to resume it" $SAVING
+      [[ $(state) != ACTIVE || $(poll) != stopped ]] || fail "the run was stopped; start watch again to resume it" $SAVING
       ;;
     crashed)
       ((++crashes <= MAX_CRASHES)) || fail "the run crashed $crashes times; see launch/tpu.sh logs $name"
@@ -232,16 +191,9 @@ check_run() {
       on_hosts "sudo systemctl stop $UNIT" || true
       begun=''
       ;;
-    bare)
-      if do_install; then log "the program is installed"; else log "it could not be installed; trying again"; fi
-      ;;
+    bare) if do_install; then log "the program is installed"; else log "it could not be installed; trying again"; fi ;;
     idle)
-      if do_run; then
-        begun=1 maintained=''
-        log "the run has been started"
-      else
-        log "it could not be started; trying again"
-      fi
+      if do_run; then begun=1 maintained='' && log "the run has been started"; else log "it could not be started; trying again"; fi
       ;;
     maintenance)
       [[ -n $maintained ]] || log "a host will be maintained, and the run has saved; it is started again afterwards"
@@ -251,76 +203,14 @@ check_run() {
   esac
 }
 
-# ---- Checks ----
-
-check_type() { # https://cloud.google.com/tpu/docs/runtimes
-  [[ -n $type ]] || usage_error "--type is missing. Give the type to create, as --type=v5litepod-16"
-  [[ -z $runtime ]] || return 0
-  case $type in
-    v6e-*) runtime=v2-alpha-tpuv6e ;;
-    v5p-*) runtime=v2-alpha-tpuv5 ;;
-    v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
-    v2-* | v3-* | v4-*) runtime=tpu-ubuntu2204-base ;;
-    *) usage_error "no software is known for --type=$type. Name it with --runtime=VERSION" ;;
-  esac
-}
-
-# ---- Scripts that run on the hosts ----
-
-install_script() {
-  echo "set -euo pipefail"
-  echo "rm -rf txl/source txl/installed"
-  echo "mkdir -p txl/source"
-  if [[ -n $git ]]; then
-    echo "git clone --quiet $(quoted "${git%@*}") txl/source"
-    echo "git -C txl/source checkout --quiet $(quoted "${git##*@}")"
-  else
-    echo "tar -xzf txl.tar.gz -C txl/source"
-  fi
-  cat <<'END'
-# The hosts' own Python is 3.10, which is too old: uv installs another.
-python3 -m pip install --quiet --user --upgrade uv
-"$HOME/.local/bin/uv" venv --quiet --allow-existing --seed --python=3.12 txl/venv
-txl/venv/bin/pip install --quiet './txl/source[plots,tpu,gcs]'
-END
-  echo "touch txl/installed"
-}
-
-# A systemd unit outlives the ssh session, and gets SIGTERM when the host is shut down. Programs are in the clone, which
-# the package lacks: hence PYTHONPATH. Relative paths are relative to the home directory, since install replaces the clone.
-run_script() {
-  # libtpu locks the memory that it maps for the device: hence LimitMEMLOCK. systemd expands \$: hence \$\$ in arguments.
-  cat <<END
-set -euo pipefail
-if [ "\$(systemctl show $UNIT --property=SubState --value)" = running ]; then
-  echo 'error: a run is active here; stop it first, with launch/tpu.sh stop' >&2
-  exit 1
-fi
-sudo systemctl stop $UNIT 2>/dev/null || true
-sudo systemctl reset-failed $UNIT 2>/dev/null || true
-rm -f txl/stopped
-sudo systemd-run --quiet --unit=$UNIT --remain-after-exit --uid="\$(id -u)" --gid="\$(id -g)" \\
-  --working-directory="\$HOME" --setenv=HOME="\$HOME" --setenv=PATH="\$HOME/txl/venv/bin:\$PATH" \\
-  --setenv=PYTHONPATH="\$HOME/txl/source" --setenv=PYTHONUNBUFFERED=1 \\
-  --property=TimeoutStopSec=600 --property=LimitMEMLOCK=infinity \\
-  env $(quoted "${program[@]//\$/\$\$}")
-END
-}
-
 poll_script() {
-  cat <<END
-echo "run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show $UNIT --property=ExecMainStatus --value) \$(test -e txl/installed && echo installed || echo bare) \$(test -e txl/stopped && echo stopped || echo wanted) \$(curl --silent --fail --max-time 5 --header 'Metadata-Flavor: Google' $MAINTENANCE || echo unknown)"
-END
+  echo "echo \"run \$(systemctl show $UNIT --property=SubState --value) \$(systemctl show $UNIT --property=ExecMainStatus --value) \$(test -e txl/installed && echo installed || echo bare) \$(test -e txl/stopped && echo stopped || echo wanted) \$(curl --silent --fail --max-time 5 --header 'Metadata-Flavor: Google' $MAINTENANCE || echo unknown)\""
 }
 
 # The state of the run over all hosts, in one word.
 poll() {
-  local lines
-  lines=$(on_hosts "$(poll_script)" 2>/dev/null) || {
-    echo unreachable
-    return
-  }
-  awk -v saving=$SAVING '
+  { on_hosts "$(poll_script)" 2>/dev/null || echo unreachable; } | awk -v saving=$SAVING '
+    $1 == "unreachable" { hosts = 0; exit }
     $1 != "run" { next }
     { hosts++ }
     $4 == "bare" { bare++ }
@@ -330,9 +220,8 @@ poll() {
     $5 == "stopped" { asked++ }
     $5 == "stopped" || ($2 == "failed" && $3 == saving) { stopped++; next }
     $2 == "dead" { idle++; next }
-    $2 == "exited" { crashed++; next }  # By a signal that nobody sent on purpose; systemd calls it a clean end.
-    $3 == 1 || $3 == 2 { errors++; next }
-    { crashed++ }
+    $2 != "exited" && ($3 == 1 || $3 == 2) { errors++; next }
+    { crashed++ }  # "exited": by a signal that nobody sent on purpose; systemd calls it a clean end.
     END {
       if (!hosts) print "unreachable"
       else if (ending && !running && !errors && finished != hosts && !asked) print "maintenance"
@@ -341,48 +230,31 @@ poll() {
       else if (finished == hosts) print "finished"
       else if (idle || crashed) print "crashed"  # A host that has rebooted knows of no run.
       else if (errors) print "failed"
-      else if (running) print "running"
-      else print "stopped"
-    }' <<<"$lines"
+      else print running ? "running" : "stopped"
+    }'
 }
-
-# ---- gcloud ----
 
 on_hosts() { gcloud_to all all ssh "${place[@]}" --command="$1"; } # Runs a script on every host.
-
 gcloud_to() { # Host number or "all", slice number or "all", "ssh" or "scp" and its arguments.
-  if ((node_count > 1)); then
-    execute gcloud compute tpus queued-resources "${@:3}" --node="$2" --worker="$1" --quiet
-  else
-    execute gcloud compute tpus tpu-vm "${@:3}" --worker="$1" --quiet
-  fi
+  local how=(tpu-vm "${@:3}")
+  ((node_count == 1)) || how=(queued-resources "${@:3}" --node="$2")
+  execute gcloud compute tpus "${how[@]}" --worker="$1" --quiet
 }
-
-describe() { execute gcloud compute tpus queued-resources describe "${place[@]}" --format='value(state.state)'; }
 
 # Prints the state of the request: ABSENT if it does not exist, UNKNOWN if gcloud failed.
 state() {
-  local output
-  if output=$(describe 2>&1); then
-    tail -n 1 <<<"$output"
-  elif [[ $output == *NOT_FOUND* ]]; then
-    echo ABSENT
+  local output answer=UNKNOWN
+  if output=$(gcloud compute tpus queued-resources describe "${place[@]}" --format='value(state.state)' 2>&1); then
+    answer=$(tail -n 1 <<<"$output")
   else
-    tail -n 1 <<<"$output" >&2
-    echo UNKNOWN
+    [[ $output != *NOT_FOUND* ]] || answer=ABSENT
+    [[ $answer == ABSENT ]] || tail -n 1 <<<"$output" >&2
   fi
+  echo "$answer"
 }
-
-# ---- Printing and errors ----
 
 # Runs a command, or with --dry_run prints it, quoted for a shell.
-execute() {
-  if [[ -z $dry_run ]]; then
-    "$@"
-  else
-    quoted "$@"
-  fi
-}
+execute() { if [[ -z $dry_run ]]; then "$@"; else quoted "$@"; fi; }
 
 # Quotes arguments for a shell; unlike printf %q it leaves lines and flags readable.
 quoted() {
@@ -395,15 +267,14 @@ quoted() {
 }
 
 log() { echo "$(date '+%F %T')  $*"; }
-
-usage_error() {
-  echo "error: $*" >&2
-  exit 2
-}
-
 fail() { # Message, exit code.
   echo "error: $1" >&2
   exit "${2:-1}"
 }
 
-main "$@"
+parse_arguments "$@"
+[[ -n $dry_run ]] || command -v gcloud >/dev/null || fail "gcloud is not installed. See https://cloud.google.com/sdk, or add --dry_run" 2
+case $command in
+  create | install | run | logs | stop | watch) "do_$command" ;;
+  *) fail "COMMAND must be create, install, run, logs, stop or watch, got '$command'" 2 ;;
+esac

@@ -58,10 +58,9 @@ def test_the_manifest_of_gke_has_as_many_hosts_as_its_topology():
     check_command(container["command"])
 
 
-def test_the_task_of_skypilot_runs_a_program():
+def test_the_task_of_skypilot_runs_a_program_or_a_worker_of_a_study():
     task = yaml.safe_load((ROOT / "launch" / "sky.yaml").read_text())
-    assert task["envs"].keys() == {"BUCKET", "EXTRA"} and task["resources"]["use_spot"]
-    [command] = task["run"].replace("\\\n", " ").strip().splitlines()
-    assert command.startswith("exec "), "the shell would not pass SIGTERM on"
-    check_command(shlex.split(command))
-    assert '".[plots,gcs,$EXTRA]"' in task["setup"]
+    assert task["envs"].keys() == {"BUCKET", "EXTRA", "RUN"} and task["resources"]["use_spot"]
+    assert task["run"].splitlines()[-1] == 'eval "exec $RUN"', "the shell would not pass SIGTERM on"
+    check_command(shlex.split(task["envs"]["RUN"]))
+    assert '".[plots,gcs,sweep,$EXTRA]"' in task["setup"]

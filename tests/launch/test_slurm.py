@@ -13,16 +13,14 @@ SCRIPT = str(ROOT / "launch" / "slurm.sh")
 RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=runs/one", "--generate.prompt=it's"]
 
 
-def call(*words, path="", given=None):
+def call(*words, path=""):
     environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [SCRIPT, *words], env=environment, input=given, text=True, capture_output=True, check=False, timeout=60
-    )
+    done = subprocess.run([SCRIPT, *words], env=environment, text=True, capture_output=True, check=False, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
-def batch_script(*words, given=None):
-    code, out, err = call("--dry_run", *words, given=given)
+def batch_script(*words):
+    code, out, err = call("--dry_run", *words)
     assert code == 0, err
     assert not shell.findings(out)
     return out
@@ -53,10 +51,14 @@ def test_a_process_for_each_node_takes_all_of_its_gpus():
     assert without["ntasks-per-node"] == "1" and "gpus-per-node" not in without
 
 
-def test_an_array_of_commands():
-    script = batch_script("--commands=-", "--at_most=2", given="# a comment\npython -m one\n\n \npython -m two 'a b'\n")
-    assert options(script)["array"] == "0-1%2" and options(script)["output"] == "txl-%A_%a.log"
-    assert "  1) srun --cpus-per-task=8 python -m two 'a b' ;;" in script.splitlines()
+def test_workers_of_a_study_are_an_array_and_each_has_all_gpus_of_its_node():
+    script = batch_script(
+        "--workers=8", "--gpus=4", "--", "python", "-m", "launch.sweep", "sweep.toml", "--gpus=0,1,2,3"
+    )
+    found = options(script)
+    assert found["array"] == "1-8" and found["output"] == "txl-%A_%a.log"
+    assert (found["ntasks-per-node"], found["gpus-per-node"]) == ("1", "4"), "else each worker would be started 4 times"
+    assert "srun --cpus-per-task=8 python -m launch.sweep sweep.toml --gpus=0,1,2,3" in script.splitlines()
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def cluster(tmp_path):
     commands = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "scontrol": f'echo "$*" >>{tmp_path}/scontrol.log\ntouch {tmp_path}/again',
-        "sbatch": f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17 SLURM_ARRAY_TASK_ID=${{TASK:-0}}\n"
+        "sbatch": f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17\n"
         f"touch {tmp_path}/again\n"
         f"while [ -e {tmp_path}/again ]; do rm {tmp_path}/again; bash {tmp_path}/script; code=$?; done\nexit $code",
     }
@@ -100,16 +102,11 @@ def test_a_run_that_has_ended_otherwise_does_not(cluster, code):
     assert not (cluster / "scontrol.log").exists()
 
 
-def test_each_task_of_an_array_runs_its_own_command(cluster, monkeypatch):
-    monkeypatch.setenv("TASK", "1")
-    code, out, _ = call("--commands=-", given="echo one\necho two\n", path=cluster)
-    assert (code, out) == (0, "two\n")
-
-
 @pytest.mark.parametrize(
-    ("words", "expected"), [([], "after --"), (["--gpu=2", *RUN], "--gpu=2"), (["--commands=-", *RUN], "--commands")]
+    ("words", "expected"),
+    [([], "after --"), (["--gpu=2", *RUN], "--gpu=2"), (["--workers=2", "--nodes=2", *RUN], "--workers")],
 )
 def test_mistakes_are_named(words, expected):
-    code, out, err = call(*words, given="")
+    code, out, err = call(*words)
     assert code == 2 and not out
     assert err.startswith("error: ") and expected in err

@@ -1,7 +1,6 @@
-"""Tests sweeps: the runs of a file, random search, mistakes, a sweep that is stopped and resumed, tables."""
+"""Tests sweeps: the runs of a file, random search, mistakes, tables, and a study of real trainings."""
 
 import csv
-import dataclasses
 import json
 import math
 import os
@@ -11,21 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from launch import sweep
-from support import ROOT, recorded_run, runs, shell
+from support import ROOT, recorded_run, runs
+from support.waiting import wait_until
 from txl_jax.config import config_tree
 from txl_jax.data.word_tokens import WordVocabulary
-from txl_jax.errors import LogError
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
-from txl_jax.runtime.log import read_metrics
 
 TINY = """
 program = "text"
@@ -45,6 +41,14 @@ train.checkpoint_every = 600
 eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
 """
 
+SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
+QUICK = """
+import sys
+from launch import study, sweep
+study.BEAT_SECONDS, study.GRACE_SECONDS, study.POLL_SECONDS = 1, 3, 0.2
+sys.exit(sweep.main(sys.argv))
+"""
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -59,19 +63,18 @@ def write(tmp_path):
 
 
 def read(path):
-    return sweep.read(path, path.parent / "out")
+    """The runs of a file."""
+    return list(sweep.Sweep(path, str(path.parent / "out")).runs.values())
 
 
 def names(path):
-    return [run.name for run in read(path).runs]
+    return [run.name for run in read(path)]
 
 
 def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
     found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
-    assert [run.name for run in found.runs] == [
-        f"seed={seed}+dropout.rate={rate}" for seed in (1, 2) for rate in (0.0, 0.5)
-    ]
-    last = found.runs[3]
+    assert [run.name for run in found] == [f"seed={seed}+dropout.rate={rate}" for seed in (1, 2) for rate in (0.0, 0.5)]
+    last = found[3]
     assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (2, 0.5, 1200)
     assert list(last.command[1:3]) == ["-m", "experiments.text"]
     assert list(last.command[-3:]) == ["--seed=2", "--model.dropout.rate=0.5", f"--workdir={last.folder}"]
@@ -89,10 +92,10 @@ def test_each_run_is_combined_with_the_grid(write):
 
 def test_values_become_flags_after_the_flagfile(write):
     found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.tokenizer.newlines = "drop"\n'))
-    words = found.runs[0].command
+    words = found[0].command
     assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.tokenizer.newlines=drop"} <= set(words)
     base = 'program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n'
-    [run] = read(write("[grid]\nseed = [1]\n", base=base)).runs
+    [run] = read(write("[grid]\nseed = [1]\n", base=base))
     assert list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"] and run.config.model.n_layer == 4
 
 
@@ -113,10 +116,17 @@ def test_values_become_flags_after_the_flagfile(write):
         ("program = 'ptb'\nbase.data.file = 'a'\ngrid.seed = [1]\n", r"data\.file\b.*\bptb\b"),
         ("program = 'ptp'\ngrid.seed = [1]\n", r"'ptp'"),
         ("[random]\nsamples = 3\n", r"no range"),
+        ("[sampler]\nname = 'TPESampler'\n[grid]\nseed = [1]\n", r"sampler.*no range"),
+        ("[sampler]\nname = 'Tpe'\n[grid]\nseed = [1]\n", r"sampler.*'Tpe'"),
+        ("[pruner]\nname = 'MedianPruner'\nsteps = 3\n[grid]\nseed = [1]\n", r"pruner.*'steps'"),
+        (
+            SAMPLED + "[grid]\ntrain.steps = [3]\n",
+            r"train\.steps\D*\b3\b",
+        ),
         ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"samples = 0"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"above 0"),
+        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower number first"),
+        ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"\[0, 0\.5\].*log"),
         (
             "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, 9]}\n[grid]\nmodel.n_layer = [2]\n",
             r"n_layer.*grid.*random",
@@ -133,7 +143,13 @@ def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [(["FILE"], "--out"), (["none", "--out=OUT"], "none"), (["FILE", "--out=OUT", "--with=--gpus=2"], "--with")],
+    [
+        (["FILE"], "--out"),
+        (["none", "--out=OUT"], "none"),
+        (["FILE", "--out=gs://bucket/sweep"], "--storage"),
+        (["FILE", "--out=gs://bucket/sweep", "--storage=sqlite:///study.db", "--print=sky"], "--storage"),
+        (["FILE", "--out=OUT", "--print=sky"], "gs://"),
+    ],
 )
 def test_mistakes_on_the_command_line_too(write, capsys, words, named):
     path = write("[grid]\nseed = [1]\n")
@@ -143,28 +159,25 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, named):
 
 
 def printed(capsys, path, *words):
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", *words]) == 0
+    out = [] if any(word.startswith("--out=") for word in words) else [f"--out={path.parent / 'out'}"]
+    assert sweep.main(["sweep", str(path), *out, *words]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.full
-def test_printed_for_a_shell_for_slurm_and_for_tpus(write, capsys):
+def test_commands_are_printed_for_a_shell_and_for_skypilot(write, capsys, monkeypatch, bucket):
+    """The password stays in the environment."""
     path = write("[grid]\nseed = [1, 2]\n")
     lines = printed(capsys, path, "--dry_run").splitlines()
-    assert [shlex.split(line) for line in lines] == [list(run.command) for run in read(path).runs]
-    script = printed(capsys, path, "--print=slurm", "--with=--gpus=2 --time=1:00:00")
-    assert "#SBATCH --array=0-1" in script and "#SBATCH --time=1:00:00" in script and not shell.findings(script)
-    assert f"  1) srun --cpus-per-task=8 {shlex.join(['python', *read(path).runs[1].command[1:]])} ;;" in script
-    lines = printed(capsys, path, "--print=tpu", "--with=--zone=z --type=v6e-8").splitlines()
-    assert lines[1].startswith("launch/tpu.sh watch txl-seed-2 --zone=z --type=v6e-8 -- python -m experiments.text ")
-
-
-def test_a_long_name_is_cut_for_a_tpu_and_stays_its_own():
-    names = [f"learning_rate=0.00025+dropout=0.1+segment_len=150+mem_len=150+seed={seed}" for seed in (1, 2)]
-    cut = [sweep._tpu_name(name) for name in names]
-    assert cut[0] != cut[1] and all(len(name) <= 61 for name in cut)
-    assert all(re.fullmatch(r"txl-learning-rate-0-00025-[-a-z0-9]*[a-z0-9]", name) for name in cut)
-    assert sweep._tpu_name("Größe=1+seed=2") == "txl-gr-e-1-seed-2"
+    assert [shlex.split(line) for line in lines] == [list(run.command) for run in read(path)]
+    monkeypatch.setenv("PGPASSWORD", "hunter2")
+    shared = [f"--out={bucket}/sweep", "--storage=postgresql://me@host/db"]
+    lines = printed(capsys, path, *shared, "--print=sky", "--jobs=2").splitlines()
+    first, second = map(shlex.split, lines)
+    assert first[:4] == ["sky", "jobs", "launch", "launch/sky.yaml"] and "--secret=PGPASSWORD" in first
+    assert first[-1] == "--name=sweep-1" and second == [*first[:-1], "--name=sweep-2"] and "hunter2" not in lines[0]
+    [run] = [word.removeprefix("--env=RUN=") for word in first if word.startswith("--env=RUN=")]
+    assert shlex.split(run) == ["python", "-m", "launch.sweep", str(path), *shared]
 
 
 def table(folder):
@@ -174,74 +187,66 @@ def table(folder):
 
 
 @pytest.mark.full
-def test_a_sweep_is_stopped_resumed_and_summarized(write, capsys):
-    """The run is stopped on the way, and finishes at the second call."""
-    path = write("[grid]\nseed = [1]\n")
-    out = path.parent / "out"
-    command = [sys.executable, "-m", "launch.sweep", str(path), f"--out={out}"]
-    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes)
-    while len(read_metrics(out / "seed=1")) <= 3:
-        time.sleep(0.05)
-        assert process.poll() is None, process.communicate()
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGTERM and not err, err
-    state = table(out)["seed=1"]["state"]
-    step = int(re.fullmatch(r"stopped\D*(\d+)", state)[1])
-    assert 0 < step < 1200 and (out / "seed=1" / "checkpoints" / "latest" / str(step)).is_dir()
-    printed(capsys, path)
-    assert re.search(rf"resum\w+\D*\b{step}\b", (out / "seed=1" / "sweep.log").read_text())
-    results = json.loads((out / "seed=1" / "results.json").read_text())
-    row = table(out)["seed=1"]
-    assert row["state"] == "finished" and row["steps"] == "1200" and row["measure"] == "bpc"
-    for name in ("test", "best_valid"):
-        assert float(row[name]) == pytest.approx(results[name]["bpc"])
-    assert float(row["seconds"]) > 1
-    before = (out / "seed=1" / "log.txt").stat().st_mtime_ns
-    printed(capsys, path)
-    assert (out / "seed=1" / "log.txt").stat().st_mtime_ns == before, "a finished run is not opened"
+def test_a_real_training_whose_worker_is_killed_ends_as_if_nothing_had_happened(write):
+    """Its worker dies by SIGKILL, the training ends with it, and the same command resumes it, bit for bit."""
+    path = write("[grid]\nseed = [1]\ntrain.checkpoint_every = [100]\n")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
 
+    def start(name):
+        command = [sys.executable, "-c", QUICK, str(path), f"--out={path.parent / name}"]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-def pool(path, *scripts, slots=(None,)):
-    """A pool of runs that do something else: scripts of Python, which are given the run's folder."""
-    found = read(path)
-    runs = [
-        dataclasses.replace(run, command=(sys.executable, "-c", script, str(run.folder)))
-        for run, script in zip(found.runs, scripts, strict=True)
-    ]
-    found = dataclasses.replace(found, runs=tuple(runs))
-    return found, sweep._Pool(found, slots=slots)
+    def finish(process):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output.decode()
 
-
-TWO, THREE = "[grid]\nseed = [1, 2]\n", "[grid]\nseed = [1, 2, 3]\n"
+    finish(start("undisturbed"))
+    killed, folder = start("out"), path.parent / "out" / "seed=1+checkpoint_every=100"
+    wait_until(lambda: len(list((folder / "checkpoints" / "latest").glob("[0-9]*"))) > 1)  # The first one is complete.
+    killed.kill()
+    killed.communicate()
+    finish(start("out"))
+    [step] = map(int, re.findall(r"(?m)^resuming\D*(\d+)", (folder / "sweep.log").read_text()))
+    assert 0 < step < 1200
+    alone = path.parent / "undisturbed" / "seed=1+checkpoint_every=100"
+    assert runs.numbers(folder) == runs.numbers(alone)
+    assert table(path.parent / "out")["seed=1+checkpoint_every=100"]["state"] == "finished"
+    results = [json.loads((each / "results.json").read_text()) for each in (folder, alone)]
+    assert results[0]["test"] == results[1]["test"] and results[0]["best_valid"] == results[1]["best_valid"]
 
 
 @pytest.mark.full
-def test_failed_runs_are_reported_and_tried_again(write, capsys):
-    path = write(TWO)
-    for times in (1, 2):
-        found, started = pool(path, *["import sys; sys.exit('error: no')"] * 2)
-        started.run()
-        assert sweep.write(found, Path(found.runs[0].folder).parent) == 1
-        assert capsys.readouterr().out.count("| failed: error: no |") == 2
-        assert (Path(found.runs[1].folder) / "sweep.log").read_text() == "error: no\n" * times
+def test_a_study_whose_runs_are_in_a_bucket(write, bucket, tmp_path, capsys):
+    path = write(
+        "train.steps = 20\ntrain.checkpoint_every = 20\n[grid]\nseed = [1]\n",
+        base=TINY.replace("train.steps = 1200\n", "").replace("train.checkpoint_every = 600\n", ""),
+    )
+    words = [str(path), f"--out={bucket}/sweep", f"--storage=sqlite:///{tmp_path}/study.db"]
+    assert sweep.main(["sweep", *words]) == 0, capsys.readouterr().out
+    assert "| finished |" in capsys.readouterr().out
+    assert b"step 20" in (bucket / "sweep/seed=1/sweep.log").read_bytes().replace(b"  ", b" ")
+    assert (bucket / "sweep/results.csv").exists()
 
 
 def test_states_are_read_from_the_folders(write):
-    run = read(write("[grid]\nseed = [1]\n")).runs[0]
-    assert run.state == "not started"
+    run = read(write("[grid]\nseed = [1]\n"))[0]
+
+    def state():
+        return run.row([])["state"]
+
+    assert state() == "not started"
     Path(run.folder).mkdir(parents=True)
-    for code, state in ((1, "failed: exit code 1"), (-signal.SIGKILL, "failed: killed by SIGKILL")):
-        (Path(run.folder) / "sweep.log").touch()
-        run.note_end(seconds=2.0, code=code)
-        assert run.state == state
+    (Path(run.folder) / "sweep.log").touch()
+    for code, expected in ((1, "failed: exit code 1"), (-signal.SIGKILL, "failed: killed by SIGKILL")):
+        assert run.end(code, 2.0, pruned=False) == expected == state()
     assert json.loads((Path(run.folder) / "sweep.json").read_text())["seconds"] == 4.0
     with Run.open(run.folder) as held:
         held.claim()
-        assert re.fullmatch(r"running\D*\b0", run.state)
+        assert state().startswith("running")
+    for code, pruned, word in ((143, True, "pruned"), (143, False, "stopped"), (-signal.SIGINT, False, "stopped")):
+        assert re.fullmatch(rf"{word}\D*\b0", run.end(code, 2.0, pruned=pruned)) and state().startswith(word)
     (Path(run.folder) / "sweep.json").write_text("{")
-    assert re.fullmatch(r"stopped\D*\b0", run.state)
+    assert state() == "not started"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +259,7 @@ def test_states_are_read_from_the_folders(write):
     ],
 )
 def test_damaged_results_and_those_of_other_settings_are_none(write, text, finished):
-    run = read(write("[grid]\nseed = [1]\n")).runs[0]
+    run = read(write("[grid]\nseed = [1]\n"))[0]
     words = WordVocabulary(("<eos>", "one", "<unk>"))
     runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, words))
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
@@ -267,7 +272,7 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
     small = 'program = "text"\nflagfile = "small"\n[base]\ndata.file = "WORK/words.txt"\n'
 
     def read_one(text):
-        return read(write(f"[[runs]]\nname = 'a'\n{text}", base=small)).runs[0]
+        return read(write(f"[[runs]]\nname = 'a'\n{text}", base=small))[0]
 
     run = read_one("train.steps = 100\n")
     assert run.config.optimizer.warmup_steps == 10
@@ -287,94 +292,39 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
 
 
 def test_a_run_that_diverged_has_ended_and_says_so(write):
-    run = read(write("[grid]\nseed = [1]\n")).runs[0]
+    run = read(write("[grid]\nseed = [1]\n"))[0]
     runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
     scores = {"best_valid": {"loss": 5.0}, "test": {"loss": 30.0}}
     results = {"steps": 1200, "eval": config_tree.to_dict(run.config.eval), **scores}
     (Path(run.folder) / "results.json").write_text(json.dumps(results))
     row = run.row([])
-    assert run.state == row["state"] == "diverged" and row["test"] == math.inf and row["best_valid"] < 150
-
-
-@pytest.mark.full
-def test_no_run_outlives_a_sweep_that_breaks_off(write, monkeypatch):
-    _, started = pool(write(TWO), "import time; time.sleep(60)", "", slots=[None, None])
-    monkeypatch.setattr(sweep.Run, "note_end", mock.Mock(side_effect=LogError("no space")))
-    with pytest.raises(LogError):
-        started.run()
-    assert [process.poll() for process in started._running] == [-signal.SIGTERM]
-
-
-@pytest.mark.full
-def test_a_run_that_is_going_on_is_left_alone(write, capsys):
-    """A run of another sweep, for example; it is no failure."""
-    found, started = pool(write(TWO), "", "")
-    Path(found.runs[0].folder).mkdir(parents=True)
-    with Run.open(found.runs[0].folder) as held:
-        held.claim()
-        started.run()
-        output = capsys.readouterr().out
-    assert re.findall(r"(?m)^started +(.*)", output) == ["seed=2"] and "seed=1 is running" in output
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
-def test_a_signal_reaches_each_run_once_and_no_other_is_started(write, name):
-    """A terminal that is closed counts as SIGTERM, which is what runs understand."""
-    script = (
-        "import os, pathlib, signal, sys, time\n"
-        "got = pathlib.Path(sys.argv[1], 'got')\n"
-        "[signal.signal(n, lambda n, _: got.open('a').write(signal.Signals(n).name)) for n in (1, 2, 15)]\n"
-        f"os.kill(os.getppid(), signal.{name})\n"
-        "time.sleep(0.5)"
+    assert (
+        run.end(0, 1.0, pruned=False) == row["state"] == "diverged"
+        and row["test"] == math.inf
+        and row["best_valid"] < 150
     )
-    found, started = pool(write(THREE), script, *["import time; time.sleep(9)"] * 2, slots=[None, None])
-    started.run()
-    assert started.signal_number == signal.Signals[name]
-    assert (Path(found.runs[0].folder) / "got").read_text() == name.replace("HUP", "TERM")
-    assert not Path(found.runs[2].folder).exists()
-
-
-@pytest.mark.full
-def test_gpus_are_shared_out(write):
-    """Two GPUs for three runs: the first run waits for the third, which takes the second's."""
-    script = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    waits = "\nwhile not os.path.exists(sys.argv[1].replace('seed=1', 'seed=3')): time.sleep(0.01)"
-    found, started = pool(write(THREE), script + waits, script, script, slots=["4", "7"])
-    started.run()
-    assert [(Path(run.folder) / "sweep.log").read_text() for run in found.runs] == ["4\n", "7\n", "7\n"]
 
 
 # Random search
 
 
-def draw(samples=400, seed=0, **ranges):
-    return sweep.drawn({"samples": samples, "seed": seed} | ranges)
+def draws(write, text):
+    """The values of each random run."""
+    return [run.differs for run in read(write("[random]\n" + text))]
 
 
-def test_values_are_drawn_from_their_ranges():
-    points = draw(
-        optimizer={"learning_rate": {"log": [1e-4, 1e-2]}},
-        model={"dropout": {"rate": {"uniform": [0, 0.3]}}, "n_layer": {"uniform": [2, 5]}},
-    )
-    rate, dropout, n_layer = (np.array([point[name] for point in points]) for name in points[0])
-    np.testing.assert_allclose(np.quantile(rate, [0, 0.25, 0.75, 1]), [1e-4, 10**-3.5, 10**-2.5, 1e-2], rtol=0.25)
-    np.testing.assert_allclose(np.quantile(dropout, [0, 0.25, 0.75, 1]), [0, 0.075, 0.225, 0.3], atol=0.02)
-    assert np.bincount(n_layer)[2:].min() > 70 and set(n_layer.tolist()) == {2, 3, 4, 5}
-    assert abs(np.corrcoef(np.log(rate), dropout)[0, 1]) < 0.15
-
-
-def test_draws_depend_on_their_seed_number_and_setting_alone():
-    one = {"optimizer": {"learning_rate": {"log": [1e-4, 1e-2]}}}
-    two = one | {"model": {"dropout": {"rate": {"uniform": [0, 0.3]}}}}
-    rates = [point["optimizer.learning_rate"] for point in draw(5, **one)]
-    assert [point["optimizer.learning_rate"] for point in draw(9, **two)][:5] == rates
-    assert [point["optimizer.learning_rate"] for point in draw(5, seed=1, **one)] != rates
+def test_values_are_drawn_from_their_ranges_and_more_samples_keep_the_first(write):
+    text = "samples = 9\noptimizer.learning_rate = { log = [1e-4, 1e-2] }\nmodel.n_layer = { uniform = [2, 3] }\n"
+    found = draws(write, text)
+    assert len(found) == 9 and all(1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in found)
+    assert {each["model.n_layer"] for each in found} == {2, 3}
+    assert all(float(f"{value:.4g}") == value for value in (each["optimizer.learning_rate"] for each in found))
+    assert draws(write, text.replace("9", "12"))[:9] == found != draws(write, "seed = 1\n" + text)
 
 
 def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
     path = write("[random]\nsamples = 30\nmodel.n_layer = { uniform = [1, 3] }\n[grid]\nseed = [1, 2]\n")
-    runs = read(path).runs
+    runs = read(path)
     assert sorted(run.name for run in runs) == [f"n_layer={n}+seed={seed}" for n in (1, 2, 3) for seed in (1, 2)]
     assert {run.config.model.n_layer for run in runs} == {1, 2, 3}
 

@@ -12,7 +12,7 @@ from support.waiting import wait_until
 from txl_jax.errors import UserError
 from txl_jax.runs.run import Run
 from txl_jax.runtime import lock as lock_lib
-from txl_jax.runtime.lock import NAME, RunLock
+from txl_jax.runtime.lock import NAME, RunLock, is_held
 from txl_jax.training.hooks import Hook
 
 pytestmark = pytest.mark.full
@@ -43,6 +43,19 @@ def test_one_holder_at_a_time(bucket):
     with RunLock(bucket) as second:
         second.acquire()
         second.close()
+
+
+def test_a_lock_is_held_while_its_holder_lives_or_renews_it(bucket, elsewhere, monkeypatch):
+    """A sweep waits for it, here by the process, elsewhere by the beat."""
+    assert not is_held(str(bucket))
+    for lock in (RunLock(bucket), elsewhere):
+        with lock:
+            lock.acquire()
+            assert is_held(str(bucket))
+            monkeypatch.setattr(lock_lib, "STALE_SECONDS", -1.0)
+            assert is_held(str(bucket)) == (lock is not elsewhere)
+            monkeypatch.undo()
+        assert not is_held(str(bucket))
 
 
 def test_a_holder_elsewhere_that_renews_is_left_alone(bucket, elsewhere, monkeypatch):

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import email.utils
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -153,6 +154,14 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             "stops and has written nothing since"
         )
 
+    def is_renewed(self) -> bool:
+        """Returns whether the object's holder, if any, runs on this machine or has renewed the lock within a minute."""
+        record, lock = self._read(), _stat(self._path)
+        if record is None or lock is None:
+            return False
+        alive = _is_alive(record)
+        return (_stat(self._beat_of(record)) or lock)[1] <= STALE_SECONDS if alive is None else alive
+
     def _create(self) -> bool:
         """Creates the object if it does not exist; returns whether it is this run's."""
         uploads = file_system("gs").base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
@@ -187,6 +196,19 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def _beat_of(self, record: dict[str, Any]) -> str:
         return f"{self._path}-beat-{record.get('token')}"
+
+
+def is_held(folder: AnyPath) -> bool:
+    """Returns whether a run has the lock of a folder, as far as this machine can see; it takes no lock."""
+    path = os.path.join(os.fspath(folder), NAME)
+    if not is_remote(path):
+        with contextlib.suppress(FileNotFoundError), open(path) as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+    return path.startswith("gs://") and RunLock(folder).is_renewed()
 
 
 def _call(method: str, url: str, place: str = "b/{}/o/{}", **arguments: Any) -> Any:

@@ -1,0 +1,221 @@
+"""Tests studies: workers that share a queue, die, are stopped, and take over from each other; made-up trainings."""
+
+import collections
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import optuna
+import pytest
+
+from launch import study, sweep
+from support import ON_PATH, ROOT, sweep_worker
+from support.sweep_worker import FILE, check_each_trained_once, folders, starts
+from support.waiting import wait_until
+
+GRID = FILE + "[grid]\nseed = [1, 2]\noptimizer.learning_rate = [1e-3, 2e-3]\n"
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    sweep_worker.install(monkeypatch.setattr)
+
+
+def run(out, content, *words):
+    """Runs a sweep in this process; returns its exit code."""
+    (out.parent / "sweep.toml").write_text(content)
+    return sweep.main(["sweep", str(out.parent / "sweep.toml"), f"--out={out}", *words])
+
+
+def start(out, content, *words, **variables):
+    """Starts a worker in a process of its own."""
+    (out.parent / "sweep.toml").write_text(content)
+    command = [sys.executable, "-m", "support.sweep_worker", str(out.parent / "sweep.toml"), f"--out={out}", *words]
+    environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+def trials(out):
+    return sweep_worker.trials(f"sqlite:///{out}/study.db")
+
+
+def states(out):
+    return dict(collections.Counter(trial.state.name for trial in trials(out)))
+
+
+def results(out):
+    """The rows of results.csv."""
+    with open(out / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.usefixtures("made_up")
+def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, capsys):
+    assert run(out, GRID, "--jobs=2") == 0
+    check_each_trained_once(out, 4)
+    found = {trial.user_attrs["run"]: trial.value for trial in trials(out)}
+    expected = {(seed, rate): seed + 10 * rate + 1 / 20 for seed in (1, 2) for rate in (0.001, 0.002)}
+    assert found == pytest.approx({f"seed={s}+learning_rate={r}": value for (s, r), value in expected.items()})
+    assert trials(out)[0].intermediate_values[20] == trials(out)[0].value
+    printed = capsys.readouterr().out
+    assert re.search(r"(?m)^best +seed=1\+learning_rate=0\.001: .*\b1\.06", printed)
+    assert re.search(r"(?m)^matters +\d+% seed$", printed) and "| 0.002 | ppl " in printed and "| 2 |" in printed
+    assert len(results(out)) == 4
+    assert run(out, GRID) == 0 and states(out) == {"COMPLETE": 4}, "the same command finds nothing to do"
+    shutil.rmtree(out / "seed=2+learning_rate=0.001")
+    assert run(out, GRID) == 0 and [starts(folder) for folder in folders(out)] == [[0]] * 4, "a folder was removed"
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("made_up")
+def test_failed_runs_are_named_and_tried_again_by_the_next_command(out, capsys):
+    content = FILE + "[grid]\nseed = [1, 99]\n"
+    for times in (1, 2):
+        assert run(out, content) == 1
+        assert capsys.readouterr().out.count("| failed: error: no |") == 1
+        assert starts(out / "seed=99") == [0] * times and starts(out / "seed=1") == [0]
+        assert (out / "seed=99" / "sweep.log").read_text() == "error: no\n" * times
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("made_up")
+def test_a_changed_file_keeps_the_runs_that_have_finished(out):
+    assert run(out, FILE + "[grid]\nseed = [1]\n") == 0
+    assert run(out, FILE + "[grid]\nseed = [1, 2]\n") == 0
+    assert [starts(folder) for folder in folders(out)] == [[0], [0]]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("made_up")
+def test_gpus_are_shared_out(out):
+    assert run(out, GRID, "--gpus=4,7") == 0
+    given = [(folder / "starts").read_text().split()[1] for folder in folders(out)]
+    assert set(given) == {"4", "7"} and len(given) == 4
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("made_up")
+def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch):
+    """Learning rates above the best are pruned, and are saved; a pruned run is not started again."""
+    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    content = FILE + (
+        "[random]\nsamples = 12\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n[grid]\nmodel.n_layer = [2, 3]\n"
+        '[sampler]\nname = "TPESampler"\nn_startup_trials = 4\n'
+        '[pruner]\nname = "MedianPruner"\nn_startup_trials = 3\nn_warmup_steps = 5\n'
+    )
+    assert run(out, content, "--jobs=3") == 0
+    counted = states(out)
+    assert sum(counted.values()) == len(list(out.glob("*/starts"))) == 12 and counted["PRUNED"] > 0
+    assert sum("pruned" in row["state"] for row in results(out)) == counted["PRUNED"]
+    pruned = next(out / trial.user_attrs["run"] for trial in trials(out) if trial.state.name == "PRUNED")
+    assert 5 <= int((pruned / "step").read_text()) < 20
+    assert run(out, content) == 0 and starts(pruned) == [0]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--storage=postgresql://me:secret@host/db", "PGPASSWORD"),
+        ("--storage=mysql://me@host/db", "postgresql://"),
+        ("--storage=mysql", "postgresql://"),
+        ("--storage=sqlite:////proc/study.db", "/proc/study.db"),
+    ],
+)
+@pytest.mark.usefixtures("made_up")
+def test_mistakes_in_the_database_are_named_and_passwords_are_not_printed(out, capsys, words, named):
+    assert run(out, GRID, words) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("error: ") and named in found.err and "secret" not in found.out + found.err
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_workdir_that_is_still_locked_is_waited_for(out):
+    """As by a training whose worker has died, and that is saving."""
+    folder = out / "seed=1"
+    folder.mkdir(parents=True)
+    holder = "import fcntl, time; file = open('.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
+    process = subprocess.Popen([sys.executable, "-c", holder + "time.sleep(3)"], cwd=folder, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    assert run(out, FILE + "[grid]\nseed = [1]\n") == 0
+    process.communicate()
+    assert (folder / "sweep.log").read_text() == "" and starts(folder) == [0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_all_runs_which_the_next_command_resumes(out, number):
+    """A terminal that is closed counts as SIGTERM, which is what runs understand."""
+    worker = start(out, GRID, "--jobs=2", STEP_SECONDS="0.2")
+    wait_until(lambda: len(list(out.glob("*/step"))) == 2)
+    worker.send_signal(number)
+    output, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 128 + number, output
+    assert len(list(out.glob("*/starts"))) == 2 and not list(out.glob("*/ends"))
+    worker = start(out, GRID, "--jobs=2")
+    output, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 0, output
+    check_each_trained_once(out, 4)
+    assert sorted(len(starts(folder)) for folder in folders(out)) == [1, 1, 2, 2]
+
+
+@pytest.mark.full
+def test_a_worker_that_is_killed_takes_its_training_with_it_and_another_resumes(out):
+    """The training saves for two seconds longer, in which its workdir stays locked."""
+    grid = FILE + "[grid]\nseed = [1, 2, 3]\n"
+    one = start(out, grid, STEP_SECONDS="0.1", SAVE_SECONDS="6")
+    wait_until(lambda: list(out.glob("*/step")))
+    one.kill()
+    one.communicate()
+    [folder] = (path.parent for path in out.glob("*/step"))
+    two = start(out, grid)
+    output, _ = two.communicate(timeout=60)
+    assert two.returncode == 0, output
+    check_each_trained_once(out, 3)
+    first, second = starts(folder)
+    assert first == 0 < second < 20 and output.count(f"started   {folder.name}\n") == 1
+    assert states(out) == {"COMPLETE": 3, "FAIL": 1}
+
+
+@pytest.mark.nightly(part="faults")
+def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(out):
+    grid = FILE + "[grid]\nseed = [1, 2, 3, 4, 5]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    workers = [start(out, grid, STEP_SECONDS="0.05") for _ in range(4)]
+    wait_until(lambda: list(out.glob("*/ends")))
+    for number in range(5):
+        time.sleep(0.7)
+        workers[number % 4].kill()
+        workers[number % 4].communicate()
+        workers[number % 4] = start(out, grid, STEP_SECONDS="0.05")
+    for worker in workers:
+        output, _ = worker.communicate(timeout=120)
+        assert worker.returncode == 0, output
+    check_each_trained_once(out, 20)
+    assert states(out)["COMPLETE"] == 20 and states(out).keys() <= {"COMPLETE", "FAIL"}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("made_up")
+def test_a_worker_that_seemed_to_be_dead_gives_its_run_away(out, monkeypatch):
+    """Its heartbeats do not arrive, as over a network that is cut; another worker fails its trial meanwhile."""
+    monkeypatch.setenv("STEP_SECONDS", "0.3")
+    monkeypatch.setattr(study._Storage, "record_heartbeat", lambda self, trial_id: beat_once(self, trial_id))
+    real, beaten = optuna.storages.RDBStorage.record_heartbeat, set()
+
+    def beat_once(self, trial_id):
+        if trial_id not in beaten:
+            beaten.add(trial_id)
+            real(self, trial_id)
+
+    assert run(out, FILE + "[grid]\nseed = [1, 2]\n", "--jobs=2") == 0
+    check_each_trained_once(out, 2)

@@ -1,0 +1,124 @@
+"""`python -m launch.sweep` with made-up trainings, and heartbeats of a second: `python -m support.sweep_worker`.
+
+A training counts to train.steps in its folder, saves on SIGTERM, and resumes from there. `starts` has the step of each
+start with its GPU, `ends` a line for each end. The loss depends on seed and learning rate; one above 90 fails.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import optuna
+import sqlalchemy
+
+from launch import study, sweep
+from support import recorded_run, runs
+from txl_jax.errors import UserError
+from txl_jax.runs.run import TextInfo, holds_run
+
+TRAINING = """
+import fcntl, json, os, signal, sys, time
+folder, steps, loss = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+os.chdir(folder)
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+lock = open(".lock", "a")
+fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # A second training fails.
+step = int(open("step").read()) if os.path.exists("step") else 0
+with open("starts", "a") as starts:
+    starts.write(f"{step} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+if loss > 90:
+    sys.exit("error: no")
+while step < steps:
+    step += 1
+    time.sleep(float(os.environ.get("STEP_SECONDS", 0.005)))
+    with open("metrics.jsonl", "a") as metrics:
+        record = {"kind": "valid" if step % 5 == 0 else "train", "step": step, "loss": loss + 1 / step}
+        metrics.write(json.dumps(record) + "\\n")
+    with open("new", "w") as new:
+        new.write(str(step))
+    os.rename("new", "step")
+    if asked:
+        time.sleep(float(os.environ.get("SAVE_SECONDS", 0)))
+        sys.exit(143)
+with open("new", "w") as results:
+    json.dump({"steps": steps, "best_valid": {"loss": loss + 1 / steps}, "test": {"loss": loss}}, results)
+os.rename("new", "results.json")
+open("ends", "a").write("x\\n")
+"""
+
+
+FILE = """
+program = "ptb"
+flagfile = "ptb_small"
+[base]
+seed = 1
+train.steps = 20
+optimizer.warmup_steps = 10
+"""
+
+
+class Run(sweep.Run):
+    """A run with a made-up training."""
+
+    @property
+    def results(self):
+        path = Path(self.folder, "results.json")
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def loss_of(config):
+    """The loss of a training with these settings, before its steps count."""
+    return config.seed + 10 * config.optimizer.learning_rate
+
+
+def install(patch=setattr):
+    """Makes the trainings of sweeps up, and dead workers known soon."""
+    real = sweep.Sweep.run
+
+    def run(self, values):
+        made = real(self, values)
+        if not holds_run(made.folder):
+            with contextlib.suppress(UserError):  # Another worker records it at this moment.
+                runs.record(made.folder, made.config, TextInfo("ptb", "PTB", "d" * 64, recorded_run.VOCABULARY))
+        words = [made.folder, str(made.config.train.steps), str(loss_of(made.config))]
+        fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        return Run(**fields | {"command": (sys.executable, "-ISc", TRAINING, *words)})
+
+    patch(sweep.Sweep, "run", run)
+    for name, seconds in (("BEAT_SECONDS", 1), ("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
+        patch(study, name, seconds)
+
+
+def trials(url):
+    """All trials of the only study in a database."""
+    storage = optuna.storages.RDBStorage(url, engine_kwargs={"poolclass": sqlalchemy.pool.NullPool})
+    [name] = optuna.get_all_study_names(storage)
+    return optuna.load_study(study_name=name, storage=storage).trials
+
+
+def folders(out):
+    """The workdirs of a sweep."""
+    return sorted(path for path in out.iterdir() if path.is_dir())
+
+
+def starts(folder):
+    """The steps from which a run was started."""
+    path = folder / "starts"
+    return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_each_trained_once(out, count, steps=20):
+    """Asserts that there are so many runs, and that each has each step once, in its order, and ended once."""
+    assert len(folders(out)) == count
+    for folder in folders(out):
+        recorded = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert recorded == list(range(1, steps + 1)) and (folder / "ends").read_text() == "x\n", folder
+
+
+if __name__ == "__main__":
+    install()
+    sys.exit(sweep.main(sys.argv))
