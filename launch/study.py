@@ -187,7 +187,7 @@ class Worker:
         return self._study.get_trials(deepcopy=False)
 
     def _work(self, gpu: str | None) -> None:
-        """Takes one trial after the other, and waits for those of other workers, which may die."""
+        """Takes one trial after the other, and waits for other workers' trials, since these workers may die."""
         left, told = True, ""
         while left and not self.ended.is_set():
             with self._lock() as lock:
@@ -227,7 +227,7 @@ class Worker:
         """Queues the runs that no trial is or was for; returns the states of all trials."""
         optuna.storages.fail_stale_trials(self._study)
         trials, runs = self._trials(), self._sweep.runs
-        # If they are drawn, those that were.
+        # Runs that are drawn are known once they were.
         known = {name: (run.values, self._sweep.space) for name, run in runs.items()} or {
             name: (each.params, each.distributions) for each in trials if (name := each.user_attrs.get("run"))
         }

@@ -199,7 +199,7 @@ class Sweep:
         return Run(name, folder, values, settings, command, config)
 
     def write(self) -> int:
-        """Writes the table of all runs, or of those that were drawn; returns the exit code, 1 if a run has failed."""
+        """Writes the table of all (or all drawn) runs; returns the exit code, 1 if a run has failed."""
         runs: Iterable[Run] = self.runs.values()
         if not runs and storage.is_dir(self.out):
             found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))

@@ -125,7 +125,7 @@ def _watch(names: list[str], host: str) -> None:
     connections, ending = list[socket.socket](), threading.Lock()  # Only the thread that ends this process acquires it.
 
     def follow(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, KeyError):  # A stranger's, or there is no way to process 0.
+        with connection, contextlib.suppress(OSError, KeyError):  # A stranger's, or process 0 cannot be reached.
             if _number:
                 connection.connect((host, port))
                 connection.sendall(f"{key}{_number}".encode())

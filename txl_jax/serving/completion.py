@@ -37,7 +37,7 @@ class CompletionRun:
     def submit(self, owner: str) -> None:
         """Makes the choices wait for rows. An owner's session is in use until they end, unless it is forked.
 
-        Raises `RequestError` if there is no such session, or nothing to begin from, or too many choices wait.
+        Raises `RequestError` if the session is unknown, or the text is empty, or too many choices wait.
         """
         self._loop, until = asyncio.get_running_loop(), time.monotonic() + self._engine.limits.seconds
         store, name, is_fork = self._engine.store, self._body.session, self._body.fork

@@ -97,7 +97,7 @@ class Job:
     cancelled: bool = False
     begun: int = 0  # Samples that have or had a row.
     is_read: bool = False
-    pieces: list[Piece] = dataclasses.field(default_factory=list)  # Those of the prompt, for samples that wait.
+    pieces: list[Piece] = dataclasses.field(default_factory=list)  # The prompt's, for samples that wait.
 
     @property
     def waiting(self) -> int:

@@ -92,7 +92,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str = ""
-    add_special_tokens: bool = False  # No effect: there are none.
+    add_special_tokens: bool = False  # No effect: the vocabularies lack such tokens.
 
 
 class DetokenizeBody(Body):
@@ -123,9 +123,9 @@ def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
 
 
 def _error_of(error: Any) -> RequestError:
-    """Returns the error of a field, or of a body that is no object."""
+    """Returns the error of a field, or of a body that is not an object."""
     if not error["loc"]:
-        return RequestError("the body must be an object of JSON", code="malformed_json")
+        return RequestError("the body must be a JSON object", code="malformed_json")
     name = ".".join(map(str, error["loc"][: 1 if error["loc"][0] in _MESSAGES else None]))
     said = error["msg"].replace("Input", "it")
     message = _MESSAGES.get(name, f"{name} is {reprlib.repr(error['input'])}; {said[:1].lower()}{said[1:]}")
@@ -134,7 +134,7 @@ def _error_of(error: Any) -> RequestError:
 
 def unknown_model(given: str, model: str) -> RequestError:
     """Returns the error of a request for another model."""
-    message = f"there is no model {given[:80]!a} here, only {model!r}"
+    message = f"model is {given[:80]!a}, and this server has only {model!r}"
     return RequestError(message, status=404, param="model", code="model_not_found")
 
 

@@ -4,7 +4,7 @@ A session is the rings of one row, the number of tokens that were read, and the 
 Its history comes to no more, however long it is, so that continuing costs the same after any number of tokens.
 
 A session changes only when a request that continues it ends. A request that fails, or whose client leaves, leaves it as
-it was. Sessions live in the server's memory: where one is wanted and there is no place, the one idle longest goes.
+it was. Sessions live in the server's memory. When it is full, a new session replaces the one that was idle longest.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class SessionStore:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(rings))
 
     def create(self, owner: str) -> Session:
-        """Makes an empty session; raises `RequestError` (429) if there is no place, and no idle one to make room."""
+        """Makes an empty session, in place of an idle one if there are too many; raises `RequestError` (429)."""
         self._expire()
         self._make_room([each for each in self._all() if each.owner == owner], self._limit_per_owner)
         self._make_room(self._all(), self._limit)
