@@ -408,16 +408,18 @@ def _zip_members(path: str) -> Members:
 class _Header(tarfile.TarInfo):
     """A header that is an error if `tarfile` would read what follows into memory, whatever its size."""
 
+    @staticmethod
+    def _refuse(*_: Any) -> None:
+        raise ValueError("it has a sparse file, or a name or attributes above 1 MiB")
+
+    _proc_gnusparse_10 = _refuse  # tarfile's reader of the list of holes in a newer kind of sparse file.
+
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)
         if header.type == tarfile.GNUTYPE_SPARSE or (not header.isreg() and header.size > 1 << 20):
-            cls._proc_gnusparse_10()
+            cls._refuse()
         return header
-
-    @staticmethod
-    def _proc_gnusparse_10(*_: Any) -> None:
-        raise ValueError("it has a sparse file, or a name or attributes above 1 MiB")
 
 
 def _tar_members(path: str) -> Members:
