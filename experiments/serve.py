@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import os
+import signal
 import socket
 from typing import Any
 
@@ -52,7 +53,7 @@ class Plan(cli.StoredTypes):
     max_waiting: int = setting(_USUAL.waiting, "Choices that may wait for a row.", at_least=0)
     request_seconds: float = setting(float(_USUAL.seconds), "Time of a request.", at_least=0)
     max_sessions: int = setting(
-        16, "Sessions at a time; each needs a KV cache on the host. Keys share them.", at_least=0
+        16, "Sessions at a time; each needs a KV cache on the host. Keys share them.", at_least=1
     )
     max_session_gib: float = setting(4.0, "Memory of all sessions in GiB, which may allow fewer.", at_least=0)
     session_seconds: float = setting(3600.0, "Time after its last use at which a session expires.", at_least=0)
@@ -61,6 +62,8 @@ class Plan(cli.StoredTypes):
 
 def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
+    # Until it listens Ctrl-C ends it at once: an exception can be lost in a callback of XLA.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
     _check_host(plan.host, keys)
     with _bind(plan.host, plan.port) as bound:  # Before the model is read, which takes longer.
@@ -138,7 +141,9 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     require(plan.rows * size < memory, f"{fitting} {memory // size}; take fewer")
     print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows of {each}")
     limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
-    per_key = -(-limit // max(1, num_keys))
+    per_key = limit // max(1, num_keys)
+    none = f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow {limit} sessions"
+    require(per_key, f"{none} of {each}, and {max(1, num_keys)} are needed, one per key; raise them")
     print(f"sessions  at most {limit} of {each}, {per_key} per key")
     limits = Limits(
         body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
@@ -156,6 +161,7 @@ def _check_host(host: str, keys: set[str]) -> None:
     is_loopback = host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
         is_loopback |= ipaddress.ip_address(host).is_loopback
+    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, as headers are; choose other keys")
     reachable = f"--host is {host}, which other machines can reach, and no key is set"
     require(is_loopback or keys, f"{reachable}; set {_KEYS}=KEY[,KEY..], or leave --host out")
 

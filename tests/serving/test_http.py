@@ -15,8 +15,9 @@ from support.http_server import ask, complete, events, joined, left, metrics, se
 from support.serving import SECONDS, gate, ids, refused
 from support.waiting import wait_until
 from txl_jax.config import GenerateConfig
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.serving import protocol
-from txl_jax.serving.engine import Limits
+from txl_jax.serving.engine import Limits, Piece, Prompt
 
 LIMITS = Limits(body_bytes=20_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
 
@@ -49,6 +50,14 @@ def test_a_text_is_the_one_that_the_library_writes(port):
     assert "".join(logprobs["tokens"]) == expected and logprobs["text_offset"] == list(range(7, 37))
     for token, logprob, top in zip(*(logprobs[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
         assert len(top) == 3 and top.get(token, logprob) == logprob <= max(top.values()) + 1e-5
+
+
+def test_offsets_count_characters_whose_bytes_are_tokens():
+    vocabulary = ByteVocabulary(bytes(range(256)))
+    tokens = np.asarray(vocabulary.encode("äb€c".encode()), np.int32)
+    writer = protocol.ChoiceWriter(0, Prompt(tokens, max_tokens=0, echo=True), vocabulary, logprobs=0)
+    found = writer.json_of([Piece("", tokens[:5], None, is_prompt=True), Piece("", tokens[5:], None, is_prompt=True)])
+    assert found["logprobs"]["text_offset"] == [0, 0, 1, 2, 2, 2, 3]
 
 
 def test_a_stream_is_the_same_text_in_pieces(port):
@@ -126,6 +135,8 @@ MISTAKES = {
     "huge temperature": (b'{"temperature": 1e999}', 400, "temperature"),
     "top_p of 0": ({"top_p": 0}, 400, "top_p"),
     "penalty": ({"presence_penalty": 1}, 400, "presence_penalty"),
+    "a fork of no session": ({"fork": True}, 400, "fork"),
+    "usage without a stream": ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     "best of many": ({"best_of": 3}, 400, "best_of"),
     "many stops": ({"stop": ["a"] * 4}, 400, "stop"),
     "a long stop": ({"stop": "a" * 21}, 400, "stop"),
@@ -162,11 +173,12 @@ def test_mistakes_get_their_status_and_are_named(port, body, status, named):
 
 def test_other_paths_methods_and_types(port):
     assert refusal(ask(port, "/v1/chat/completions", {})) == (404, "not_found")
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("GET", "/v1/completions")
-    response = connection.getresponse()
-    assert (response.status, response.getheader("Allow")) == (405, "POST")
-    connection.close()
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("DELETE", "/v1/sessions", "GET, HEAD, POST")):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert (response.status, response.getheader("Allow")) == (405, allowed)
+        connection.close()
     assert ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
     assert ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
     assert ask(port, "/healthz") == (200, "ok\n") and ask(port, "/readyz") == (200, "ready\n")

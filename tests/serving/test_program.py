@@ -63,7 +63,8 @@ def test_what_takes_too_long_is_cut_off(run, compiled):
 def test_what_cannot_be_served_is_refused(run):
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = f"--port={used.getsockname()[1]}"
-        for flag, named in (("--host=0.0.0.0", "TXL_API_KEYS"), (port, "--port"), ("--rows=999999999", "KV cache")):
+        few = ("--max_session_gib=1e-9", "--max_session_gib")
+        for flag, named in (("--host=0.0.0.0", "API_KEYS"), (port, "--port"), ("--rows=999999999", "KV cache"), few):
             code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
             assert code == 1 and named in errors and errors.count("\n") == 1
 

@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from txl_jax.errors import RequestError
@@ -311,9 +311,7 @@ class _OwnPagesOnly:
                 message = f"this server is not {host[:80]!r}; add that name to --allowed_hosts if it is yours"
                 app = _error(RequestError(message, status=421, code="unknown_host"))
             elif origin and page != host and _name(page) not in self._hosts - {*LOOPBACK}:
-                message = (
-                    f"a page of {origin[:80]!r} may not use this server; add its name to --allowed_hosts if it is yours"
-                )
+                message = f"a page of {origin[:80]!r} may not use this server; pages of --allowed_hosts may"
                 app = _error(RequestError(message, status=403, code="cross_site"))
         await app(scope, receive, send)
 
@@ -334,11 +332,16 @@ def _error(error: RequestError) -> JSONResponse:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Answers for paths and methods that do not exist."""
-    place = f"{request.method[:10]} {request.url.path[:80]}"
-    message = f"{place} does not exist here ({error.detail}); texts are continued at POST /v1/completions"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    response = _error(RequestError(message, status=error.status_code, code=code))
-    response.headers.update(error.headers or {})  # The methods that are allowed.
+    method, path = request.method[:10], request.url.path[:80]
+    if error.status_code != 405:
+        message = f"{path} does not exist; texts are continued at POST /v1/completions"
+        return _error(RequestError(message, status=error.status_code, code="not_found"))
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    allowed = ", ".join(sorted({name for route in matching for name in route.methods}))  # Of all routes of the path.
+    response = _error(
+        RequestError(f"{method} is not allowed for {path}, only {allowed}", status=405, code="method_not_allowed")
+    )
+    response.headers["Allow"] = allowed
     return response
 
 

@@ -3,6 +3,7 @@
 Bodies are read by pydantic, whose models are also the server's schema. Nothing here belongs on the event loop.
 """
 
+import codecs
 import collections
 import json
 import math
@@ -25,10 +26,11 @@ _BYTES = "bytes:"
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Ids = Annotated[list[_Id], Field(fail_fast=True)]  # One error is enough: millions of them took a minute.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
+_UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias", "suffix")
 _MESSAGES = {
     "prompt": "a prompt must be a text, a list of token ids, or a list of several of either",
     "stop": "stop must be a string or a list of strings",
-}
+} | {name: f"{name} is not supported; omit it" for name in _UNSUPPORTED}
 
 
 class Body(pydantic.BaseModel):
@@ -44,7 +46,7 @@ class Body(pydantic.BaseModel):
             return found
         if unknown := found.keys() - cls.model_fields:  # Not left to pydantic, which makes an error of each.
             known = ", ".join(sorted(cls.model_fields)) or "none"
-            message = f"{min(unknown)[:40]!r} is not a parameter here; those are {known}"
+            message = f"{min(unknown)[:40]!r} is not a parameter of this request, which takes: {known}"
             raise RequestError(message, code="unknown_parameter")
         return {name: value for name, value in found.items() if value is not None}
 
@@ -80,7 +82,7 @@ class CompletionBody(Body):
     session: str | None = None
     fork: bool = False
     user: str | None = None  # No effect.
-    # OpenAI's parameters that have no effect here, with the values that change nothing.
+    # `_UNSUPPORTED`: OpenAI's parameters, with the values that change nothing.
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
     logit_bias: dict[str, Any] = Field({}, max_length=0)
@@ -142,6 +144,10 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
     """Returns the prompts of a body; raises `RequestError`."""
     if body.best_of not in (None, body.n):
         raise RequestError(f"best_of must be n ({body.n}), got {body.best_of}", param="best_of")
+    if body.fork and body.session is None:
+        raise RequestError("fork is true without a session; pass the session to fork", param="fork")
+    if body.stream_options != _StreamOptions() and not body.stream:
+        raise RequestError("stream_options is only for stream = true", param="stream_options")
     if body.max_tokens > limits.new_tokens:
         message = f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}"
         raise RequestError(message, param="max_tokens")
@@ -197,6 +203,7 @@ class ChoiceWriter:
         text = vocabulary.decode(prompt.tokens).decode(errors="replace")
         self._before = text if prompt.echo else ""  # What the first piece's text follows.
         self._offset = 0 if prompt.echo else len(text)  # Of the next token in the text.
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")  # A token may be half of one.
         self.written = 0  # Tokens, without the prompt's.
 
     def json_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -218,7 +225,7 @@ class ChoiceWriter:
                 name = self._name(token)
                 found["tokens"].append(name)
                 found["text_offset"].append(self._offset)
-                self._offset += 0 if name.startswith(_BYTES) else len(name)
+                self._offset += len(self._characters.decode(self._vocabulary.decode([token])))
                 scores = piece.scores
                 found["token_logprobs"].append(None if scores is None else -float(scores.nats[place]))
                 found["top_logprobs"].append(None if scores is None else self._top(scores, place, token))
@@ -271,7 +278,7 @@ def _check_total(total: int, limits: Limits) -> None:
     """Raises `RequestError` if a request has more tokens than a request may have."""
     if total > limits.tokens:
         most = f"the prompts, and max_tokens of all choices, may have {limits.tokens} tokens together, got {total}"
-        advice = "send fewer choices, or continue a session over several requests"
+        advice = "shorten the prompts, lower max_tokens or n, or continue a session over several requests"
         raise RequestError(f"{most}; {advice}", param="prompt", code="too_many_tokens")
 
 
