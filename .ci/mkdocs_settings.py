@@ -33,7 +33,7 @@ def row(leaf: Leaf) -> str:
     """Returns a setting's row of the table; `*` marks a setting that may change when a run is resumed."""
     name = f"`--{leaf.name}`" if leaf.setting.flag else f"`{leaf.name}`, code only"
     free = " *" if leaf.setting.free_on_resume or leaf.setting.may_grow else ""
-    default = str(leaf.default).lower() if leaf.type.kind is bool else format_value(leaf.default)
+    default = str(leaf.default).lower() if isinstance(leaf.default, bool) else format_value(leaf.default)
     return f"| {name}{free} | {default or 'empty'} | {html.escape(leaf.setting.help)} | {values(leaf)} |\n"
 
 
