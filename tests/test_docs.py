@@ -1,4 +1,4 @@
-"""Tests that the commands of README and docs can be typed, and the examples: in docstrings and docs/examples.
+"""Tests that the commands and settings of README and docs exist, and the examples: in docstrings and docs/examples.
 
 Each model of docs/examples solves what the one without its part cannot.
 """
@@ -9,17 +9,21 @@ import importlib
 import re
 import runpy
 import shlex
+import types
 
 import numpy as np
 import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, programs
+from txl_jax.config import ExperimentConfig
+from txl_jax.config.config_tree import leaves
 from txl_jax.config.experiment import preset_names
 
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 PLACEHOLDERS = {"FLAGS", "...", "NAME"}  # Of the pages.
 SOURCES = [path for folder in ("txl_jax", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))]
+SETTINGS = {leaf.name: leaf for leaf in leaves(ExperimentConfig)}
 EXAMPLES = [path.relative_to(ROOT) for path in SOURCES if ">>>" in path.read_text()]
 assert len(EXAMPLES) > 10
 
@@ -55,6 +59,36 @@ def test_every_command_of_a_page_can_be_typed(page):
             assert name in flag_names(program), (page.name, program, word)
             if name == "flagfile" and value not in PLACEHOLDERS:
                 assert value in preset_names() or "/" in value, (page.name, program, word)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def test_every_setting_of_a_page_exists(page):
+    named = re.findall(
+        r"--((?:model|data|optimizer|mesh|train|regularization|average|eval|generate)\.[\w.]*\w)", page.read_text()
+    )
+    assert not {name for name in named if name not in SETTINGS and f"{name}." not in " ".join(SETTINGS)}
+
+
+@pytest.mark.full
+def test_every_flag_beside_an_original_one_exists():
+    ours = re.findall(r"`--([\w.]+)", (ROOT / "docs" / "original-flags.md").read_text())
+    assert len(ours) > 50 and not {*ours} - flag_names("experiments.enwik8")
+
+
+def test_the_page_of_settings_has_all_of_them():
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="settings.md"))
+    fill = runpy.run_path(str(ROOT / ".ci" / "mkdocs_settings.py"))["on_page_markdown"]
+    rows = re.findall(
+        r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$",
+        fill((ROOT / "docs/settings.md").read_text(), page=page),
+        re.M,
+    )
+    assert {name for name, _, _ in rows} == {*SETTINGS} and len(rows) == len(SETTINGS)
+    found = {name: (default, values) for name, default, values in rows}
+    assert found["model.div_val"] == ("1", "int at least 1") and found["train.same_length"] == ("false", "bool")
+    assert found["model.tie_projs"] == ("empty", "list of bool")
+    assert found["average.ema_decay"] == ("none", "float above 0 and below 1 or none")
+    assert found["data.tokenizer.newlines"] == ("keep", "keep, drop; only if `data.tokenizer.kind` is byte")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=str)

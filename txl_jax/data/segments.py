@@ -193,8 +193,9 @@ def evaluation_segments(
     >>> reader.segments(1, 1).targets.tolist()
     [[[4, 5, 6], [10, 11, 0]]]
 
+    The other arguments are described in `training_segments`.
+
     Args:
-      tokens, batch_size, segment_len, own: As in `training_segments`.
       warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
         fewer, and a row without targets of its own reads none.
 
