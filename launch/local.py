@@ -10,8 +10,9 @@ found dead at once, that of a process which was killed or failed by itself comes
 SIGTERM and Ctrl-C are forwarded to all processes, once, and all are waited for; a second one kills them.
 """
 
+import argparse
 import os
-import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,16 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
-
-from absl import flags
-
-FLAGS = flags.FLAGS
-flags.DEFINE_integer("processes", 2, "Processes to start.", lower_bound=1)
-flags.DEFINE_integer(
-    "devices", None, "Simulated CPU devices of each process; default: the devices that jax finds.", lower_bound=1
-)
-flags.DEFINE_bool("dry_run", False, "Print the commands and start nothing.")
+from typing import Any
 
 # When one process is lost the others notice and report it themselves; after these times they get SIGTERM, then SIGKILL.
 _SECONDS_TO_NOTICE = 15.0
@@ -38,21 +30,17 @@ _POLL_SECONDS = 0.1
 
 def main() -> None:
     """Parses the flags and starts the processes."""
-    if {"--help", "-h"} & set(sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]):
-        print(f"{__doc__}\n{FLAGS.module_help(sys.argv[0])}")
-        sys.exit(0)
-    try:
-        command = FLAGS(sys.argv)[1:]
-    except flags.Error as error:
-        _fail(error)
-    if not command:
-        _fail("no command was given; write it after --, as -- python -m experiments.enwik8 --workdir=runs/mine")
-    environments = process_environments(FLAGS.processes, devices=FLAGS.devices, base=os.environ)
-    if FLAGS.dry_run:
-        for environment in environments:
-            print(shell_line(command, environment))
-        return
-    sys.exit(ProcessGroup(command, environments).wait())
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("launch.local", description=__doc__, formatter_class=how, allow_abbrev=False)
+    number: dict[str, Any] = {"type": int, "choices": range(1, 1000), "metavar": "N"}
+    parser.add_argument("--processes", **number, default=2, help="processes to start (default: 2)")
+    parser.add_argument("--devices", **number, help="simulated CPU devices of each (default: those that jax finds)")
+    parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
+    given = parser.parse_args()
+    if not shutil.which(given.command[0]):
+        parser.error(f"{given.command[0]} is not a program; give one after --, as -- python -m experiments.enwik8")
+    environments = process_environments(given.processes, devices=given.devices, base=os.environ)
+    sys.exit(ProcessGroup(given.command, environments).wait())
 
 
 def process_environments(count: int, *, devices: int | None, base: Mapping[str, str]) -> list[dict[str, str]]:
@@ -67,70 +55,47 @@ def process_environments(count: int, *, devices: int | None, base: Mapping[str, 
     return [variables | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
 
 
-def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Formats a command with its environment variables as it could be typed.
-
-    >>> shell_line(["echo", "a b"], {"X": "1"})
-    "X=1 echo 'a b'"
-    """
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
-
-
 class ProcessGroup:
     """Several processes, from their start to the end of the last."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
         self._signalled = False
-        self._handlers = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._readers: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[str]] = []
-        try:
-            for number, environment in enumerate(environments):
-                self._start(number, command, os.environ | environment)
-        except OSError as error:
-            self._send(signal.SIGKILL)
-            _fail(f"cannot start {command[0]} ({error.strerror}); give a program after --")
-
-    def _start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        output: dict[str, Any] = {} if number == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal and from here.
-        process = subprocess.Popen(
-            command, env=environment, start_new_session=True, text=True, errors="replace", **output
-        )
-        self._processes.append(process)
-        if number:
-            self._readers.append(threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True))
-            self._readers[-1].start()
+        self._readers: list[threading.Thread] = []
+        signal.signal(signal.SIGTERM, self._forward)
+        signal.signal(signal.SIGINT, self._forward)
+        for number, environment in enumerate(environments):
+            # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal and from here.
+            how: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
+            if number > 0:
+                how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+            process = subprocess.Popen(command, **how)
+            self._processes.append(process)
+            if number > 0:
+                self._readers.append(threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True))
+                self._readers[-1].start()
 
     def wait(self) -> int:
         """Waits for all processes; returns the exit code of the first that failed, as shells report it, or 0."""
-        while self._first_failure() is None and self._are_running():
+        while None in (codes := self._codes()) and not any(codes):
             time.sleep(_POLL_SECONDS)
-        failed = self._first_failure()
-        code = 0 if failed is None else self._processes[failed].returncode
+        cause, code = first_cause(codes)
         if code and not self._signalled:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
-            print(f"process {failed} {how}; the others are stopped", file=sys.stderr, flush=True)
+            print(f"process {cause} {how}; the others are stopped", file=sys.stderr, flush=True)
         for number, seconds in (signal.SIGTERM, _SECONDS_TO_NOTICE), (signal.SIGKILL, _SECONDS_AFTER_SIGTERM):
             until = time.monotonic() + seconds
-            while self._are_running() and time.monotonic() < until:
+            while None in self._codes() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
             self._send(number)
         for process in self._processes:
             process.wait()
         for reader in self._readers:
             reader.join(timeout=1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
         return 128 - code if code < 0 else code
 
-    def _are_running(self) -> bool:
-        return any(process.poll() is None for process in self._processes)
-
-    def _first_failure(self) -> int | None:
-        """Returns the failed process that is least likely a consequence of another's failure."""
-        failed = [number for number, process in enumerate(self._processes) if process.poll()]
-        return min(failed, key=lambda number: _consequence_rank(self._processes[number].returncode), default=None)
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
 
     def _forward(self, number: int, _: object) -> None:
         self._send(signal.SIGKILL if self._signalled else number)
@@ -142,19 +107,16 @@ class ProcessGroup:
                 os.killpg(process.pid, number)
 
 
+def first_cause(codes: Sequence[int | None]) -> tuple[int, int]:
+    """Returns number and exit code of the process whose failure is least likely the consequence of another's."""
+    lost_another = os.EX_TEMPFAIL, -signal.SIGABRT  # As it says itself, or aborted by jax.
+    failed = ((number, code) for number, code in enumerate(codes) if code)
+    return min(failed, key=lambda each: 2 if each[1] in lost_another else int(each[1] > 0), default=(0, 0))
+
+
 def _print_lines(number: int, lines: Iterable[str]) -> None:
     for line in lines:
         print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
-
-
-def _consequence_rank(code: int) -> int:
-    """Ranks how likely an exit code is that of a process which lost another: 75, or an abort by jax."""
-    return 2 if code in (os.EX_TEMPFAIL, -signal.SIGABRT) else int(code > 0)
-
-
-def _fail(error: object) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
 
 
 if __name__ == "__main__":
