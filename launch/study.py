@@ -1,24 +1,22 @@
-"""The study of a sweep: its runs as trials of Optuna in a database, and the workers that take and train them.
+"""The study of a sweep: its runs as trials of Optuna in a database, and the worker that takes and trains them.
 
-A run is queued before anybody trains it, under a lock of the whole study. So a worker may die at any moment: a trial
-without a heartbeat is queued again, and resumes in its workdir. Two never share one: a training ends with its worker,
-and a workdir that is still locked is waited for.
+The queue has a place for each run, or for each draw of a sampler. A worker makes a trial for a place that has none, and
+of several trials for a place the first one counts. So workers need no lock, and may die at any moment: a trial without
+a heartbeat fails, its place is free again, and its run resumes in its workdir. Two trainings never share a workdir: a
+training ends with its worker, and a place whose workdir is still locked is left alone.
 """
 
-import concurrent.futures
 import contextlib
-import fcntl
 import functools
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,13 +36,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG = "sweep.log"
-BEAT_SECONDS, GRACE_SECONDS = 15, 90  # A worker that has sent no heartbeat for so long is dead.
-POLL_SECONDS, REMOTE_POLL_SECONDS = 2.0, 30.0  # Object storage is paid by the request.
+GRACE_SECONDS = 90  # A worker that has sent no heartbeat for so long is dead.
+POLL_SECONDS, REMOTE_POLL_SECONDS = 2.0, 15.0  # Object storage is paid by the request.
 PATIENCE_SECONDS = 900.0  # With a database that is restarted, or cannot be reached.
-UNREACHABLE = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
-_ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
-# Starts a command that gets SIGTERM from the kernel when this process has ended, be it by SIGKILL. It may get several,
-# as threads end one by one: then it stops without saving.
+UNREACHABLE = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError)
+# Starts a command that gets SIGTERM from the kernel when this process has ended, be it by SIGKILL.
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(143); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -86,88 +82,92 @@ def reason(error: BaseException) -> str:
     return first_line(error.__cause__ or error)
 
 
-def _patient(act: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a method that may be called again: it waits for a database that cannot be reached."""
-
-    @functools.wraps(act)
-    def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                return act(self, *args, **kwargs)
-            except UNREACHABLE as error:
-                if self.ended.is_set() or time.monotonic() > until:
-                    raise
-                _say(f"waiting   for the database: {reason(error)}")
-            self.ended.wait(5)
-
-    return call
-
-
 class _Storage(optuna.storages.RDBStorage):
-    """Optuna's database, whose calls survive a restart of it."""
-
-    ended = threading.Event()  # Once it is set they do not wait.
-
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
-        """Sets the state of a trial."""
         if state is TrialState.RUNNING:  # Before it is taken: its worker may die right after.
             self.record_heartbeat(trial_id)
         return super().set_trial_state_values(trial_id, state, values)
 
 
-for _name in [name for name in dir(_Storage) if name.lstrip("_").startswith(("get_", "set_t", "record_"))]:
-    setattr(_Storage, _name, _patient(getattr(_Storage, _name)))
+class _Training:
+    """A process that trains the run of a trial."""
+
+    def __init__(self, run: "Run", trial: optuna.Trial, gpu: str | None):
+        self.run, self.trial, self.gpu = run, trial, gpu
+        self.state, self.pruned = "", False  # How it ended, and whether the pruner ended it.
+        self._began, self._step = time.monotonic(), -1  # The step of the last validation that was reported.
+        self._path, self._is_remote = os.path.join(run.folder, LOG), storage.is_remote(run.folder)
+        storage.make_folder(run.folder)
+        run.note()
+        self._log = tempfile.TemporaryFile() if self._is_remote else open(self._path, "ab")  # noqa: SIM115
+        tie = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
+        how: dict[str, Any] = {"stdout": self._log, "stderr": self._log, "env": environment, "start_new_session": True}
+        self.process = subprocess.Popen([*tie, *run.command], **how)
+        _say(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""))
+
+    def report(self) -> None:
+        """Reports new validation losses, and ends the process if the pruner says so."""
+        records = []
+        with contextlib.suppress(LogError):  # The run says what is wrong.
+            records = [each for each in read_metrics(self.run.folder) if each["kind"] == "valid"]
+        for record in records:
+            if record["step"] > self._step and not self.pruned:
+                self.trial.report(float(record["loss"]), record["step"])
+                self._step, self.pruned = record["step"], self.trial.should_prune()
+                if self.pruned:
+                    self.process.terminate()
+
+    def close(self) -> None:
+        """Waits for the process, and records how it ended."""
+        code = self.process.wait()
+        if self.state:
+            return
+        if self._is_remote:
+            self._log.seek(0)
+            storage.write(self._path, self._log.read())
+        self._log.close()
+        self.state = self.run.end(code, time.monotonic() - self._began, pruned=self.pruned)
+        _say(f"{self.state}: {self.run.name}")
 
 
 class Worker:
-    """Takes runs of a study and trains them, one in each slot (the number of a GPU, or None), until none is left."""
+    """Takes runs of a study and trains them, one on each of `gpus` (numbers or None), until none is left.
 
-    def __init__(self, sweep: "Sweep", url: str, slots: Sequence[str | None]):
+    All calls that need the database are in `_step`, which is repeated as a whole if it cannot be reached.
+    """
+
+    def __init__(self, sweep: "Sweep", url: str, gpus: Sequence[str | None]):
         self.signal_number = 0
-        self.ended = threading.Event()
-        self.ended.set()  # No patience before the start.
-        self._sweep, self._slots = sweep, slots
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        place, name = database(url), f"{os.path.basename(sweep.out)}-{sweep.digest}"
-        self._file = f"{place.database}.lock" if place.drivername == "sqlite" else None
-        self._number = zlib.crc32(name.encode())  # Of the lock in PostgreSQL.
-        # Writers of SQLite wait for each other; a call over a network that was cut ends.
-        limits = {"timeout": 60} if self._file else {"connect_timeout": 10, "tcp_user_timeout": 60_000}
-        how: dict[str, Any] = {"poolclass": sqlalchemy.pool.NullPool, "connect_args": limits}
+        self._sweep, self._free_gpus = sweep, list(gpus)
+        self._was_late = self._is_waiting = False
+        self._trainings: list[_Training] = []
+        place = database(url)
+        if place.drivername == "sqlite":
+            open(str(place.database), "a").close()  # Its error names the file.
         with rephrased("--storage=postgresql:... needs a driver (%s); pip install 'psycopg[binary]'", ImportError):
-            self._engine = sqlalchemy.create_engine(place, **how)
-        with self._lock():
-            made = _Storage(str(place), how, heartbeat_interval=BEAT_SECONDS, grace_period=GRACE_SECONDS)
-            made.ended = self.ended
-            how = {"sampler": sweep.sampler, "pruner": sweep.pruner or optuna.pruners.NopPruner()}
-            self._study = optuna.create_study(storage=made, study_name=name, load_if_exists=True, **how)
-        before = self._trials()
-        self._first = len(before)  # Runs that failed before are tried again, and those whose folder was removed.
-        complete = [trial for trial in before if trial.state is TrialState.COMPLETE]
-        paths = {trial.number: os.path.join(sweep.out, trial.user_attrs["run"], RESULTS) for trial in complete}
-        self._again = {number for number, path in paths.items() if not storage.exists(path)}
+            # Of workers that start together one makes the tables, and others may fail once.
+            self._storage, self._study = self._patiently(functools.partial(_connect, sweep, place), seconds=3)
+        self._outdated: set[int] = set()  # Runs that failed before are tried again, and those whose folder was removed.
+        for trial in self._study.get_trials(deepcopy=False):
+            results = os.path.join(sweep.out, trial.user_attrs.get("run", ""), RESULTS)
+            if "failed" in trial.user_attrs or (trial.state is TrialState.COMPLETE and not storage.exists(results)):
+                self._outdated.add(trial.number)
 
     def run(self) -> None:
         """Trains runs until none is left, or a signal arrives. No training outlives this call, whatever fails."""
-        self.ended.clear()
         with contextlib.ExitStack() as at_end:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # SIGHUP: the terminal is gone.
-                at_end.callback(signal.signal, number, signal.signal(number, lambda number, _: self._end(number)))
-            bar = at_end.enter_context(tqdm(total=self._sweep.size, unit="run", disable=None))
-            pool = at_end.enter_context(concurrent.futures.ThreadPoolExecutor(len(self._slots)))
-            at_end.callback(lambda: self._end(self.signal_number))  # The first of these.
-            left = works = {pool.submit(self._work, gpu) for gpu in self._slots}
-            while left:
-                ended, left = concurrent.futures.wait(works, POLL_SECONDS, concurrent.futures.FIRST_EXCEPTION)
-                for work in ended:
-                    work.result()
-                bar.n = sum(trial.state in _ENDED for trial in self._trials())
-                bar.refresh()
+                at_end.callback(signal.signal, number, signal.signal(number, self._forward))
+            bar = at_end.enter_context(tqdm(total=len(self._sweep.queue), unit="run", disable=None))
+            at_end.callback(self._end_trainings)
+            while self._patiently(functools.partial(self._step, bar), PATIENCE_SECONDS):
+                time.sleep(REMOTE_POLL_SECONDS if storage.is_remote(self._sweep.out) else POLL_SECONDS)
 
     def report(self) -> list[str]:
         """Returns lines with the best run, and with the importance of each setting once there are enough runs."""
-        if not [trial for trial in self._trials() if trial.state is TrialState.COMPLETE]:
+        if not self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
             return []
         best = self._study.best_trial
         lines = [f"best      {best.user_attrs['run']}: validation loss {best.value:.4f} nats"]
@@ -177,152 +177,144 @@ class Worker:
             lines += [f"matters   {share:4.0%} {name}" for name, share in shares.items()]
         return lines
 
-    def _end(self, number: int) -> None:
+    def _patiently(self, act: Callable[[], T], seconds: float) -> T:
+        """Calls `act`; again while the database cannot be reached, for so long or until a signal arrives."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                return act()
+            except UNREACHABLE as error:
+                if self.signal_number or time.monotonic() > until:
+                    raise
+                _say(f"waiting   for the database: {reason(error)}")
+            time.sleep(min(5, seconds / 3))
+
+    def _forward(self, number: int, _: object) -> None:
         self.signal_number = number
-        self.ended.set()
-        for process in list(self._processes):  # Runs do not handle SIGHUP.
-            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        for training in self._trainings:  # Runs do not handle SIGHUP.
+            training.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    def _trials(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)
+    def _end_trainings(self) -> None:
+        """Ends the trainings that are left after an error, and waits until they have saved."""
+        for training in self._trainings:
+            if not self.signal_number and not training.pruned:  # A second signal ends a run without saving.
+                training.process.terminate()
+        for training in self._trainings:
+            training.close()
 
-    def _work(self, gpu: str | None) -> None:
-        """Takes one trial after the other, and waits for other workers' trials, since these workers may die."""
-        left, told = True, ""
-        while left and not self.ended.is_set():
-            with self._lock() as lock:
-                states = self._queue()
-                left = not states.isdisjoint({TrialState.WAITING, TrialState.RUNNING})
-                if TrialState.WAITING in states:
-                    objective: Any = functools.partial(self._objective, gpu, lock)
-                    try:
-                        self._study.optimize(objective, n_trials=1)
-                    except Exception as error:
-                        # Others took this worker for dead, as it could not reach the database, and continue the run.
-                        cause = error.__context__ if isinstance(error, AssertionError) else error
-                        lost = isinstance(cause, optuna.exceptions.UpdateFinishedTrialError)
-                        if not lost and not str(cause).startswith("Cannot tell"):
-                            raise
-                    continue
-            if left and not told and not self._processes:
-                told = f"waiting   for runs of other workers; one that has died is noticed after {GRACE_SECONDS} s"
-                _say(told)
-            self.ended.wait(POLL_SECONDS if left else 0)
-
-    @_patient
-    def _lock(self) -> contextlib.ExitStack:
-        """Takes the lock of the study, and returns what releases it; it ends with its process or connection."""
-        with contextlib.ExitStack() as stack:
-            if self._file:
-                fcntl.flock(stack.enter_context(open(self._file, "a")), fcntl.LOCK_EX)
-            else:
-                connection = stack.enter_context(self._engine.connect())
-                # If its host vanishes, the connection ends after that time.
-                connection.exec_driver_sql("SET idle_in_transaction_session_timeout = '60s'")
-                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s)", (self._number,))
-            return stack.pop_all()
-
-    @_patient
-    def _queue(self) -> set[TrialState]:
-        """Queues the runs that no trial is or was for; returns the states of all trials."""
+    def _step(self, bar: Any) -> bool:
+        """Looks after the trainings, and starts others; returns whether there are some left, here or elsewhere."""
+        self._beat()
+        for training in list(self._trainings):
+            self._look_after(training)
+        if self.signal_number:
+            return bool(self._trainings)
         optuna.storages.fail_stale_trials(self._study)
-        trials, runs = self._trials(), self._sweep.runs
-        # Runs that are drawn are known once they were.
-        known = {name: (run.values, self._sweep.space) for name, run in runs.items()} or {
-            name: (each.params, each.distributions) for each in trials if (name := each.user_attrs.get("run"))
-        }
-        counted = [trial for trial in trials if self._counts(trial)]
-        names = {trial.user_attrs.get("run") for trial in counted}
-        queue = [(*what, {"run": name}) for name, what in known.items() if name not in names]
-        queue += [({}, {}, {})] * (0 if runs else self._sweep.size - len(counted) - len(queue))
-        for values, space, notes in queue:
-            what: dict[str, Any] = {"params": dict(values), "distributions": space, "user_attrs": notes}
-            self._study.add_trial(optuna.create_trial(state=TrialState.WAITING, **what))
-        return {trial.state for trial in trials} | ({TrialState.WAITING} if queue else set())
+        while self._free_gpus and not self.signal_number and self._take():
+            self._beat()
+        bar.n = sum(trial.state.is_finished() for trial in self._trials().values() if self._counts(trial))
+        bar.refresh()
+        is_left = bar.n < len(self._sweep.queue)
+        if is_left and not self._trainings and not self._is_waiting:
+            self._is_waiting = True
+            _say(f"waiting   for runs of other workers; one that has died is noticed after {GRACE_SECONDS} s")
+        return is_left
+
+    def _beat(self) -> None:
+        for training in self._trainings:
+            self._storage.record_heartbeat(training.trial._trial_id)  # noqa: SLF001
+
+    def _trials(self) -> dict[str, FrozenTrial]:
+        """Returns the trial of each place in the queue: the first that counts, or else the last."""
+        found: dict[str, FrozenTrial] = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            place = trial.user_attrs.get("place")
+            if place is not None and (place not in found or not self._counts(found[place])):
+                found[place] = trial
+        return found
 
     def _counts(self, trial: FrozenTrial) -> bool:
-        """Returns whether no other trial is needed for the run of this one."""
-        if trial.state is TrialState.FAIL:  # Without a reason its worker was stopped, or has died.
-            return "failed" in trial.user_attrs and trial.number >= self._first
-        return trial.number not in self._again
+        """Returns whether a trial keeps its place. One that failed without a reason was stopped, or its worker died."""
+        has_stopped = trial.state is TrialState.FAIL and "failed" not in trial.user_attrs
+        return trial.number not in self._outdated and not has_stopped
 
-    def _objective(self, gpu: str | None, lock: contextlib.ExitStack, trial: optuna.Trial) -> float | None:
-        """Trains the run of a trial; returns its lowest validation loss in nats, or None if it has not finished."""
-        with lock:  # One worker draws at a time.
-            values = {name: _value(trial, name, of) for name, of in self._sweep.space.items()}
+    def _queue(self) -> bool:
+        """Queues a trial for a place that has none; returns whether there is such a place."""
+        trials = self._trials()
+        places = [place for place in self._sweep.queue if place not in trials or not self._counts(trials[place])]
+        if self._was_late:  # Workers that start together should not all want the same place.
+            random.shuffle(places)
+        for place in places:
+            before = trials.get(place)
+            folder = os.path.join(self._sweep.out, before.user_attrs.get("run", place) if before else place)
+            if not is_held(folder):  # Else by a training that saves, as its worker has died.
+                params = before.params if before else dict(self._sweep.queue[place])
+                of = {name: self._sweep.space[name] for name in params}
+                how: dict[str, Any] = {"params": params, "distributions": of, "user_attrs": {"place": place}}
+                self._study.add_trial(optuna.create_trial(state=TrialState.WAITING, **how))
+                return True
+        return False
+
+    def _take(self) -> bool:
+        """Takes a trial, and starts its run unless that has finished; returns whether there was a trial to take."""
+        if not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING]) and not self._queue():
+            return False
+        with warnings.catch_warnings(action="ignore"):  # The heartbeat is kept, though not by `optimize`.
+            trial = self._study.ask(self._sweep.space)
+        place = trial.user_attrs.get("place")  # None if another worker has taken the trial from the queue.
+        self._was_late = place is None or self._trials()[place].number != trial.number
+        run, failed = None, ""
+        if not self._was_late:
             try:
-                run = self._sweep.run(values)
+                run = self._sweep.run(trial.params)
+                trial.set_user_attr("run", run.name)
             except UserError as error:  # Drawn values that do not fit each other.
-                trial.set_user_attr("failed", str(error))
-                _say(f"failed: {error}")
-                return None
-            trial.set_user_attr("run", run.name)
-        state, reported = "", {-1}
-        while run.results is None and not self.ended.is_set():
-            if is_held(run.folder):  # By a training that saves, as its worker has died.
-                state = ""
-                self.ended.wait(POLL_SECONDS)
-            elif state:
-                trial.set_user_attr("failed", state)
-                return None
-            else:
-                state = self._train(run, gpu, trial, reported)
-        if (results := run.results) is None:
-            return None
-        return min(math.inf, float((results.get("best_valid") or results["test"])["loss"]))  # Not nan.
+                failed = str(error)
+                _say(f"failed: {failed}")
+        if run is None or run.results is not None:
+            self._tell(trial, run, failed=failed)
+        else:
+            self._trainings.append(_Training(run, trial, self._free_gpus.pop(0)))
+            if self.signal_number:  # It arrived meanwhile.
+                self._trainings[-1].process.terminate()
+        return True
 
-    def _train(self, run: "Run", gpu: str | None, trial: optuna.Trial, reported: set[int]) -> str:
-        """Runs the program of a run, and reports its validation losses; returns how it ended."""
-        path, remote, began = os.path.join(run.folder, LOG), storage.is_remote(run.folder), time.monotonic()
-        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        tie = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
-        storage.make_folder(run.folder)
-        run.note()
-        pruned = False
-        with tempfile.TemporaryFile() if remote else open(path, "ab") as log, contextlib.ExitStack() as at_end:
-            # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
-            how: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "start_new_session": True}
-            process = subprocess.Popen([*tie, *run.command], **how)
-            self._processes.add(process)
-            for act in (lambda: self._processes.discard(process), process.wait, process.terminate):
-                at_end.callback(act)  # Whatever fails; the last one first.
-            _say(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""))
-            if self.ended.is_set():  # It was set while the process was being started.
-                process.terminate()
-            while process.returncode is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(REMOTE_POLL_SECONDS if remote else POLL_SECONDS)
-                for step, loss in [] if pruned else _validations(run.folder, after=max(reported)):
-                    reported.add(step)
-                    trial.report(loss, step)
-                    pruned = pruned or bool(trial.should_prune())
-                if pruned and process.returncode is None:
-                    process.terminate()
-                    process.wait()
-            if remote:
-                log.seek(0)
-                storage.write(path, log.read())
-        state = run.end(process.returncode, time.monotonic() - began, pruned=pruned)
-        _say(f"{state}: {run.name}")
-        if pruned and run.results is None:
-            raise optuna.TrialPruned
-        return state
+    def _look_after(self, training: _Training) -> None:
+        """Reports the losses of a training, and tells how it ended."""
+        has_ended = training.process.poll() is not None
+        # If others took this worker for dead, they wait until its training ends.
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            training.report()
+        if not has_ended:
+            return
+        training.close()
+        # A training in a workdir that another one has locked fails.
+        is_final = not self.signal_number and not is_held(training.run.folder)
+        self._tell(training.trial, training.run, pruned=training.pruned, failed=training.state if is_final else "")
+        self._trainings.remove(training)
+        self._free_gpus.append(training.gpu)
+
+    def _tell(self, trial: optuna.Trial, run: "Run | None" = None, *, pruned: bool = False, failed: str = "") -> None:
+        """Ends a trial, with the lowest validation loss in nats if its run has finished."""
+        results = run.results if run else None
+        value, state = None, TrialState.PRUNED if pruned else TrialState.FAIL
+        if results is not None:
+            state = TrialState.COMPLETE
+            value = min(math.inf, float((results.get("best_valid") or results["test"])["loss"]))  # Not nan.
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            if state is TrialState.FAIL and failed:
+                trial.set_user_attr("failed", failed)
+            self._study.tell(trial, value, state, skip_if_finished=True)
 
 
-def _value(trial: optuna.Trial, name: str, of: Any) -> Any:
-    """Returns a value of a trial: of the queue, or drawn now."""
-    if isinstance(of, optuna.distributions.CategoricalDistribution):
-        return trial.suggest_categorical(name, of.choices)
-    whole = isinstance(of, optuna.distributions.IntDistribution)
-    return (trial.suggest_int if whole else trial.suggest_float)(name, of.low, of.high, log=of.log)
-
-
-def _validations(folder: str, *, after: int) -> list[tuple[int, float]]:
-    """Returns step and loss of each validation after a step."""
-    with contextlib.suppress(LogError):  # The run says what is wrong.
-        records = [each for each in read_metrics(folder) if each["kind"] == "valid" and each["step"] > after]
-        return [(int(each["step"]), float(each["loss"])) for each in records]
-    return []
+def _connect(sweep: "Sweep", place: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
+    # Writers of SQLite wait for each other; a call over a network that was cut ends.
+    limits = {"timeout": 60} if place.drivername == "sqlite" else {"connect_timeout": 10, "tcp_user_timeout": 60_000}
+    engine = {"poolclass": sqlalchemy.pool.NullPool, "connect_args": limits}
+    made = _Storage(str(place), engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
+    name, pruner = f"{os.path.basename(sweep.out)}-{sweep.digest}", sweep.pruner or optuna.pruners.NopPruner()
+    how: dict[str, Any] = {"study_name": name, "load_if_exists": True, "sampler": sweep.sampler, "pruner": pruner}
+    return made, optuna.create_study(storage=made, **how)
 
 
 def _say(line: str) -> None:

@@ -5,30 +5,15 @@
     python -m launch.sweep --table runs/one gs://bucket/runs/two
     python -m launch.sweep sweep.toml --out=gs://bucket/sweep --storage=postgresql://me@host/db --jobs=8 --print=sky
 
-The file (names are those of the program's flags; a setting that is off, or all, is "none"):
+The file has the settings of the runs, named as the program's flags; a setting that is off, or all, is "none":
 
     program = "ptb"                       # python -m experiments.ptb
-    flagfile = "ptb_small"                # one, or a list
-    [base]                                # settings of all runs
-    train.steps = 2000
-    [grid]                                # grid search: every combination is a run
-    seed = [1, 2, 3]
-    [[runs]]                              # each of these with every combination of the grid
-    model = { n_layer = 8, d_inner = 64 }
-    name = "deep"                         # instead of the settings that differ
-    [random]                              # random search: each sample with every combination too
-    samples = 20
-    optimizer.learning_rate = { log = [1e-4, 1e-2] }   # or uniform
-    [sampler]                             # draws by the results so far: samples are all runs, grid and runs choices
-    name = "TPESampler"                   # a class of Optuna's; other lines are its arguments
-    [pruner]                              # stops runs that are worse than others at the same step
-    name = "MedianPruner"
+    base.train.steps = 2000               # of all runs
+    grid.seed = [1, 2, 3]                 # every combination is a run
 
+docs/launch.md describes the other tables: [[runs]], [random], [sampler] and [pruner].
 Each run has a folder in --out, named after the settings in which it differs; its output is in sweep.log there. The same
-command continues a sweep, or joins it from another machine: finished runs are skipped, runs that stopped or whose
-worker died are resumed, failed runs are tried again. Ctrl-C and SIGTERM are forwarded to the runs, which save and exit.
-At the end the table is printed and written to results.csv in --out; where runs differ only in the seed, means and
-standard deviations follow, in means.csv. With --table and folders, the table lists the runs in them.
+command continues a sweep, or joins it from another machine. Ctrl-C saves all runs.
 """
 
 import argparse
@@ -88,7 +73,7 @@ class Run:
     def results(self) -> dict[str, Any] | None:
         """The content of results.json, or None if it is corrupted or the run has not finished with these settings."""
         try:
-            results = json.loads(storage.read(os.path.join(self.folder, RESULTS)))
+            results = dict(storage.read_json(os.path.join(self.folder, RESULTS)))
             same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
@@ -96,10 +81,10 @@ class Run:
             return None
         return results if same and ended else None
 
-    def note(self, **ended: Any) -> None:
-        """Records what is known of the run in sweep.json; keeps the seconds of earlier processes."""
-        seconds = _notes(self.folder).get("seconds", 0.0) + ended.pop("seconds", 0.0)
-        storage.write_json(os.path.join(self.folder, _NOTES), {"values": self.values, "seconds": seconds} | ended)
+    def note(self, state: str | None = None, seconds: float = 0.0) -> None:
+        """Records in sweep.json how the last process ended, if it has, and the seconds of all of them."""
+        notes = {"values": self.values, "seconds": _notes(self.folder).get("seconds", 0.0) + seconds, "state": state}
+        storage.write_json(os.path.join(self.folder, _NOTES), notes)
 
     def end(self, code: int, seconds: float, *, pruned: bool) -> str:
         """Records how a process of the run ended: finished, diverged, pruned, stopped or failed; returns it."""
@@ -109,10 +94,10 @@ class Run:
             step = max((step for step, _ in find_steps(run_lib.Run(self.folder).latest)), default=0)
             state = f"{'pruned' if pruned else 'stopped'} after step {step}"
         else:
-            lines = storage.read(os.path.join(self.folder, study.LOG)).decode(errors="replace").split("\n")
-            last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")[:300]
-            state = f"failed: {f'killed by {signal.Signals(-code).name}' if code < 0 else last}"
-        self.note(seconds=seconds, state=state)
+            lines = storage.read(os.path.join(self.folder, study.LOG)).decode(errors="replace").strip().split("\n")
+            why = lines[-1].strip()[:300] or f"exit code {code}"
+            state = f"failed: {f'killed by {signal.Signals(-code).name}' if code < 0 else why}"
+        self.note(state, seconds)
         return state
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
@@ -122,7 +107,7 @@ class Run:
             [found] = records.read_runs([self.folder])
             row |= dataclasses.replace(found, results=self.results).row([])
         if self.results is None:
-            row["state"] = f"running, {row['state']}" if is_held(self.folder) else notes.get("state", row["state"])
+            row["state"] = f"running, {row['state']}" if is_held(self.folder) else notes.get("state") or row["state"]
         if seconds := notes.get("seconds"):  # Else the recorded rates are the time.
             row["seconds"] = round(seconds, 1)
         in_effect = config_tree.to_dict(self.config) | dict(self.differs)
@@ -138,7 +123,7 @@ class Sweep:
 
     def __init__(self, path: Path, out: str):
         content = _content(path)
-        self.out, self.program, given = out.rstrip("/"), content["program"], content.get("flagfile", [])
+        self.out, self.program, given = out, content["program"], content.get("flagfile", [])
         self._common = [f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)]
         self._common += _as_flags(_flat(content.get("base", {})))
         self._entries = _entries(content.get("runs") or [{}])
@@ -172,7 +157,8 @@ class Sweep:
             alike = f"{run.name} and {other.name} have the same settings; remove one of them"
             require(run.config != other.config, alike)
         self.runs = {} if online else found  # All runs by name, unless they are drawn while others are trained.
-        self.size = len(self.runs) or samples
+        draws: dict[str, Mapping[str, Any]] = {f"draw {number}": {} for number in range(samples)}
+        self.queue = draws if online else {name: run.values for name, run in found.items()}  # By places in the queue.
 
     def run(self, values: Mapping[str, Any]) -> Run:
         """Returns the run with these values; raises `UserError` as its program would."""
@@ -303,43 +289,24 @@ def config_of(program: str, arguments: list[str], recorded: ExperimentConfig | N
 def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
     """Prints the table and the means over seeds, and writes them to results.csv and means.csv in `out`, if given."""
     print("", *records.markdown(names, rows), "", sep="\n")
-    tables = {"results": (["run", *names, *records.MEASURED, "state"], rows)}
-    if averaged := records.means(names, rows):
-        tables["means"] = (records.mean_columns(names), averaged)
     if out is None:
         return
     storage.make_folder(out)
-    for name, (columns, content) in tables.items():
-        path = os.path.join(out, f"{name}.csv")
-        storage.write(path, records.csv_file(columns, content))
-        print(f"{name:<10}{path}", flush=True)
+    columns = ["run", *names, *records.MEASURED, "state"]
+    averages = records.means(names, rows)
+    for name, header, content in ("results", columns, rows), ("means", records.mean_columns(names), averages):
+        if content:
+            path = os.path.join(out, f"{name}.csv")
+            storage.write(path, records.csv_file(header, content))
+            print(f"{name:<10}{path}", flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the sweep; returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database) or 128 + signal."""
     given = _parsed(argv[1:])
     storage.shorten_storage_logs()
-    files, out = given.files, given.out and os.path.expanduser(given.out)
     try:
-        if given.table and files and not files[0].endswith(".toml"):
-            found = records.read_runs(files)
-            names = records.swept_settings(found)
-            _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
-            return 0
-        require(len(files) == 1, f"{len(files)} files were given ({' '.join(files) or 'none'}), not one, as sweep.toml")
-        require(out, "no folder was given; give the folder of the runs with --out=PATH")
-        commands = _sky(given) if given.print else []
-        wrong = f"--out is {out}, where no database can be; give one with --storage=postgresql://USER@HOST/DATABASE"
-        require(given.table or given.dry_run or given.storage or not storage.is_remote(out), wrong)
-        sweep = Sweep(Path(files[0]), storage.as_path(out) if storage.is_remote(out) else out)
-        if given.table:
-            return sweep.write()
-        if not given.print and not given.dry_run:
-            url = given.storage or f"sqlite:///{os.path.abspath(sweep.out)}/study.db"
-            return _work(sweep, url, given.gpus or [None] * given.jobs)
-        commands = commands or [run.command for run in sweep.runs.values() if run.results is None]
-        print(*map(shlex.join, commands), sep="\n")
-        return 0
+        return _run(given)
     except study.UNREACHABLE as error:
         advice = "see --storage, and start the same command again"
         print(f"error: the database of the study cannot be reached ({study.reason(error)}); {advice}", file=sys.stderr)
@@ -347,6 +314,33 @@ def main(argv: Sequence[str]) -> int:
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _run(given: argparse.Namespace) -> int:
+    files, out = given.files, given.out
+    if given.table and files and not files[0].endswith(".toml"):
+        found = records.read_runs(files)
+        names = records.swept_settings(found)
+        _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
+        return 0
+    require(len(files) == 1, f"{len(files)} files were given ({' '.join(files) or 'none'}), not one, as sweep.toml")
+    require(out, "no folder was given; give the folder of the runs with --out=PATH")
+    wrong = f"--out is {out}, where no database can be; give one with --storage=postgresql://USER@HOST/DATABASE"
+    require(given.table or given.dry_run or given.storage or not storage.is_remote(out), wrong)
+    commands = _sky(given) if given.print else []
+    sweep = Sweep(Path(files[0]), storage.as_path(out))
+    if given.table:
+        return sweep.write()
+    if given.print or given.dry_run:
+        commands = commands or [run.command for run in sweep.runs.values() if run.results is None]
+        print(*map(shlex.join, commands), sep="\n")
+        return 0
+    storage.make_folder(sweep.out)
+    worker = study.Worker(sweep, given.storage or f"sqlite:///{sweep.out}/study.db", given.gpus or [None] * given.jobs)
+    worker.run()
+    code = sweep.write()
+    print(*worker.report(), sep="\n", flush=True)
+    return 128 + worker.signal_number if worker.signal_number else code
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -363,15 +357,6 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     add("--dry_run", action="store_true", help="only print the commands of the unfinished runs")
     add("--print", choices=["sky"], help="only print commands that start --jobs workers as managed jobs of SkyPilot")
     return parser.parse_args(words)
-
-
-def _work(sweep: Sweep, url: str, slots: Sequence[str | None]) -> int:
-    storage.make_folder(sweep.out)
-    worker = study.Worker(sweep, url, slots)
-    worker.run()
-    code = sweep.write()
-    print(*worker.report(), sep="\n", flush=True)
-    return 128 + worker.signal_number if worker.signal_number else code
 
 
 def _sky(given: argparse.Namespace) -> list[Sequence[str]]:

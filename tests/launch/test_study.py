@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import itertools
 import os
 import re
 import shutil
@@ -108,7 +109,7 @@ def test_gpus_are_shared_out(out):
 @pytest.mark.usefixtures("made_up")
 def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch):
     """Learning rates above the best are pruned, and are saved; a pruned run is not started again."""
-    monkeypatch.setenv("STEP_SECONDS", "0.02")
+    monkeypatch.setenv("STEP_SECONDS", "0.1")
     content = FILE + (
         "[random]\nsamples = 12\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n[grid]\nmodel.n_layer = [2, 3]\n"
         '[sampler]\nname = "TPESampler"\nn_startup_trials = 4\n'
@@ -159,11 +160,11 @@ def test_a_signal_saves_all_runs_which_the_next_command_resumes(out, number):
     worker = start(out, GRID, "--jobs=2", STEP_SECONDS="0.2")
     wait_until(lambda: len(list(out.glob("*/step"))) == 2)
     worker.send_signal(number)
-    output, _ = worker.communicate(timeout=60)
+    output, _ = worker.communicate(timeout=240)
     assert worker.returncode == 128 + number, output
     assert len(list(out.glob("*/starts"))) == 2 and not list(out.glob("*/ends"))
     worker = start(out, GRID, "--jobs=2")
-    output, _ = worker.communicate(timeout=60)
+    output, _ = worker.communicate(timeout=240)
     assert worker.returncode == 0, output
     check_each_trained_once(out, 4)
     assert sorted(len(starts(folder)) for folder in folders(out)) == [1, 1, 2, 2]
@@ -179,7 +180,7 @@ def test_a_worker_that_is_killed_takes_its_training_with_it_and_another_resumes(
     one.communicate()
     [folder] = (path.parent for path in out.glob("*/step"))
     two = start(out, grid)
-    output, _ = two.communicate(timeout=60)
+    output, _ = two.communicate(timeout=240)
     assert two.returncode == 0, output
     check_each_trained_once(out, 3)
     first, second = starts(folder)
@@ -198,7 +199,7 @@ def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(
         workers[number % 4].communicate()
         workers[number % 4] = start(out, grid, STEP_SECONDS="0.05")
     for worker in workers:
-        output, _ = worker.communicate(timeout=120)
+        output, _ = worker.communicate(timeout=240)
         assert worker.returncode == 0, output
     check_each_trained_once(out, 20)
     assert states(out)["COMPLETE"] == 20 and states(out).keys() <= {"COMPLETE", "FAIL"}
@@ -206,10 +207,9 @@ def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
-def test_a_worker_that_seemed_to_be_dead_gives_its_run_away(out, monkeypatch):
-    """Its heartbeats do not arrive, as over a network that is cut; another worker fails its trial meanwhile."""
+def test_a_worker_that_seemed_to_be_dead_keeps_its_runs(out, monkeypatch):
+    """Its heartbeats do not arrive, as over a network that is cut; meanwhile its trials fail and are queued again."""
     monkeypatch.setenv("STEP_SECONDS", "0.3")
-    monkeypatch.setattr(study._Storage, "record_heartbeat", lambda self, trial_id: beat_once(self, trial_id))
     real, beaten = optuna.storages.RDBStorage.record_heartbeat, set()
 
     def beat_once(self, trial_id):
@@ -217,5 +217,41 @@ def test_a_worker_that_seemed_to_be_dead_gives_its_run_away(out, monkeypatch):
             beaten.add(trial_id)
             real(self, trial_id)
 
+    monkeypatch.setattr(study._Storage, "record_heartbeat", beat_once)
     assert run(out, FILE + "[grid]\nseed = [1, 2]\n", "--jobs=2") == 0
     check_each_trained_once(out, 2)
+    assert [starts(folder) for folder in folders(out)] == [[0], [0]]
+    assert states(out) == {"COMPLETE": 2, "FAIL": 2}
+
+
+@pytest.mark.usefixtures("made_up")
+def test_of_two_trials_for_a_run_the_first_one_trains_it(out, monkeypatch):
+    """Two workers may queue the same run at the same time."""
+    real = optuna.Study.add_trial
+    monkeypatch.setattr(optuna.Study, "add_trial", lambda self, trial: [real(self, trial) for _ in range(2)])
+    assert run(out, FILE + "[grid]\nseed = [1, 2]\n") == 0
+    check_each_trained_once(out, 2)
+    assert [trial.state.name for trial in trials(out)] == ["COMPLETE", "FAIL"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize(("failures", "code"), [(1, 0), (1000, os.EX_TEMPFAIL)])
+def test_a_training_goes_on_while_the_database_cannot_be_reached_and_saves_in_the_end(out, monkeypatch, failures, code):
+    monkeypatch.setenv("STEP_SECONDS", "0.4")
+    monkeypatch.setattr(study, "PATIENCE_SECONDS", 1.0)
+    real, calls = optuna.storages.RDBStorage.record_heartbeat, itertools.count()
+
+    def beat(self, trial_id):
+        if 2 <= next(calls) < 2 + failures:
+            raise optuna.exceptions.StorageInternalError
+        real(self, trial_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.storages.RDBStorage, "record_heartbeat", beat)
+        assert run(out, FILE + "[grid]\nseed = [1]\n") == code
+    assert starts(out / "seed=1") == [0]
+    monkeypatch.setenv("STEP_SECONDS", "0.01")
+    assert run(out, FILE + "[grid]\nseed = [1]\n") == 0
+    check_each_trained_once(out, 1)
+    assert len(starts(out / "seed=1")) == (1 if code == 0 else 2)

@@ -45,7 +45,7 @@ SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.l
 QUICK = """
 import sys
 from launch import study, sweep
-study.BEAT_SECONDS, study.GRACE_SECONDS, study.POLL_SECONDS = 1, 3, 0.2
+study.GRACE_SECONDS, study.POLL_SECONDS = 3, 0.2
 sys.exit(sweep.main(sys.argv))
 """
 

@@ -89,7 +89,7 @@ def install(patch=setattr):
         return Run(**fields | {"command": (sys.executable, "-ISc", TRAINING, *words)})
 
     patch(sweep.Sweep, "run", run)
-    for name, seconds in (("BEAT_SECONDS", 1), ("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
+    for name, seconds in (("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
         patch(study, name, seconds)
 
 
