@@ -148,7 +148,7 @@ class Worker:
             open(str(place.database), "a").close()  # Its error names the file.
         with rephrased("--storage=postgresql:... needs a driver (%s); pip install 'psycopg[binary]'", ImportError):
             # Of workers that start together one makes the tables, and others may fail once.
-            self._storage, self._study = self._patiently(functools.partial(_connect, sweep, place), seconds=3)
+            self._storage, self._study = self._patiently(functools.partial(_connect, sweep, place), seconds=15)
         self._outdated: set[int] = set()  # Runs that failed before are tried again, and those whose folder was removed.
         for trial in self._study.get_trials(deepcopy=False):
             results = os.path.join(sweep.out, trial.user_attrs.get("run", ""), RESULTS)

@@ -1,6 +1,7 @@
 """Tests studies: workers that share a queue, die, are stopped, and take over from each other; made-up trainings."""
 
 import collections
+import concurrent.futures
 import csv
 import itertools
 import os
@@ -222,6 +223,16 @@ def test_a_worker_that_seemed_to_be_dead_keeps_its_runs(out, monkeypatch):
     check_each_trained_once(out, 2)
     assert [starts(folder) for folder in folders(out)] == [[0], [0]]
     assert states(out) == {"COMPLETE": 2, "FAIL": 2}
+
+
+def test_workers_that_start_together_share_one_study(out):
+    """One makes the tables, while others fail to."""
+    out.mkdir()
+    (out.parent / "sweep.toml").write_text(GRID)
+    made = sweep.Sweep(out.parent / "sweep.toml", str(out))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: study.Worker(made, f"sqlite:///{out}/study.db", [None]), range(4)))
+    assert trials(out) == []
 
 
 @pytest.mark.usefixtures("made_up")
