@@ -32,11 +32,13 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
         parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{words}</text>')
 
     for number in range(SEGMENTS):
-        label = ("segment t" if number == current else f"t − {current - number}") + (", memory" * (number == current - 1))
+        label = ("segment t" if number == current else f"t \u2212 {current - number}") + (
+            ", memory" * (number == current - 1)
+        )
         text(column(number * L) + L * CELL / 2, TOP - 14, label)
     for layer in range(LAYERS + 1):
         text(LEFT - 12, row(layer) + 20, f"layer {layer}" if layer else "embeddings", anchor="end")
-        # The query in the last place of the top layer depends on these positions: each layer reaches one memory further.
+        # What the query in the last place of the top layer depends on: each layer reaches one memory further.
         reached = range(max(0, current - LAYERS + layer) * L, length) if layer < LAYERS else range(length - 1, length)
         for position in range(length):
             color = faint if position not in reached else segment if position // L == current else memory
