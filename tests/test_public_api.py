@@ -97,6 +97,17 @@ def test_a_trained_model_scores_texts_as_its_log_probabilities_add_up(run):
     assert found.tokens == nats.size == 39 and found.nats == pytest.approx(nats.sum(dtype=np.float64), rel=1e-5)
 
 
+@pytest.mark.full
+def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
+    config, corpus = drawn_run.on_text(tmp_path, bytes([*range(32, 127), 10]) * 20)
+    model = txl_jax.load(drawn_run.make(tmp_path / "run", config, corpus)[0].path)
+    monkeypatch.setattr(txl_jax, "load", lambda _: model)
+    found = execute([block.replace("length=100", "length=5") for block in python_blocks()])["log_probabilities"]
+    tokens = model.encode("and stormy night; ")
+    alone, _ = model.log_probabilities([tokens], model.init_memory(1))
+    assert found.shape == alone.shape == (1, len(tokens), 256) and np.abs(found - alone)[0, 0].max() > 1e-4
+
+
 def test_other_types_of_weights_and_cache_are_refused(run):
     for name, wrong, types in (("weight_dtype", "int4", "int8"), ("cache_dtype", "float16", "bfloat16.*int8")):
         with pytest.raises(txl_jax.UserError, match=f"{name}.*{wrong}.*{types}"):
@@ -113,20 +124,6 @@ def test_a_page_trains_with_a_loop_of_its_own(updates, capsys):
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(bits) == updates // 10 and bits[0] > 4
     assert bits[-1] < (1 if updates == 200 else 3)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("book")
-def test_readme_trains_with_a_hook(monkeypatch, capsys):
-    [example] = [block for block in python_blocks() if "txl_jax.Hook(" in block]
-    quick = {"model.n_layer": 1, "model.d_model": 64, "model.n_head": 2, "model.d_inner": 128}
-    quick |= {"train.batch_size": 4, "train.segment_len": 32, "train.mem_len": 32}
-    small = config_tree.replace(txl_jax.preset("small"), quick)
-    monkeypatch.setattr(txl_jax, "preset", lambda name: small)
-    execute([example])
-    out = capsys.readouterr().out
-    assert all(f"\n{step} updates done\n" in out for step in (50, 100, 150, 200))
-    assert float(out.splitlines()[-1]) < 2
 
 
 @pytest.mark.full
