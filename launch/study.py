@@ -57,7 +57,7 @@ def made(kind: str, table: Mapping[str, Any]) -> Any:
     more = {"constant_liar": True, "seed": None} if table.get("name") == "TPESampler" else {}
     with rephrased(wrong, AttributeError, KeyError, TypeError, ValueError):
         return getattr(getattr(optuna, f"{kind}s"), table["name"])(
-            **more, **{name: value for name, value in table.items() if name != "name"}
+            **more | {name: value for name, value in table.items() if name != "name"}
         )
 
 

@@ -113,7 +113,7 @@ def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch
     monkeypatch.setenv("STEP_SECONDS", "0.1")
     content = FILE + (
         "[random]\nsamples = 12\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n[grid]\nmodel.n_layer = [2, 3]\n"
-        '[sampler]\nname = "TPESampler"\nn_startup_trials = 4\n'
+        '[sampler]\nname = "TPESampler"\nseed = 1\nn_startup_trials = 4\n'
         '[pruner]\nname = "MedianPruner"\nn_startup_trials = 3\nn_warmup_steps = 5\n'
     )
     assert run(out, content, "--jobs=3") == 0
