@@ -48,6 +48,7 @@ _TIED = (
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 # Its heartbeat, constant_liar and importances.
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+warnings.filterwarnings("ignore", "The reported value is ignored")  # By a call that was repeated, or a resumed run.
 
 
 def made(kind: str, table: Mapping[str, Any]) -> Any:

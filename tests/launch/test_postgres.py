@@ -1,6 +1,7 @@
 """Tests a study in PostgreSQL with workers in two network namespaces, as on two machines: kills, restarts, a cut."""
 
 import contextlib
+import json
 import os
 import pwd
 import random
@@ -12,8 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from launch import sweep
 from support import ON_PATH, ROOT
 from support.sweep_worker import FILE, check_each_trained_once, starts, trials
 from support.waiting import wait_until
@@ -23,6 +26,32 @@ CONTENT = FILE + (
     "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
     '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 10\n'
 )
+
+MODELS = """
+program = "text"
+[base]
+data.file = "{folder}/book.txt"
+cache_dir = "{folder}/cache"
+model.n_layer = 1
+model.d_model = 16
+model.n_head = 2
+model.d_head = 8
+model.d_inner = 32
+model.dropout.rate = 0.1
+optimizer.warmup_steps = 10
+train.batch_size = 4
+train.segment_len = 16
+train.mem_len = 16
+train.steps = 2000
+train.eval_every = 100
+train.checkpoint_every = 100
+eval.segment_len = 16
+eval.mem_len = 16
+eval.clamp_len = "none"
+[grid]
+seed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+optimizer.learning_rate = [1e-4, 1e-3, 3e-3, 1e-2]
+"""
 
 
 def shell(*commands):
@@ -71,49 +100,101 @@ def postgres(networks):
     shutil.rmtree(data)
 
 
+class Workers:
+    """Four workers, two in each network, and what disturbs them."""
+
+    def __init__(self, folder, networks, postgres, **variables):
+        (self.server, self.control, port), self.out, self.log = postgres, folder / "out", folder / "log"
+        self.url = f"postgresql+psycopg://postgres@10.77.1.1:{port}/postgres"
+        environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
+        words = [sys.executable, "-m", "support.sweep_worker", str(folder / "sweep.toml"), f"--out={self.out}"]
+        self.commands = [
+            ["ip", "netns", "exec", name, *words, f"--storage=postgresql://postgres@{address}:{port}/postgres"]
+            for address, name in [*networks.items()] * 2
+        ]
+        self.how = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT}
+        self.processes = [self.start(number) for number in range(4)]
+
+    def start(self, number):
+        with open(self.log, "a") as log:
+            return subprocess.Popen(self.commands[number], stdout=log, **self.how)
+
+    def disturb(self):
+        """Kills five times, restarts the database twice, and cuts the network once."""
+        chance = random.Random(0)
+        for event in ("kill", "fast", "kill", "kill", "cut", "kill", "immediate", "kill"):
+            time.sleep(chance.uniform(1, 4))
+            if event == "kill":
+                number = chance.randrange(4)
+                self.processes[number].kill()
+                self.processes[number].wait()
+                self.processes[number] = self.start(number)
+            elif event == "cut":
+                shell("ip link set txl2 down")
+                time.sleep(30)
+                shell("ip link set txl2 up")
+            else:
+                self.server(*self.control, "restart", "-m", event)
+
+    def losses(self):
+        """Waits for the end; returns the loss of each run by name, None for one that was pruned."""
+        codes = [process.wait(timeout=1800) for process in self.processes]
+        assert set(codes) <= {0, os.EX_TEMPFAIL}, self.log.read_text()  # 75: it was started during a restart.
+        found = trials(self.url)
+        assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED", "FAIL"}
+        done = [trial for trial in found if trial.state.name != "FAIL"]
+        complete = {trial.user_attrs["run"]: trial.value for trial in done if trial.state.name == "COMPLETE"}
+        names = dict.fromkeys(trial.user_attrs["run"] for trial in done)
+        assert len(done) == len(names) == 40, "none is lost, and none is there twice"
+        return names | complete
+
+
+@pytest.fixture
+def start_workers(tmp_path, networks, postgres):
+    with contextlib.ExitStack() as at_end:
+
+        def start(content, **variables):
+            (tmp_path / "sweep.toml").write_text(content)
+            workers = Workers(tmp_path, networks, postgres, **variables)
+            at_end.callback(lambda: [process.kill() or process.wait() for process in workers.processes])
+            return workers
+
+        yield start
+
+
 @pytest.mark.nightly(part="postgres")
-def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(tmp_path, networks, postgres, request):
-    (server, control, port), out, chance = postgres, tmp_path / "out", random.Random(0)
-    (tmp_path / "sweep.toml").write_text(CONTENT)
-    places = [*networks.items()] * 2
-    log, at_end = open(tmp_path / "log", "a"), request.addfinalizer  # noqa: SIM115
-    at_end(log.close)
-
-    def start(place):
-        address, name = place
-        worker = [sys.executable, "-m", "support.sweep_worker", str(tmp_path / "sweep.toml"), f"--out={out}"]
-        command = ["ip", "netns", "exec", name, *worker, f"--storage=postgresql://postgres@{address}:{port}/postgres"]
-        environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu", "STEP_SECONDS": "0.3"}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-
-    workers = [start(place) for place in places]
-    at_end(lambda: [worker.kill() or worker.wait() for worker in workers])
+def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_workers):
+    workers = start_workers(CONTENT, STEP_SECONDS="0.3")
+    out = workers.out
     wait_until(lambda: len(list(out.glob("*/ends"))) >= 3, seconds=600)
-    for event in ("kill", "fast", "kill", "kill", "cut", "kill", "immediate", "kill"):
-        time.sleep(chance.uniform(1, 4))
-        if event == "kill":
-            number = chance.randrange(4)
-            workers[number].kill()
-            workers[number].wait()
-            workers[number] = start(places[number])
-        elif event == "cut":
-            shell("ip link set txl2 down")
-            time.sleep(30)
-            shell("ip link set txl2 up")
-        else:
-            server(*control, "restart", "-m", event)
-    codes = [worker.wait(timeout=900) for worker in workers]
-    assert set(codes) <= {0, os.EX_TEMPFAIL}, (tmp_path / "log").read_text()  # 75: it was started during a restart.
-    url = f"postgresql+psycopg://postgres@10.77.1.1:{port}/postgres"
-    done = [trial for trial in trials(url) if trial.state.name in ("COMPLETE", "PRUNED")]
-    names = {trial.user_attrs["run"] for trial in done}
-    assert len(done) == len(names) == 40, "none is lost, and none is there twice"
-    assert {trial.state.name for trial in trials(url)} <= {"COMPLETE", "PRUNED", "FAIL"}
-    complete = {trial.user_attrs["run"]: trial.value for trial in done if trial.state.name == "COMPLETE"}
-    for name, value in complete.items():
+    workers.disturb()
+    losses = workers.losses()
+    for name, loss in losses.items():
         seed, rate = (float(part.partition("=")[2]) for part in name.split("+"))
-        assert value == pytest.approx(seed + 10 * rate + 1 / 20, abs=1e-12)
-    assert any(len(starts(out / name)) > 1 for name in names), "some were resumed"
-    for name in names - complete.keys():
+        assert loss in (None, pytest.approx(seed + 10 * rate + 1 / 20, abs=1e-12))
+    assert any(len(starts(out / name)) > 1 for name in losses), "some were resumed"
+    for name in [name for name, loss in losses.items() if loss is None]:
         shutil.rmtree(out / name)
-    check_each_trained_once(out, len(complete))
+    check_each_trained_once(out, len([*out.glob("*/ends")]))
+
+
+@pytest.mark.nightly(part="postgres")
+def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
+    text = bytes(np.random.default_rng(0).choice(list(b"abcdefgh \n"), 20_000).tolist())
+    (tmp_path / "book.txt").write_bytes(text)
+    content = MODELS.format(folder=tmp_path)
+    pruned = content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
+    workers = start_workers(pruned, REAL_TRAININGS="1")
+    wait_until(lambda: len(list(workers.out.glob("*/results.json"))) >= 3, seconds=600)
+    workers.disturb()
+    losses = workers.losses()
+    logs = [(workers.out / name / "sweep.log").read_text() for name in losses]
+    assert any("resuming " in log for log in logs) and None in losses.values()
+    (tmp_path / "alone.toml").write_text(content)
+    code = sweep.main(["sweep", str(tmp_path / "alone.toml"), f"--out={tmp_path / 'alone'}", "--jobs=2"])
+    assert code == 0
+    for name in [name for name, loss in losses.items() if loss is not None]:
+        found, alone = (
+            json.loads((folder / name / "results.json").read_text()) for folder in (workers.out, tmp_path / "alone")
+        )
+        assert losses[name] == alone["best_valid"]["loss"] and found["test"] == alone["test"], name

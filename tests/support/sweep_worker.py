@@ -7,6 +7,7 @@ start with its GPU, `ends` a line for each end. The loss depends on seed and lea
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -76,7 +77,11 @@ def loss_of(config):
 
 
 def install(patch=setattr):
-    """Makes the trainings of sweeps up, and dead workers known soon."""
+    """Makes the trainings of sweeps up, unless REAL_TRAININGS is set, and dead workers known soon."""
+    for name, seconds in (("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
+        patch(study, name, seconds)
+    if os.environ.get("REAL_TRAININGS"):
+        return
     real = sweep.Sweep.run
 
     def run(self, values):
@@ -89,8 +94,6 @@ def install(patch=setattr):
         return Run(**fields | {"command": (sys.executable, "-ISc", TRAINING, *words)})
 
     patch(sweep.Sweep, "run", run)
-    for name, seconds in (("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
-        patch(study, name, seconds)
 
 
 def trials(url):
