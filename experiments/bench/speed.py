@@ -8,23 +8,24 @@ Tokens are random, as frequent as words are, weights untrained, memories full. T
 with the slowest and the fastest call. Generation reads a tail of the adaptive softmax only when it may matter, with
 untrained weights almost never, so it is timed again with weights with which every tail is read.
 
-With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights. The losses of both are
-compared first, then their calls are interleaved; the table has the speedup.
+With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights. --peer=original takes
+the authors' PyTorch release from a clone, --peer_path, eager and compiled by torch.compile. The losses are compared
+first, then all calls are interleaved; the table has the speedup.
 """
 
 import dataclasses
-import enum
 import functools
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.bench import huggingface, timing
+from experiments.bench import peers, timing
+from experiments.bench.peers import Peer, TorchModel
 from experiments.bench.timing import Task
 from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig, Order
@@ -39,17 +40,12 @@ from txl_jax.runtime import environment
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("data_loading", "training", "evaluation", "generation")
+PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS[1:], Peer.ORIGINAL: TASKS[1:3]}
 BLOCK = 16  # Tokens that generation writes per call.
 _TEXT_TOKENS = 20_000_000
 _SENTENCE_TOKENS = 25
 _COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
 _COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
-
-
-class Peer(enum.StrEnum):
-    """Implementations to compare with."""
-
-    HUGGINGFACE = "hf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,29 +57,35 @@ class Plan(cli.Plan):
         5, "Timed calls of each task: train.segments_per_call or 8 segments, or 16 tokens.", at_least=1
     )
     warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=1)
-    peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel; without data_loading.")
+    peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel or the authors' PyTorch code.")
+    peer_path: str | None = setting(None, f"With --peer=original: a clone of {peers.REPOSITORY}.", path=True)
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
         """The tasks to time."""
-        return self.tasks or (TASKS[1:] if self.peer else TASKS)
+        return self.tasks or PEERS_TASKS[self.peer]
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown task, or one that the peer lacks."""
+        """Raises `UserError` for an unknown task, or one that the peer lacks, and for a peer without its code."""
         super().validate()
-        timing.check_names("with --peer, tasks" if self.peer else "tasks", self.chosen_tasks, TASKS[bool(self.peer) :])
+        name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
+        timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
+        require(
+            (self.peer is Peer.ORIGINAL) == bool(self.peer_path),
+            f"--peer=original and --peer_path go together, got {self.peer} and {self.peer_path}; pass both or neither",
+        )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Measures the tasks and prints a table; raises `UserError` if one is impossible, or the peer's losses differ."""
-    config = huggingface.with_peer_compat(job.config()) if plan.peer else job.config()
+    config = peers.with_peer_compat(job.config()) if plan.peer else job.config()
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     timing.print_head(components)
-    peer = huggingface.checked_peer(components) if plan.peer else None
+    models = peers.checked_peers(components, plan.peer_path) if plan.peer else []
     found: list[Task] = []
-    timing.print_table(_COLUMNS_WITH_PEER if peer else _COLUMNS, _rows(plan, components, peer, found))
+    timing.print_table(_COLUMNS_WITH_PEER if models else _COLUMNS, _rows(plan, components, models, found))
     if jax.default_backend() == "cpu":
         return
     print()
@@ -98,22 +100,21 @@ def run(plan: Plan, job: cli.Job) -> None:
             )
 
 
-def _rows(
-    plan: Plan, components: Built, peer: huggingface.HuggingFaceModel | None, found: list[Task]
-) -> Iterator[list[str]]:
-    """Times the tasks and yields their rows; appends our tasks to `found`."""
+def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: list[Task]) -> Iterator[list[str]]:
+    """Times the tasks and yields their rows, one for each peer; appends our tasks to `found`."""
     for name in plan.chosen_tasks:
         for task in tasks(name, components):
-            theirs = [huggingface.peer_task(name, task, components, peer)] if peer else []
+            theirs = [model.task(name, task, components) for model in models]
             timing.time_in_turns([task, *theirs], warmup=plan.warmup, calls=plan.calls)
-            figures = task.cells
-            if theirs:
-                ratios = task.speedups(theirs[0])
-                summary = statistics.median(ratios), min(ratios), max(ratios)
-                figures = [task.cells[0], theirs[0].cells[0], *(f"{ratio:.2f}" for ratio in summary)]
             found.append(task)
             lengths = task.lengths
-            yield [task.name, f"{lengths.batch_size} x {lengths.segment_len}", str(lengths.mem_len), *figures]
+            sizes = [f"{lengths.batch_size} x {lengths.segment_len}", str(lengths.mem_len)]
+            if not theirs:
+                yield [task.name, *sizes, *task.cells]
+            for other in theirs:
+                ratios = task.speedups(other)
+                summary = statistics.median(ratios), min(ratios), max(ratios)
+                yield [other.name, *sizes, task.cells[0], other.cells[0], *(f"{ratio:.2f}" for ratio in summary)]
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:

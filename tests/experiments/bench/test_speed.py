@@ -39,9 +39,13 @@ def test_a_row_per_task_and_generation_twice_with_tails(capsys):
 
 def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused():
     assert Plan(peer=Peer.HUGGINGFACE).chosen_tasks == ("training", "evaluation", "generation")
+    assert Plan(peer=Peer.ORIGINAL).chosen_tasks == ("training", "evaluation")
     for settings, words in (
         ({"tasks": ("trainig",)}, r"'trainig'.*\btraining\b"),
         ({"peer": Peer.HUGGINGFACE, "tasks": ("data_loading",)}, r"--peer.*data_loading"),
+        ({"peer": Peer.ORIGINAL, "peer_path": "/clone", "tasks": ("generation",)}, r"--peer=original.*generation"),
+        ({"peer": Peer.ORIGINAL}, "--peer_path"),
+        ({"peer_path": "/clone"}, "--peer=original"),
     ):
         with pytest.raises(UserError, match=words):
             Plan(**settings).validate()

@@ -1,0 +1,288 @@
+"""Peers of `speed` with our parameters, on the CPU in float32: Hugging Face's class and the authors' PyTorch release.
+
+They are used efficiently: a loss runs only the part of the softmax that it needs, and Adam is the fused one.
+"""
+
+import enum
+import functools
+import hashlib
+import itertools
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from experiments.bench import timing
+from experiments.bench.timing import Task
+from txl_jax.config import DType, Encoding, ExperimentConfig, MemoryStart, config_tree
+from txl_jax.config.config_tree import require
+from txl_jax.config.experiment import apply_preset
+from txl_jax.config.training import ADAM_B1
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.errors import rephrased
+from txl_jax.interop import huggingface, original
+from txl_jax.interop.original import Format
+from txl_jax.runs.build import Built, build
+
+# Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
+TOLERANCE = 1e-4
+_COMPARED_SEGMENTS = 4
+
+# Where to get the release, its files in the order of their imports, the digest of all three, and what is replaced.
+REPOSITORY = "https://github.com/kimiyoung/transformer-xl"
+_FILES = ("utils/log_uniform_sampler.py", "utils/proj_adaptive_softmax.py", "mem_transformer.py")
+_DIGEST = "44dafac48196a4a52d2aa324c44846985b38214b7f59eaff84e27caf9fba5ff4"
+_PATCHES = {
+    b"sys.path.append('utils')": b"",
+    b"torch.version.cuda": b"'0.0'",  # None without CUDA.
+    b".byte()": b".bool()",  # masked_fill takes no other masks today.
+    b" and attn_mask.any().item()": b"",  # It always holds for two or more tokens, and would split a compiled graph.
+}
+
+
+class Peer(enum.StrEnum):
+    """Implementations to compare with."""
+
+    HUGGINGFACE = "hf"
+    ORIGINAL = "original"
+
+
+class TorchModel:
+    """A peer. Evaluation, generation and training each carry a memory of their own from call to call.
+
+    A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
+    """
+
+    format: ClassVar[Format]  # Names of the tensors.
+    label = ""  # After a task's name in the table.
+
+    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, torch: Any) -> None:
+        """Makes the model with our parameters; raises `UserError` if the class lacks it."""
+        require(
+            config.model.dtype is DType.FLOAT32,
+            f"model.dtype must be float32, in which the peer computes, got {config.model.dtype}",
+        )
+        self._torch, self._config, self._vocab_size = torch, config, vocab_size
+        self.versions = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
+        arrays = original.from_flax(jax.tree.map(np.asarray, params), config.model, format=self.format)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        self._model = self._make_model(config.eval, tensors).eval()
+        self._memory: dict[str, list[Any]] = {}  # By use.
+
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Returns the nats [B, L] of a segment; inputs and targets are int [B, L]."""
+        with self._torch.no_grad():
+            return self._losses(self._model, "evaluation", inputs, targets).numpy()
+
+    def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
+        """Updates a second model, made in the first call, with dropout at the peak learning rate; returns mean nats."""
+        model, adam = self._trained
+        loss = self._losses(model, "training", inputs, targets).mean()
+        loss.backward()
+        self._torch.nn.utils.clip_grad_norm_(model.parameters(), self._config.optimizer.clip_norm)
+        adam.step()
+        adam.zero_grad()
+        return float(loss.detach())
+
+    def fill_memory(self) -> None:
+        """Fills the memories of evaluation, generation and training with M random states of unit variance each."""
+        generator, model = self._torch.Generator().manual_seed(0), self._config.model
+        lengths, train = self._config.eval, self._config.train
+        n_states = model.n_layer + (self.format is Format.ORIGINAL)  # It keeps the last layer's output too.
+        sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
+        for use, size in (sizes | {"training": (train.mem_len, train.batch_size)}).items():
+            states = (self._torch.randn((*size, model.d_model), generator=generator) for _ in range(n_states))
+            self._memory[use] = list(states)
+
+    def task(self, name: str, ours: Task, components: Built) -> Task:
+        """Returns the counterpart of our task, one segment a call."""
+        self._torch.compiler.reset()  # Having met another task's sizes it would compile for any sizes, which is slower.
+        step = self.train_step if name == "training" else self.evaluate
+        segments = timing.random_segments(components, self._config.train if name == "training" else self._config.eval)
+        turns = itertools.cycle(list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)))
+        return Task(f"{ours.name}{self.label}", segments.inputs[0].size, lambda: step(*next(turns)))
+
+    def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
+        """Returns nats [B, L] and updates the memory of that use."""
+        tokens, labels = (self._torch.from_numpy(np.asarray(part, np.int64)) for part in (inputs, targets))
+        nll, self._memory[use] = self._score(model, tokens, labels, self._memory.get(use))
+        return nll
+
+    def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
+        """Returns nats [B, L] and the next memory."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _trained(self) -> tuple[Any, Any]:
+        """The same model at the lengths of training, with dropout, and its optimizer."""
+        optimizer = self._config.optimizer
+        model = self._make_model(self._config.train, self._model.state_dict()).train()
+        rules = {"betas": (ADAM_B1, optimizer.adam_b2), "eps": optimizer.adam_eps}
+        # On a CPU, the fused Adam takes a quarter of the time of the other two kinds.
+        return model, self._torch.optim.Adam(model.parameters(), optimizer.learning_rate, **rules, fused=True)
+
+    def _make_model(self, lengths: Any, tensors: Any) -> Any:
+        """Makes the model at the lengths of training or evaluation."""
+        raise NotImplementedError
+
+
+class HuggingFaceModel(TorchModel):
+    """Hugging Face's `TransfoXLLMHeadModel`."""
+
+    format = Format.HUGGINGFACE
+
+    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
+        """Makes the model with our parameters; raises `UserError` if a package is missing or the class lacks it."""
+        torch, self._transformers = _import_packages()
+        super().__init__(config, params, vocab_size=vocab_size, torch=torch)
+        self.versions += f", transformers {self._transformers.__version__}"
+        self._token = torch.zeros((1, 1), dtype=torch.int64)
+        self._draws = torch.Generator().manual_seed(0)
+
+    def task(self, name: str, ours: Task, components: Built) -> Task:
+        """Returns the counterpart of our task, one segment or token a call."""
+        if name != "generation":
+            return super().task(name, ours, components)
+        return Task(ours.name, 1, lambda: self.generate_token(self._config.generate.top_k))
+
+    def generate_token(self, top_k: int | None) -> int:
+        """Samples the next token, the first after token 0, as `model.generate(do_sample=True, top_k=top_k)` does."""
+        torch = self._torch
+        with torch.no_grad():
+            output = self._model(self._token, mems=self._memory.get("generation"))
+            scores = output.prediction_scores[:, -1]
+            if top_k is not None and top_k < scores.shape[-1]:
+                smallest = scores.topk(top_k).values[:, -1:]
+                scores = scores.masked_fill(scores < smallest, -torch.inf)
+            self._token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
+            self._memory["generation"] = output.mems
+        return int(self._token)
+
+    def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
+        # `model(tokens, labels=...)` scores one token less.
+        output = model.transformer(tokens, mems=memory)
+        hidden = output.last_hidden_state
+        if model.crit.n_clusters:
+            # The head drops the last state and the first label, so each gets one more than it needs.
+            hidden = self._torch.cat([hidden, hidden[:, -1:]], dim=1)
+            nll = model.crit(hidden, self._torch.cat([labels[:, :1], labels], dim=1), keep_order=True)
+        else:
+            # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6 times the time.
+            nll = -model.crit(hidden).gather(1, labels.reshape(-1, 1))
+        return nll.view(labels.shape), output.mems
+
+    def _make_model(self, lengths: Any, tensors: Any) -> Any:
+        arguments = huggingface.config_of(self._config.model, lengths, vocab_size=self._vocab_size)
+        dropout = self._config.model.dropout
+        arguments |= {"dropout": dropout.rate, "dropatt": dropout.attention}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # About a tuple's order; results are read by name.
+            model = self._transformers.TransfoXLLMHeadModel(self._transformers.TransfoXLConfig(**arguments))
+        model.load_state_dict(tensors)
+        return model
+
+
+class OriginalModel(TorchModel):
+    """The authors' `MemTransformerLM` from a clone of their repository, eager or compiled by torch.compile."""
+
+    format = Format.ORIGINAL
+
+    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, path: str, compiled: bool) -> None:
+        """Makes the model with our parameters; raises `UserError` for another folder or model, or without torch."""
+        require(
+            config.model.encoding is Encoding.RELATIVE and not config.model.untie_r,
+            f"with --peer=original, model.encoding must be relative and model.untie_r off, got {config.model.encoding} "
+            f"and {config.model.untie_r}",
+        )
+        self._class, torch = _import_original(Path(path, "pytorch"))
+        self._compiled, self.label = compiled, ", compiled" if compiled else ", eager"
+        super().__init__(config, params, vocab_size=vocab_size, torch=torch)
+
+    def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
+        size = (model.mem_len, len(tokens), model.d_model)
+        memory = memory or [self._torch.zeros(size) for _ in range(model.n_layer + 1)]
+        nll, *memory = model(tokens.T.contiguous(), labels.T.contiguous(), *memory)
+        return nll.T, memory
+
+    def _make_model(self, lengths: Any, tensors: Any) -> Any:
+        model = self._class(**original.arguments_of(self._config.model, lengths, vocab_size=self._vocab_size))
+        model.load_state_dict(tensors)
+        model.crit.keep_order = True  # Otherwise losses are in the order of clusters.
+        if self._compiled:
+            # Layer by layer: torch 2.13 fuses across three or more layers of enwik8_12l, and losses are wrong by 6 nats.
+            for layer in model.layers:
+                layer.compile()
+        return model
+
+
+def _import_original(folder: Path) -> tuple[Any, Any]:
+    """Returns the release's class, patched in memory for today's torch, and torch."""
+    files = [folder / file for file in _FILES]
+    sources = {file.stem: file.read_bytes() for file in files if file.is_file()}
+    require(
+        hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
+        f"--peer_path must be a clone of {REPOSITORY}, got another folder, {folder.parent}; git clone that address",
+    )
+    with rephrased("the comparison needs torch (%s); pip install 'txl_jax[peer]' brings it", ImportError):
+        import torch
+    for name, source in sources.items():
+        for old, new in _PATCHES.items():
+            source = source.replace(old, new)
+        module = sys.modules[name] = types.ModuleType(name)  # Both the files and torch.compile import it by this name.
+        exec(compile(source, name, "exec"), vars(module))
+    return module.MemTransformerLM, torch
+
+
+def _import_packages() -> tuple[Any, Any]:
+    missing = "the comparison needs torch and a transformers with TransfoXL (%s)"
+    advice = "pip install 'txl_jax[peer]' brings torch and transformers 4.35.2"
+    # transformers turns a failed import within it into a RuntimeError.
+    with warnings.catch_warnings(), rephrased(f"{missing}; {advice}", ImportError, RuntimeError):
+        warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
+        import torch
+        import transformers
+        from transformers import TransfoXLConfig, TransfoXLLMHeadModel  # noqa: F401
+    return torch, transformers
+
+
+def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the config with the peer's compat, but a masked memory; raises `UserError` for sampling that it lacks."""
+    for name, peers in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
+        given = getattr(config.generate, name)
+        require(given == peers, f"generate.{name} is {given} and must be {peers} with --peer")
+    return config_tree.replace(apply_preset(config, "hf"), {"model.compat.memory_start": MemoryStart.MASKED})
+
+
+def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
+    """Returns the peers with our untrained parameters and full memories; prints the losses' largest differences.
+
+    They are the release from the clone at `path`, eager and compiled, or without a path Hugging Face's model.
+    Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than rounding.
+    """
+    config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
+    ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)
+    params, length = components.init_params(), config.eval.segment_len
+    kind: Any = functools.partial(OriginalModel, path=path) if path else HuggingFaceModel
+    variants = [{"compiled": False}, {"compiled": True}] if path else [{}]
+    peers = [kind(components.config, params, vocab_size=vocab_size, **variant) for variant in variants]
+    tokens = timing.draw_tokens(vocab_size, length * _COMPARED_SEGMENTS + 1)
+    segments = evaluation_segments(tokens, batch_size=1, segment_len=length).segments(0, _COMPARED_SEGMENTS)
+    weights = ours.prepare_params(params)
+    _, scores = ours.eval_step(weights, ours.init_memory(weights), ours.place(segments))
+    print(f"peer: {peers[0].versions}; --compat=hf on both sides")
+    for each in peers:
+        theirs = [each.evaluate(*pair) for pair in zip(segments.inputs, segments.targets, strict=True)]
+        worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
+        require(
+            worst <= TOLERANCE,
+            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}: the two do not "
+            "compute the same function, and nothing was timed",
+        )
+        print(f"largest difference of a token's loss{each.label}: {worst:.1e} nats")
+        each.fill_memory()
+    print()
+    return peers
