@@ -213,7 +213,7 @@ class OriginalModel(TorchModel):
         model.load_state_dict(tensors)
         model.crit.keep_order = True  # Otherwise losses are in the order of clusters.
         if self._compiled:
-            # Layer by layer: torch 2.13 fuses across three layers or more, and losses of enwik8_12l are wrong by 6 nats.
+            # Layer by layer: torch 2.13 fuses across three layers or more, and losses of enwik8_12l are wrong by 6.
             for layer in model.layers:
                 layer.compile()
         return model
