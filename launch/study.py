@@ -39,6 +39,7 @@ LOG = "sweep.log"
 GRACE_SECONDS = 90  # A worker that has sent no heartbeat for so long is dead.
 POLL_SECONDS, REMOTE_POLL_SECONDS = 2.0, 15.0  # Object storage is paid by the request.
 PATIENCE_SECONDS = 900.0  # With a database that is restarted, or cannot be reached.
+_FEWEST_FOR_IMPORTANCES = 20  # With four runs each of two settings matters 50 %.
 UNREACHABLE = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError)
 # Starts a command that gets SIGTERM from the kernel when this process has ended, be it by SIGKILL.
 _TIED = (
@@ -167,11 +168,14 @@ class Worker:
                 time.sleep(REMOTE_POLL_SECONDS if storage.is_remote(self._sweep.out) else POLL_SECONDS)
 
     def report(self) -> list[str]:
-        """Returns lines with the best run, and with the importance of each setting once there are enough runs."""
-        if not self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
+        """Returns lines with the best run, and with the importance of each setting once twenty runs have finished."""
+        finished = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        if not finished:
             return []
         best = self._study.best_trial
         lines = [f"best      {best.user_attrs['run']}: validation loss {best.value:.4f} nats"]
+        if len(finished) < _FEWEST_FOR_IMPORTANCES:
+            return lines
         with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings(action="ignore"):
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)

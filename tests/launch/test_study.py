@@ -63,7 +63,8 @@ def results(out):
 
 
 @pytest.mark.usefixtures("made_up")
-def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, capsys):
+def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, capsys, monkeypatch):
+    monkeypatch.setattr(study, "_FEWEST_FOR_IMPORTANCES", 4)
     assert run(out, GRID, "--jobs=2") == 0
     check_each_trained_once(out, 4)
     found = {trial.user_attrs["run"]: trial.value for trial in trials(out)}
