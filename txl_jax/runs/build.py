@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -32,6 +32,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Implementation, Implementations, Problem, choose
 from txl_jax.ops.attention.positions import table_length
 from txl_jax.recurrence import Segments
+from txl_jax.runs import first_contact
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.sharding import axes
 from txl_jax.training import optimizer as optimizer_lib
@@ -44,6 +45,7 @@ class Chosen(NamedTuple):
 
     implementation: Implementation
     reason: str
+    failed: bool = False  # Whether a path that comes first failed on this device.
 
 
 class AttentionChoice(NamedTuple):
@@ -117,14 +119,25 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
     }
 
 
-def _choose(before: Implementation | str, path: str, problem: Problem) -> Chosen:
+def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: bool) -> Chosen:
     """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for.
 
-    In training "auto" on GPUs is "stored", which moves fewer scores than the reference (`ops.attention.choose`).
+    In training "auto" on GPUs is "stored", which moves fewer scores than the reference (`ops.attention.choose`). A path
+    that `runs` and fails on the device (`first_contact`) is replaced by the next, or a `UserError` if it was asked for.
     """
-    if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and choose.can_serve(before, problem):
-        return Chosen(before, "as the run was begun")
-    return Chosen(*choose.choose(path, problem))
+    failed: dict[str, str] = {}  # Paths, and why.
+    while True:
+        chosen = None
+        if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and before.path not in failed:
+            chosen = Chosen(before, "as the run was begun") if choose.can_serve(before, problem) else None
+        chosen = chosen or Chosen(*choose.choose(path, problem, failed))
+        finding = first_contact.compare(chosen.implementation, problem) if runs else first_contact.Finding(False, "")
+        if not finding.failed:
+            reasons = filter(None, [*(failed.values() or [chosen.reason]), finding.sentence])
+            return chosen._replace(reason="; ".join(reasons), failed=bool(failed))
+        advice = f"choose another --model.attention, or {choose.AUTO}"
+        require(path != chosen.implementation.path, f"{finding.sentence}; {advice}")
+        failed[chosen.implementation.path] = finding.sentence
 
 
 class Compilation(NamedTuple):
@@ -356,11 +369,13 @@ def build(
     end_token: int | None = None,
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
+    uses: Collection[str] = ("training", "evaluation"),
 ) -> Built:
     """Builds what a config describes; raises `UserError` if settings do not fit each other, V or the devices.
 
     `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
-    implementations of attention of an earlier start, chosen again where they can serve.
+    implementations of attention of an earlier start, chosen again where they can serve. `uses` are those of attention
+    that will run, which on an accelerator is compared with the reference first.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
@@ -386,8 +401,8 @@ def build(
         # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes, the reference.
         before = recorded or Implementations(path, path)
         attention = AttentionChoice(
-            _choose(before.training, path, training_problem(config, mesh)),
-            _choose(before.cached, path, evaluation_problem(config, mesh)),
+            _choose(before.training, path, training_problem(config, mesh), runs="training" in uses),
+            _choose(before.cached, path, evaluation_problem(config, mesh), runs="evaluation" in uses),
         )
         chosen = Implementations(attention.training.implementation, attention.evaluation.implementation)
         model = TransformerXL(config.model, vocab_size, end_token, attention=chosen)

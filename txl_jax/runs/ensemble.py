@@ -132,7 +132,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:
         made.claim()
-        restored = load_state(build_for(source.config, source.text.vocabulary), source, log=print)
+        restored = load_state(build_for(source.config, source.text.vocabulary, uses=()), source, log=print)
         if restored is None:
             raise UserError(f"{workdir} has no checkpoint yet; train it first")
         step, state, notes = restored

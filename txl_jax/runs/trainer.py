@@ -290,7 +290,8 @@ def run_hooks(
 def _report_build(built: Built, compilation: Compilation, log: RunLog, *, show_details: bool) -> None:
     """Logs attention, the estimated memory per device, and the time of compilation; details may go to log.txt alone."""
     if built.attention is not None:
-        log.print(f"attention {built.attention.describe()}", show=show_details)
+        show = show_details or any(chosen.failed for chosen in built.attention)
+        log.print(f"attention {built.attention.describe()}", show=show)
     sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes

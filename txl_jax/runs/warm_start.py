@@ -123,7 +123,8 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     # The trained model on the mesh of the run that begins.
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
-    same_mesh = build_for(config_tree.replace(trained.config, changed), trained.vocabulary, mesh=components.mesh)
+    theirs = config_tree.replace(trained.config, changed)
+    same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
     step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):

@@ -17,6 +17,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
+from txl_jax.runs import first_contact
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed, storage
@@ -78,7 +79,10 @@ class Weights:
         """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
         if isinstance(self.source, Run):
             return build_trained(self.config, self.source, log=log)
-        return distributed.run_on_all(lambda: build_for(self.config, self.vocabulary))
+        built = first_contact.build_on_all(lambda: build_for(self.config, self.vocabulary, uses=["evaluation"]))
+        if built.attention is not None and built.attention.evaluation.failed:
+            log(f"attention: {built.attention.describe()}")
+        return built
 
     def params(self, built: Built, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
@@ -171,7 +175,9 @@ def load_to_score(
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
     """Builds a trained run with its recorded implementations of attention; all processes call it."""
     recorded = run.attention_for(config)
-    built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
+    built = first_contact.build_on_all(
+        lambda: build_for(config, run.text.vocabulary, recorded=recorded, uses=["evaluation"])
+    )
     check_same_attention(built.attention)
     if built.attention is not None and (changed := built.attention.describe({"evaluation": str(recorded.cached)})):
         log(f"attention: {changed}")

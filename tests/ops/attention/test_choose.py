@@ -59,6 +59,19 @@ def test_auto_takes_the_path_of_the_platform_or_says_why_not(problem, changes, p
         assert choose.refusal("fused", problem) in reason
 
 
+@pytest.mark.parametrize(
+    ("problem", "without", "path"),
+    [
+        (ON_TPU, ["fused"], "stored"),
+        (ON_TPU, ["fused", "stored"], "reference"),
+        (ON_GPU, ["stored"], "reference"),
+        (dataclasses.replace(ON_TPU, **CACHED), ["fused"], "reference"),
+    ],
+)
+def test_auto_takes_the_next_path_after_those_that_failed(problem, without, path):
+    assert choose.choose("auto", problem, without)[0] == Implementation(path)
+
+
 @pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
 def test_stored_and_one_token_over_a_cache_are_the_references(problem):
     stored, cached = Implementation("stored"), dataclasses.replace(problem, **CACHED)

@@ -1,6 +1,7 @@
 """The choice of an implementation of attention: the one place that decides which can serve a call, and is fastest."""
 
 import dataclasses
+from collections.abc import Collection
 
 from txl_jax.errors import UserError
 from txl_jax.ops.attention.problem import PATHS, REFERENCE, Implementation, Problem, Tile
@@ -18,12 +19,13 @@ _FEWEST_SCORES = 1 << 21
 _FEWEST_CACHED_KEYS = 512
 
 
-def choose(path: str, problem: Problem) -> tuple[Implementation, str]:
+def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[Implementation, str]:
     """Chooses an implementation: (implementation, the reason for it).
 
     Args:
       path: One of `PATHS`, or "auto" for what is expected to be the fastest of those that can serve.
       problem: The call. Over a KV cache "stored" means the reference.
+      without: Paths that "auto" must not take, as they failed on this device (`runs.first_contact`).
 
     Raises:
       UserError: If the path is unknown or cannot serve this call.
@@ -33,7 +35,7 @@ def choose(path: str, problem: Problem) -> tuple[Implementation, str]:
     if problem.is_one_token:
         return REFERENCE, _ONE_TOKEN
     if path == AUTO:
-        return _choose_fastest(problem)
+        return _choose_fastest(problem, without)
     if path == "stored" and problem.cached:
         return REFERENCE, _INFERENCE
     refused = refusal(path, problem)
@@ -85,17 +87,17 @@ def resolve(implementation: Implementation | str, problem: Problem) -> Implement
     return choose("stored" if implementation.path == "stored" else AUTO, problem)[0]
 
 
-def _choose_fastest(problem: Problem) -> tuple[Implementation, str]:
+def _choose_fastest(problem: Problem, without: Collection[str]) -> tuple[Implementation, str]:
     if problem.dtype == "float64":
         return REFERENCE, "float64 is for checks, and this is what others are checked against"
     instead = f"no kernels for the platform {problem.platform}"
     if problem.platform == "tpu":
-        not_fused = refusal("fused", problem)
+        not_fused = "it failed here" if "fused" in without else refusal("fused", problem)
         if not_fused is None:
             return _make("fused", problem), f"kernels for {problem.device_kind}"
         instead = f"no kernel, as {not_fused}"
     if problem.platform in ("tpu", "gpu"):
-        if problem.cached:
+        if problem.cached or "stored" in without:
             return REFERENCE, instead
         return _STORED, f"{instead}; it moves fewer scores than the reference"
     if problem.documents:
