@@ -24,7 +24,7 @@ def sequential(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, 
 
 
 def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
-    """Rotates each range r of pairs, edges[r] .. edges[r + 1] - 1, by a random number of its own in each epoch.
+    """Rotates each range r of pairs, edges[r] .. edges[r + 1] - 1, by a different random number in each epoch.
 
     With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
     improve language models"); with a single range the whole stream is rotated. The input of each target is still the
@@ -56,7 +56,7 @@ class ShuffledSentences:
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not fit the text."""
+        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not match the text."""
         is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
         is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
         chunks = (starts[i : i + CHUNK + 1] for i in range(0, len(starts), CHUNK)) if is_of_text else ()

@@ -161,16 +161,16 @@ def training_segments(
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
-    require(1 <= stride <= segment_len, f"stride must lie between 1 and {segment_len=}, got {stride=}")
+    require(1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}")
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
     require(
         row_len >= segment_len,
         f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}, got "
-        f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or give a longer text.",
+        f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or pass a longer text.",
     )
     if sentence_starts is not None and roll is not Roll.NONE:
-        raise ValueError(f"sentence_starts need no roll, got roll={roll}")
+        raise ValueError(f"roll must be none with sentence_starts, got {roll}")
     first_B = np.arange(batch_size) * row_len
     order: EpochOrder = sequential
     if sentence_starts is not None:
@@ -197,7 +197,7 @@ def evaluation_segments(
 
     Args:
       warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
-        fewer, and a row without targets of its own reads none.
+        fewer, and a row without targets reads none.
 
     Raises:
       UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.

@@ -1,6 +1,6 @@
 """Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
 
-Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it, and
+Ids of characters and words are ranked by their counts in the training text, which the adaptive softmax needs, and
 equally frequent ones by first occurrence, as in the original release.
 """
 
@@ -63,7 +63,7 @@ class Vocabulary(Protocol):
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of tokens that the vocabulary lacks, or None if it refuses such a text."""
+        """Returns the id of tokens that the vocabulary lacks, or None if such a text is an error."""
         return None
 
     def names(self) -> list[bytes]:
@@ -71,12 +71,12 @@ class Vocabulary(Protocol):
         return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks; raises `UserError` with the file's name for a text it cannot encode."""
+        """Yields the ids of a split, in blocks; raises `UserError` with the file's name if it cannot encode a text."""
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may continue: its end is not marked. Raises `UserError` as `blocks`."""
+        """Returns the ids of a text that may continue: its end is not marked. Raises `UserError` like `blocks`."""
         try:
             return self._encode(text.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ class Vocabulary(Protocol):
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order; raises `UserError` for an id it lacks.
+        """Returns the text of ids of any shape, in row-major order; raises `UserError` for an id out of range.
 
         Texts of successive ids may be concatenated.
         """
@@ -129,7 +129,7 @@ class Vocabulary(Protocol):
 
 
 def id_type(size: int) -> np.dtype:
-    """Returns the smallest integer type that holds ids below `size`."""
+    """Returns the smallest integer dtype for ids below `size`."""
     return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
 
 
@@ -141,8 +141,8 @@ def dumps(vocabulary: Vocabulary) -> str:
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """Parses the saved form of a vocabulary of one of `kinds`; raises `UserError` if `text` is not one."""
     title, *lines = text.removesuffix("\n").split("\n")
-    expected = f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token"
-    damaged = f"{expected}, but this one starts {title[:60]!r} (%s)"
+    expected = f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token"
+    damaged = f"{expected}, got {title[:60]!r} as the first line (%s)"
     with rephrased(damaged, KeyError, IndexError, TypeError, ValueError):
         if not title.startswith(TITLE):
             raise ValueError("another title")
@@ -162,7 +162,7 @@ def check_ids(ids: Any, size: int) -> np.ndarray:
     ids = np.ravel(ids)
     foreign = ids[(ids < 0) | (ids >= size)]
     if foreign.size:
-        raise UserError(f"token id {foreign[0]} is outside the vocabulary; ids run from 0 to {size - 1}")
+        raise UserError(f"token ids must be between 0 and {size - 1}, got {foreign[0]}")
     return ids.astype(np.intp)
 
 
@@ -202,7 +202,7 @@ class TextStream:
         self.ended = False  # Whether a stop string or the ending was found.
 
     def add(self, ids: Any) -> str:
-        """Returns the text that is certain now that ids [T] have come; it does not include a stop string."""
+        """Returns the text that is certain once ids [T] are added. It never includes a stop string."""
         if self.ended:
             return ""
         if isinstance(self._ending, int) and (at := np.flatnonzero(ids == self._ending)).size:
