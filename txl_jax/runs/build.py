@@ -64,7 +64,7 @@ class AttentionChoice(NamedTuple):
             if before is None:
                 reasoned.append(f"{use} {name}")
             elif before.get(use, name) != name:
-                reasoned.append(f"{use} was {before[use]} and is now {name}")
+                reasoned.append(f"{use} was {before[use]}, now {name}")
         return "; ".join(f"{', '.join(uses)} ({reason})" for reason, uses in clauses.items() if uses)
 
 
@@ -123,7 +123,7 @@ def _choose(before: Implementation | str, path: str, problem: Problem) -> Chosen
     In training "auto" on GPUs is "stored", which moves fewer scores than the reference (`ops.attention.choose`).
     """
     if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and choose.can_serve(before, problem):
-        return Chosen(before, "as the run was begun")
+        return Chosen(before, "as in earlier starts")
     return Chosen(*choose.choose(path, problem))
 
 
@@ -168,7 +168,7 @@ class Built:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of the training state; nothing is allocated."""
+        """Shapes, dtypes and shardings of the training state; nothing is allocated."""
         with sharding.use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
         shardings = sharding.param_shardings(self.mesh, boxed)
@@ -235,9 +235,9 @@ class Built:
         multiple = shards * train.grad_accum_steps
         require(
             train.batch_size % multiple == 0,
-            f"train.batch_size is {train.batch_size}, for {shards} devices (data x fsdp of the mesh) with "
-            f"{train.grad_accum_steps} microbatches each (train.grad_accum_steps); choose a multiple of {multiple}, or "
-            "fewer devices with --mesh.data",
+            f"train.batch_size must be a multiple of {multiple} (it is split over {shards} devices, each with "
+            f"{train.grad_accum_steps} microbatches), got {train.batch_size}. Change it, or lower train.grad_accum_steps or "
+            "--mesh.data.",
         )
 
     # Batches
@@ -252,8 +252,8 @@ class Built:
             return np.arange(batch_size)
         placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
-        where = f"process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}"
-        require(own, f"no device of {where}; start fewer processes, or use all devices with --mesh.data=none")
+        where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
+        require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
@@ -357,7 +357,7 @@ def build(
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
 ) -> Built:
-    """Builds what a config describes; raises `UserError` if settings do not fit each other, V or the devices.
+    """Builds what a config describes; raises `UserError` if settings, V and the devices are incompatible.
 
     `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
     implementations of attention of an earlier start, chosen again where they can serve.
@@ -373,10 +373,10 @@ def build(
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype
     is_there = jax.dtypes.canonicalize_dtype(dtype) == dtype
-    require(is_there, f"model.dtype is {dtype} and jax runs without it; set JAX_ENABLE_X64=1")
+    require(is_there, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
-        require(size % devices == 0, f"model.{name} is {size}, which mesh.{axis} ({devices}) must divide evenly")
+        require(size % devices == 0, f"model.{name} must be a multiple of mesh.{axis} ({devices}), got {size}")
     model: AnyModel
     attention = None
     if config.model.network is not Network.TRANSFORMER_XL:

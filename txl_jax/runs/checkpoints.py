@@ -1,6 +1,6 @@
-"""The checkpoints of a run: the latest, with everything, and the parameters of the best validation of each member.
+"""The checkpoints of a run: the latest, with everything, and the best parameters of each ensemble member.
 
-<workdir>/checkpoints/latest/         the whole training state; of an ensemble with a leading member axis
+<workdir>/checkpoints/latest/         the whole training state, for an ensemble with a leading member axis
 <workdir>/checkpoints/best/           parameters of the lowest validation loss
 <workdir>/checkpoints/best/MEMBER/    the same for each member of an ensemble
 """

@@ -21,7 +21,7 @@ _SECRET = re.compile(r"(?is)^(--?[\w.-]*(?:key|token|secret|password)=).*")  # A
 
 
 def describe() -> dict[str, Any]:
-    """Returns device, versions and date, which are written beside every measured number."""
+    """Returns device, versions and date, which are stored with every measured number."""
     return {
         "device": device_kind(),
         "devices": jax.device_count(),

@@ -34,7 +34,7 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")  # The machine's name in its f
 
 
 def request_stop(reason: str) -> None:
-    """Makes the `StopRequest` that is active, or the next one, true, as SIGTERM would; from any thread.
+    """Makes the active `StopRequest`, or the next, true, like SIGTERM. Call it from any thread.
 
     It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first one and does not end
     the process while it saves. The reason, such as "preempted=TRUE", is printed on the error stream.
@@ -47,7 +47,7 @@ def request_stop(reason: str) -> None:
 
 
 def request_save(reason: str) -> None:
-    """Makes the next `save_requested` true; from any thread."""
+    """Makes the next `save_requested` true. Call it from any thread."""
     _save_requested.set()
     _print_now(reason, "going on", distributed.is_multiprocess())
 
@@ -66,7 +66,7 @@ def is_watched_by_all() -> bool:
 
 
 class StopRequest:
-    """A context that notes the first SIGTERM or SIGINT; a second one acts as usual. True once one was noted.
+    """A context that notes the first SIGTERM or SIGINT, after which it is true. A second signal acts as usual.
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
     (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
@@ -110,7 +110,7 @@ class StopRequest:
         if not self._is_multiprocess:
             self.signal_number = number
         self._previous_handlers.close()
-        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, "; once more stops at once")
+        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second signal stops immediately")
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -124,8 +124,8 @@ def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None
 def act_on_notices() -> None:
     """On a machine of Google Cloud, starts to wait in the background for notices; elsewhere does nothing.
 
-    Before maintenance that ends the machine the run saves and goes on; a preemption stops it, as SIGTERM does. (A
-    machine that migrates goes on.)
+    Before maintenance that ends the machine the run saves and continues. A preemption stops it, like SIGTERM. (A
+    machine that migrates continues.)
     """
     if server := metadata_server():
         maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
@@ -135,7 +135,7 @@ def act_on_notices() -> None:
 
 
 def metadata_server() -> str | None:
-    """Returns host, or host:port, of this machine's metadata server, or None if it has none, without using a network.
+    """Returns host, or host:port, of this machine's metadata server, or None. Uses no network.
 
     Google's own libraries read the same two environment variables.
     """
