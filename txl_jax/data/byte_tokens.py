@@ -51,7 +51,7 @@ class ByteVocabulary(Vocabulary):
         return self.encode(next(symbol for symbol in (b"\n", b" ", kept[:1]) if symbol in kept))
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split; raises `UserError` with file and offset for a byte not in the vocabulary."""
+        """Yields the ids of a split. Raises `UserError` with file and offset for a byte not in the vocabulary."""
         for file in files:
             offset = file.offset
             for block in file.blocks():
@@ -59,7 +59,7 @@ class ByteVocabulary(Vocabulary):
                 offset += len(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids, uint8 [<= len(text)], read-only; raises `UserError` for a byte not in the vocabulary."""
+        """Returns the ids, uint8 [<= len(text)], read-only. Raises `UserError` for a byte not in the vocabulary."""
         return self._of_bytes(text, "", 0)
 
     def decode(self, ids: Any) -> bytes:

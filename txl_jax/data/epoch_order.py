@@ -56,7 +56,7 @@ class ShuffledSentences:
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not match the text."""
+        """Takes `sentence_starts` of `training_segments`, and T. Raises ValueError if they do not match the text."""
         is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
         is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
         chunks = (starts[i : i + CHUNK + 1] for i in range(0, len(starts), CHUNK)) if is_of_text else ()

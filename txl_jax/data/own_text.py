@@ -163,7 +163,7 @@ def _digest(files: Iterable[File]) -> str:
 
 
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
-    """Returns a config and `data_dir` with copies in the cache instead of remote files; raises `UserError`."""
+    """Returns a config and `data_dir` with copies in the cache instead of remote files. Raises `UserError`."""
     settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
     try:
         config = _listed(config)

@@ -186,7 +186,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
                 yield number, {"block": block}
 
     def _checked_digest(self, part: str) -> str:
-        """Returns a part's sha256; raises `UserError` if it, or a count, is not the published one."""
+        """Returns a part's sha256. Raises `UserError` if it, or a count, is not the published one."""
         tallies, known = self._tallies[part], self._corpus.facts[part]
         sums = sorted((posixpath.basename(place.name), tally.sha256.hexdigest()) for place, tally in tallies.items())
         digest = sums[0][1] if len(sums) == 1 else digest_of(sha256 for _, sha256 in sums)
@@ -287,7 +287,7 @@ def _check_official(path: str, official: Remote) -> None:
 
 
 def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
-    """Downloads the first source that can be; raises `UserError` if none can."""
+    """Downloads the first source that can be. Raises `UserError` if none can."""
     failed = []
     for source in corpus.sources:
         files, remote = list[tuple[str, str, str]](), source[0]
@@ -341,7 +341,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and the members of archives; raises `UserError` as `members`."""
+    """Opens files, given by name, path and URL, and the members of archives. Raises `UserError` as `members`."""
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):

@@ -71,7 +71,7 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
 
 
 def _scan(array: np.memmap, name: str) -> tuple[str, int]:
-    """Returns sha256 of a file's dtype and ids, and the largest id; raises `UserError` for an id out of range."""
+    """Returns sha256 of a file's dtype and ids, and the largest id. Raises `UserError` for an id out of range."""
     path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
     for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
         for block in file.blocks():
@@ -141,7 +141,7 @@ class IdVocabulary(Vocabulary):
 
 
 def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
-    """Returns the token ids [T] of a document; raises `UserError`, with a text's `name`, if it has no ids."""
+    """Returns the token ids [T] of a document. Raises `UserError`, with a text's `name`, if it has no ids."""
     if isinstance(document, str | bytes):
         content = _bytes(document)
         with rephrased(f"{name or f'the text {content[:40]!r}'} cannot be read by this model: %s", ValueError):
@@ -157,7 +157,7 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
-    """Returns the ids [1] of a token by its id or text; raises `UserError` for a text of another number of tokens."""
+    """Returns the ids [1] of a token by its id or text. Raises `UserError` for a text of another number of tokens."""
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
     require(len(ids) == 1, f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
     return ids

@@ -1,6 +1,6 @@
 """Batching: cuts a stream of tokens into rows and segments, as a pure function of (seed, epoch, step).
 
-A text of T tokens has T - 1 targets, the tokens 1 .. T - 1; the input of a target is the token before it. Row b of the
+A text of T tokens has T - 1 targets, the tokens 1 .. T - 1. The input of a target is the token before it. Row b of the
 B rows reads the n targets from 1 + b * n on, L of them per step. With T = 12, B = 2 and L = 3, evaluation (n = 6) reads
 these targets, step by step:
 

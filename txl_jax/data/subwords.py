@@ -62,7 +62,7 @@ class SubwordVocabulary(Vocabulary):
         return self._tokenizer.token_to_id(name) if name else found
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks; raises `UserError` for a character that cannot be encoded."""
+        """Yields the ids of a split, in blocks. Raises `UserError` for a character that cannot be encoded."""
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
                 try:
@@ -177,7 +177,7 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def package() -> ModuleType:
-    """Imports the package tokenizers; raises `MissingPackageError` if it is not installed."""
+    """Imports the package tokenizers. Raises `MissingPackageError` if it is not installed."""
     missing = "subwords and tokenizer.json files need the package tokenizers. Run pip install '.[tokenizers]'"
     with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers
@@ -185,7 +185,7 @@ def package() -> ModuleType:
 
 
 def given_tokenizer(path: str) -> SubwordVocabulary:
-    """Reads a tokenizer.json; raises `UserError` if the file is not one."""
+    """Reads a tokenizer.json. Raises `UserError` if the file is not one."""
     content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
     package()
     wrong = f"--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, got {path} (%s)"

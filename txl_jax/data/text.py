@@ -91,7 +91,7 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
 
 
 def checked(path: str, *, flag: str) -> str:
-    """Returns the path of a file that the user named; raises `UserError` if it is missing, a directory or empty."""
+    """Returns the path of a file that the user named. Raises `UserError` if it is missing, a directory or empty."""
     if not os.path.isfile(path) or not os.path.getsize(path):
         wrong = "is a directory" if os.path.isdir(path) else "is empty" if os.path.exists(path) else "does not exist"
         raise UserError(f"{flag} must name a non-empty file, got {path}, which {wrong}")
@@ -99,7 +99,7 @@ def checked(path: str, *, flag: str) -> str:
 
 
 def expanded(names: Iterable[str], *, flag: str) -> list[str]:
-    """Returns the files of names and patterns; raises `UserError` like `checked`."""
+    """Returns the files of names and patterns. Raises `UserError` like `checked`."""
     found = ([name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names)
     return [checked(path, flag=flag) for path in itertools.chain(*found)]
 

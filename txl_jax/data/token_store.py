@@ -129,7 +129,7 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
 
 
 def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> int:
-    """Writes blocks as one .npy array of one axis; returns its length."""
+    """Writes blocks as one .npy array of one axis. Returns its length."""
     with open(path, "wb") as file:
         length = 0
         _write_header(file, dtype, length)

@@ -71,7 +71,7 @@ class Vocabulary(Protocol):
         return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks; raises `UserError` with the file's name if it cannot encode a text."""
+        """Yields the ids of a split, in blocks. Raises `UserError` with the file's name if it cannot encode a text."""
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
 
@@ -83,11 +83,11 @@ class Vocabulary(Protocol):
             raise UserError(f"byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from None
 
     def _encode(self, text: str) -> np.ndarray:
-        """Does the work of `encode`; a kind defines one of the two."""
+        """Does the work of `encode`. A kind defines one of the two."""
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order; raises `UserError` for an id out of range.
+        """Returns the text of ids of any shape, in row-major order. Raises `UserError` for an id out of range.
 
         Texts of successive ids may be concatenated.
         """
@@ -139,7 +139,7 @@ def dumps(vocabulary: Vocabulary) -> str:
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
-    """Parses the saved form of a vocabulary of one of `kinds`; raises `UserError` if `text` is not one."""
+    """Parses the saved form of a vocabulary of one of `kinds`. Raises `UserError` if `text` is not one."""
     title, *lines = text.removesuffix("\n").split("\n")
     expected = f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token"
     damaged = f"{expected}, got {title[:60]!r} as the first line (%s)"
@@ -158,7 +158,7 @@ def digest(vocabulary: Vocabulary) -> str:
 
 
 def check_ids(ids: Any, size: int) -> np.ndarray:
-    """Returns ids along one axis; raises `UserError` for one outside the vocabulary."""
+    """Returns ids along one axis. Raises `UserError` for one outside the vocabulary."""
     ids = np.ravel(ids)
     foreign = ids[(ids < 0) | (ids >= size)]
     if foreign.size:
@@ -183,7 +183,7 @@ def unescape(line: str) -> str:
 class TextStream:
     r"""The text of one sequence of tokens, piece by piece, up to the first stop string.
 
-    A stop string is found in the text, whatever tokens it is made of; the one that is complete first counts. A piece
+    A stop string is found in the text, whatever tokens it is made of. The one that is complete first counts. A piece
     that may be the beginning of one is held back, and so are the bytes of a character that is not complete.
 
     >>> stream = TextStream(bytes, ["\n\n", "end"])

@@ -94,7 +94,7 @@ class WordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
-        """Returns each word and a space; a newline for a mark."""
+        """Returns each word with a space after it, or a newline for a mark."""
         mark = MARKS.get(self.line_mark)
         return [b"\n" if word == mark else f"{word} ".encode() for word in self.words]
 

@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of tokens; zeros where none were wanted."""
+    """Scores of tokens, or zeros where scores were not requested."""
 
     nats: Any  # float [..], of each token: minus its logprob.
     top_logprobs: Any  # float [.., top], of the most likely tokens in its place, the largest first.
@@ -124,14 +124,14 @@ def decode_block(
 
 
 def prefill(params: DecodeParams, cache: KVCache, tokens: jax.Array) -> KVCache:
-    """Reads a segment [R, L] of every row. The rows have one index, a multiple of L; the cache is to be donated."""
+    """Reads a segment [R, L] of every row. The rows have one index, a multiple of L. The cache is to be donated."""
     return forward.forward(params, tokens, cache)[1]
 
 
 def prefill_row(
     params: DecodeParams, cache: KVCache, row: jax.Array, tokens: jax.Array, count: jax.Array
 ) -> tuple[KVCache, jax.Array]:
-    """Reads the first `count` of tokens [W] in one row, whose index may be any; the cache is to be donated.
+    """Reads the first `count` of tokens [W] in one row, whose index may be any. The cache is to be donated.
 
     The row is taken out of the rings, so nothing of the others is in its numbers. The tokens after the first `count`
     are padding, which leaves no trace.
@@ -154,7 +154,7 @@ def take_row(cache: KVCache, row: jax.Array) -> KVCache:
 
 
 def put_row(cache: KVCache, row: jax.Array, own: KVCache) -> KVCache:
-    """Returns the cache with the contents of one row replaced by `own`, [1, ..]; the cache is to be donated."""
+    """Returns the cache with the contents of one row replaced by `own`, [1, ..]. The cache is to be donated."""
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own)
 
 

@@ -72,11 +72,11 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
       UserError: If L does not divide the cache's capacity, or the parameters were prepared for shorter lengths.
     """
     segment_len = tokens.shape[1]
-    found = f"the cache is a ring of {cache.capacity} slots and the segment has {segment_len} tokens"
-    wrong = f"{found}, together more than the {params.max_keys} that the parameters were prepared for"
-    require(cache.capacity + segment_len <= params.max_keys, f"{wrong}; prepare them for these lengths")
-    wrong = f"{found}, and segments must fill the ring evenly"
-    require(cache.capacity % segment_len == 0, f"{wrong}; make the cache for this segment length")
+    found = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
+    wrong = f"{found}, but together they must be at most {params.max_keys}"
+    require(cache.capacity + segment_len <= params.max_keys, f"{wrong}. Prepare the parameters for these lengths.")
+    wrong = f"{found}, but the slots must be a multiple of the tokens"
+    require(cache.capacity % segment_len == 0, f"{wrong}. Make the cache for this segment length.")
     hidden, keys, values = apply_layers(params, tokens, cache)
     cache = cache_lib.write(cache, keys, values, after=hidden)
     if (documents := memory_lib.documents(tokens, params.model.end_token)) is not None:

@@ -119,7 +119,7 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
 
 def write_record(folder: Path, info: ModelInfo, num_parameters: int) -> None:
-    """Writes our settings into a directory of another format, which lacks some of them."""
+    """Writes our settings into a directory of another format, which does not have all of them."""
     sums = {name: storage.sha256(folder / name) for name in (WEIGHTS, VOCABULARY, CONFIG)}
     storage.write_json(folder / RECORD, _saved(info, num_parameters, sums))
 
@@ -131,7 +131,7 @@ def read_record(folder: Path) -> ModelInfo:
         if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
             raise UserError(
                 f"{folder / name} was changed after {RECORD} was written for it. Restore it, or remove {RECORD}: "
-                f"then the model is read with the settings of {CONFIG}."
+                f"then the model is read with the settings in {CONFIG}."
             )
     return read_info(folder, RECORD)
 
@@ -158,7 +158,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
     """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
     path, saved = os.path.join(folder, name), _read_config(folder, name)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
-    damaged = f"{path} is corrupted or has another version (%s). Copy or convert it again."
+    damaged = f"{path} is corrupted or from another version (%s). Copy or convert it again."
     with rephrased(damaged, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         config = from_record(saved["config"])
         config.model.validate()
@@ -167,7 +167,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
         _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
-            f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {name} (sha256, or vocab_size "
+            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name} (sha256, or vocab_size "
             f"{expected[1]}). Copy or convert the directory again."
         )
     return info

@@ -20,7 +20,7 @@ from txl_jax.sharding.activations import constrain
 def layer_norm(name: str, config: ModelConfig) -> nn.LayerNorm:
     """Returns a layer norm over D, computed in at least float32, with outputs in the compute type.
 
-    The variance is taken of the centred values; flax's default, E[x^2] - E[x]^2, cancels in float32.
+    The variance is taken of the centred values, because flax's default, E[x^2] - E[x]^2, cancels in float32.
     """
     return nn.LayerNorm(
         epsilon=config.compat.layer_norm_eps,

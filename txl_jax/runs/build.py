@@ -64,7 +64,7 @@ class AttentionChoice(NamedTuple):
             if before is None:
                 reasoned.append(f"{use} {name}")
             elif before.get(use, name) != name:
-                reasoned.append(f"{use} was {before[use]}, now {name}")
+                reasoned.append(f"{use} was {before[use]} and is now {name}")
         return "; ".join(f"{', '.join(uses)} ({reason})" for reason, uses in clauses.items() if uses)
 
 
@@ -168,7 +168,7 @@ class Built:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the training state; nothing is allocated."""
+        """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
         with sharding.use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
         shardings = sharding.param_shardings(self.mesh, boxed)
@@ -200,7 +200,7 @@ class Built:
         return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Returns the state before the first update, made on the devices; a warm start makes it of the parameters."""
+        """Returns the state before the first update, made on the devices. A warm start makes it of the parameters."""
         if warm_state is not None:
             return warm_state(self.init_params())
         make = self.jit(
@@ -236,8 +236,8 @@ class Built:
         require(
             train.batch_size % multiple == 0,
             f"train.batch_size must be a multiple of {multiple} (it is split over {shards} devices, each with "
-            f"{train.grad_accum_steps} microbatches), got {train.batch_size}. Change it, or lower train.grad_accum_steps or "
-            "--mesh.data.",
+            f"{train.grad_accum_steps} microbatches), got {train.batch_size}. Change it, or lower "
+            "--train.grad_accum_steps or --mesh.data.",
         )
 
     # Batches
@@ -313,7 +313,7 @@ class Built:
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
-        """The jitted evaluation of S segments; the memory is donated."""
+        """The jitted evaluation of S segments. The memory is donated."""
         return self.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
 
     @functools.cached_property
@@ -357,7 +357,7 @@ def build(
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
 ) -> Built:
-    """Builds what a config describes; raises `UserError` if settings, V and the devices are incompatible.
+    """Builds what a config describes. Raises `UserError` if settings, V and the devices are incompatible.
 
     `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
     implementations of attention of an earlier start, chosen again where they can serve.
@@ -396,7 +396,7 @@ def build(
 
 
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
-    """Calls `build` for this vocabulary; raises `UserError` too if `data.reset_at` is not the text of one token."""
+    """Calls `build` for this vocabulary. Raises `UserError` too if `data.reset_at` is not the text of one token."""
     end = config.data.reset_at
     end_token = None if end is None else ready_ids.find_tokens(vocabulary, end, name="data.reset_at")[0]
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

@@ -17,7 +17,7 @@ from txl_jax.training.step import TrainState
 
 
 class RunCheckpoints:
-    """Saves and restores them; a context manager, used in every process alike. Raises if another run writes too."""
+    """A context manager, the same in every process, that saves and restores. Raises if another run writes too."""
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         self.saved_step: int | None = None  # The last step that was saved or restored.

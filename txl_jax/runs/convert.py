@@ -151,7 +151,7 @@ def _describe(read: Model, log: Callable[[str], None]) -> None:
 
 
 def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
-    """Reads the directory back and compares; returns the largest difference of a loss, in nats."""
+    """Reads the directory back and compares. Returns the largest difference of a loss, in nats."""
     if to_format is TargetFormat.NATIVE:
         back = Model(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
     else:
@@ -180,7 +180,7 @@ def _check_same_tensors(read: Leaves, written: Leaves) -> None:
 
 
 def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
-    """Returns the largest difference in nats; raises `CheckpointError` if it is more than rounding, or not finite."""
+    """Returns the largest difference in nats. Raises `CheckpointError` if it is more than rounding, or not finite."""
     if not np.isfinite(expected).all():
         raise CheckpointError("the weights give losses that are not finite. They are corrupted, or from another model.")
     difference = float(np.abs(expected - found).max())

@@ -1,7 +1,7 @@
 """Ensembles: runs that differ in seed, learning rate or dropout, trained as one run with a leading member axis.
 
 There is one workdir, one compiled training step (`txl_jax.training.ensemble`) and one checkpoint, whose arrays have the
-member axis; the best parameters are kept per member, and records name their member. `train_run` trains them. All
+member axis. The best parameters are kept per member, and records name their member. `train_run` trains them. All
 members have made the same number of updates. If a loss of one is not finite, all stop. Any member can be scored,
 sampled and exported by its name (`--ensemble_member=NAME`), and `split_off` makes it a separate run.
 """
@@ -41,7 +41,7 @@ class Ensemble(Built):
 
     @classmethod
     def of(cls, base: Built, members: MemberSettings) -> "Ensemble":
-        """Returns the ensemble of these members; raises `UserError` if it cannot be trained as one."""
+        """Returns the ensemble of these members. Raises `UserError` if it cannot be trained as one."""
         configs = member_configs(base.config, members)
         size = base.mesh.size
         require(size == 1, f"an ensemble must train on one device, got a mesh of {size}. Pass --mesh.data=1.")
@@ -80,11 +80,11 @@ class Ensemble(Built):
 
 
 def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str, ExperimentConfig]:
-    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001"; checks them."""
+    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001". Checks them."""
     require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
     for name in sorted({name for member in members for name in member}):
         there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
-        require(name in ensemble_step.VARYING, f"ensemble members can differ only in {there}, got {name}")
+        require(name in ensemble_step.VARYING, f"ensemble members cannot differ in {name}, only in {there}")
     base.expect(not base.train.patience, "train.patience", "all members train for the same number of steps, so omit it")
     names = [member_name(in_order(member)) for member in members]
     configs = [config_tree.replace(base, dict(member)) for member in members]
@@ -103,7 +103,7 @@ def in_order(member: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> str:
-    """Writes members.md: the scores of all members, with the text, device and date; returns its path."""
+    """Writes members.md: the scores of all members, with the text, device and date. Returns its path."""
 
     def value(scores: Mapping[str, float] | None) -> str:
         return Totals(scores["loss"], 1).format(measure).split()[-1] if scores else ""

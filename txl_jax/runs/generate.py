@@ -61,7 +61,7 @@ def generate_text(
 
 
 def _save(path: str, content: bytes) -> str:
-    """Writes the samples; returns a clause for the user if they replace others."""
+    """Writes the samples. Returns a clause for the user if they replace others."""
     note = ", replacing an earlier one" if storage.exists(path) and storage.read(path) != content else ""
     storage.write(path, content)
     return note
@@ -95,7 +95,7 @@ def continue_prompts(
 
 
 def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callable[[], Any]], bytes]:
-    """Returns (parameters, stop_requested) -> all samples as one text; it compiles once. Raises as `generate_text`."""
+    """Returns (parameters, stop_requested) -> all samples as one text. It compiles once. Raises as `generate_text`."""
     config = built.config.generate
     check_can_generate(built.config)
     ending = read_stop(config, vocabulary)
@@ -111,7 +111,7 @@ def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callabl
 
 
 def encode_prompt(config: GenerateConfig, vocabulary: Vocabulary) -> tuple[bytes, np.ndarray]:
-    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue; a collective."""
+    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue. A collective."""
     prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config))))
     ids = ready_ids.token_ids(vocabulary, prompt, name="the prompt")
     # As the model reads it: words with single spaces between them, for example.
@@ -129,7 +129,7 @@ def check_can_generate(config: ExperimentConfig) -> None:
 
 
 def read_prompt(config: GenerateConfig) -> bytes:
-    """Returns the prompt as bytes, empty if none is set; raises `UserError` if `prompt_file` cannot be read."""
+    """Returns the prompt as bytes, empty if none is set. Raises `UserError` if `prompt_file` cannot be read."""
     if not config.prompt_file:
         return os.fsencode(unescape(config.prompt or ""))  # The bytes that are typed need not be valid UTF-8.
     with rephrased(f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.", OSError):
@@ -137,7 +137,7 @@ def read_prompt(config: GenerateConfig) -> bytes:
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
-    """Returns the token or the text that ends a sample, or None; raises `UserError` if a token is unknown."""
+    """Returns the token or the text that ends a sample, or None. Raises `UserError` if a token is unknown."""
     if not config.stop:
         return None
     ids = ready_ids.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)
@@ -153,7 +153,7 @@ def _streams(config: GenerateConfig, vocabulary: Vocabulary, ending: Ending) -> 
 def _stream(
     sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt: bytes, *, write: Callable[[str], Any]
 ) -> list[bytes]:
-    """Writes the prompt and the first sample as its tokens come; returns all samples, or none if no token came."""
+    """Writes the prompt and the first sample as its tokens come. Returns all samples, or none if no token came."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
     texts = [b""] * len(streams)

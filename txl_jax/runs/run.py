@@ -101,7 +101,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Run":
-        """Opens a run that is to be trained, new or recorded; a context manager.
+        """Opens a run to train, new or recorded, as a context manager.
 
         A recorded one is locked before it is read, so that its record cannot change. Of a new one nothing is made
         before `begin`, so that mistakes in settings leave no directory.
@@ -160,7 +160,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     # Training
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
-        """Compares settings between processes and with the record; raises `UserError` if one changed that must not."""
+        """Compares settings between processes and with the record. Raises `UserError` if one changed that must not."""
         check_same_settings(config)
         if self.is_new:
             return
@@ -263,7 +263,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return check_first
 
     def confirm(self) -> None:
-        """Confirms the lock before a checkpoint; raises `UserError` if another run has it."""
+        """Confirms the lock before a checkpoint. Raises `UserError` if another run has it."""
         if self._lock is not None:
             self._lock.confirm()
 
@@ -336,7 +336,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a run is recorded in a directory; raises `UserError` if it cannot be read."""
+    """Returns whether a run is recorded in a directory. Raises `UserError` if it cannot be read."""
     path = storage.as_path(path)
     try:
         return storage.exists(os.path.join(path, _CONFIG))

@@ -114,7 +114,7 @@ def score(
 def score_with_line(
     components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
 ) -> tuple[Totals, str]:
-    """Computes the losses of a text as `score` does; returns them and a line about them and the time they took.
+    """Computes the losses of a text as `score` does. Returns them and a line about them and the time they took.
 
     The totals have the bytes of the text where the vocabulary knows them.
     """
@@ -130,7 +130,7 @@ def score_with_line(
 def evaluate_splits(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
-    """Scores both splits at the evaluation lengths of `config`; returns and writes evaluation.json.
+    """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
 
     The text may be another than in training if its vocabulary is the same. After `Interrupted` nothing is written.
     """
@@ -347,7 +347,7 @@ class InputFormat(enum.StrEnum):
 
 
 def open_input(path: str) -> BinaryIO:
-    """Opens a file, or a copy of a remote one; raises `UserError` if it cannot be read."""
+    """Opens a file, or a copy of a remote one. Raises `UserError` if it cannot be read."""
     hint = "For standard input, pass /dev/stdin." if path == "-" else "Check --input."
     with rephrased(f"cannot read the input {path} (%s). {hint}", OSError):
         if is_remote(path):
@@ -445,7 +445,7 @@ def progress_bar(
 ) -> Iterator[Callable[[float, Totals], None]]:
     """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
-    Yields a function of how much of `total` is done and the scores so far; it raises `Interrupted` on request.
+    Yields a function of how much of `total` is done and the scores so far. It raises `Interrupted` on request.
     """
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.

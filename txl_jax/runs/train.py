@@ -1,7 +1,7 @@
 """Training: from config and text to checkpoints and results.json.
 
 In this order cheap failures come first, and nothing is written before them: the model is built and the text cut into
-segments; the weights of a warm start are read; the run is recorded; and `txl_jax.runs.trainer` restores or initializes
+segments, the weights of a warm start are read, the run is recorded, and `txl_jax.runs.trainer` restores or initializes
 the state and trains.
 """
 
@@ -148,7 +148,7 @@ def train(
 
 
 def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
-    """Cuts the text into segments in the config's order; raises `UserError` if it is too short for one segment."""
+    """Cuts the text into segments in the config's order. Raises `UserError` if it is too short for one segment."""
     data, train_config = built.config.data, built.config.train
     return training_segments(
         corpus.train,

@@ -275,7 +275,7 @@ def run_updates(
 def run_hooks(
     hooks: Sequence[Hook], step: int, state: TrainState, *, log: RunLog, progress: Progress
 ) -> tuple[TrainState, bool]:
-    """Runs hooks one after the other; returns the state to continue with, and whether a hook has requested a stop."""
+    """Runs hooks one after the other. Returns the state to continue with, and whether a hook has requested a stop."""
     stopping = False
     for hook in hooks:
         began = time.monotonic()

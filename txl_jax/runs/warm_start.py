@@ -139,7 +139,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
 
 
 def digest(params: Any) -> str:
-    """Returns sha256 of parameters: names, dtypes, shapes and values, in hexadecimal; all processes call it."""
+    """Returns sha256 of parameters: names, dtypes, shapes and values, in hexadecimal. All processes call it."""
     found = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
         values = np.ascontiguousarray(distributed.to_host(leaf))
@@ -171,7 +171,7 @@ def _is_read(name: str, config: ExperimentConfig) -> bool:
 
 
 def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
-    """Matches the tokens; raises `UserError` for another model, or if tokens of the vocabularies mean other things."""
+    """Matches the tokens. Raises `UserError` for another model, or if tokens of the vocabularies mean other things."""
     check_model(config, trained.config)
     theirs = trained.vocabulary
     same = theirs == vocabulary

@@ -75,7 +75,7 @@ class Weights:
         return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
-        """Builds the model over the mesh of its config; raises `UserError` if settings do not match the devices."""
+        """Builds the model over the mesh of its config. Raises `UserError` if settings do not match the devices."""
         if isinstance(self.source, Run):
             return build_trained(self.config, self.source, log=log)
         return distributed.run_on_all(lambda: build_for(self.config, self.vocabulary))
@@ -120,7 +120,7 @@ def open_weights(
 
 
 def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weights:
-    """Opens a portable checkpoint; raises `no_run`, or an error that says more, if the directory contains none."""
+    """Opens a portable checkpoint. Raises `no_run`, or an error that says more, if the directory contains none."""
     from txl_jax.interop import exported, portable
 
     def check() -> None:
@@ -160,8 +160,10 @@ def load_to_score(
     check_same_text(corpus)
     weights = Weights.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
-    trained, scored = f"{weights.description} (vocabulary {theirs.size})", f"{corpus.description!r} was read"
-    require(ours == theirs, f"{scored} with another vocabulary ({ours.size}) than {trained}. Read it with the model's.")
+    trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
+    require(
+        ours == theirs, f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary."
+    )
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
     built = weights.build(log=log)
@@ -169,7 +171,7 @@ def load_to_score(
 
 
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
-    """Builds a trained run with its recorded implementations of attention; all processes call it."""
+    """Builds a trained run with its recorded implementations of attention. All processes call it."""
     recorded = run.attention_for(config)
     built = distributed.run_on_all(lambda: build_for(config, run.text.vocabulary, recorded=recorded))
     check_same_attention(built.attention)
@@ -223,7 +225,7 @@ def load_state(
 
 
 def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
-    """Averages the scored parameters of the latest checkpoints; returns the last step and the mean."""
+    """Averages the scored parameters of the latest checkpoints. Returns the last step and the mean."""
     steps: list[int] = []
     total = None
     while len(steps) < count:

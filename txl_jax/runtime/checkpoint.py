@@ -81,7 +81,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     # Writing
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
-        """Starts writing a step; returns once the arrays are copied to the host, so they may be donated.
+        """Starts writing a step. Returns once the arrays are copied to the host, so they may be donated.
 
         An existing checkpoint of this step is replaced, and later steps are deleted, once the new one is verified: they
         belong to a run that was abandoned when this one fell back.
@@ -151,7 +151,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Turns an error of the block into a `CheckpointError`; the next save opens another writer."""
+        """Turns an error of the block into a `CheckpointError`. The next save opens another writer."""
         try:
             yield
         except Exception as error:
@@ -254,7 +254,7 @@ def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
 
 
 def delete_step(path: str) -> None:
-    """Deletes a step; a kill halfway does not leave half a step that counts."""
+    """Deletes a step. A kill halfway does not leave half a step that counts."""
     if is_remote(path):
         storage.remove(os.path.join(path, COMMIT))
         storage.remove_tree(path)

@@ -50,7 +50,7 @@ def broadcast_from_primary(find: Callable[[], T]) -> T:
 
 
 def run_on_all(act: Callable[[], T]) -> T:
-    """Runs `act`, which must not be a collective, in every process; returns its result once it succeeded in all.
+    """Runs `act`, which must not be a collective, in every process. Returns its result once it succeeded in all.
 
     If it fails, the processes in which it did raise its error, and the others `RemoteProcessError`.
     """

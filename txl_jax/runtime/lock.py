@@ -163,7 +163,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         return (_stat(self._beat_of(record)) or lock)[1] <= STALE_SECONDS if alive is None else alive
 
     def _create(self) -> bool:
-        """Creates the object if it does not exist; returns whether it is this run's."""
+        """Creates the object if it does not exist. Returns whether it is this run's."""
         uploads = file_system("gs").base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
         query = {"uploadType": "media", "name": self._path.split("/", 3)[3], "ifGenerationMatch": "0"}
         data, headers = json.dumps(self._record).encode(), {"Content-Type": "application/octet-stream"}
@@ -174,7 +174,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         return True
 
     def _delete(self, generation: str) -> bool:
-        """Deletes the object if it still has this generation; returns whether it had."""
+        """Deletes the object if it still has this generation. Returns whether it had."""
         try:
             _call("DELETE", self._path, ifGenerationMatch=generation)
         except (FileExistsError, FileNotFoundError):
@@ -212,7 +212,7 @@ def is_held(folder: AnyPath) -> bool:
 
 
 def _call(method: str, url: str, place: str = "b/{}/o/{}", **arguments: Any) -> Any:
-    """Calls the server about an object; returns the headers and the content of its answer."""
+    """Calls the server about an object. Returns the headers and the content of its answer."""
     bucket, key = url.split("/", 3)[2:]
     return patiently(lambda: file_system("gs").call(method, place, bucket, key, **arguments), url)
 

@@ -63,7 +63,7 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
 
 
 def read_appended(path: AnyPath) -> bytes:
-    """Returns the bytes of a text that a run appends to; raises OSError if it is missing or cannot be read."""
+    """Returns the bytes of a text that a run appends to. Raises OSError if it is missing or cannot be read."""
     path = storage.as_path(path)
     while parts := _parts(path):
         first = max((place for place, (_, part) in enumerate(parts) if part.endswith(".all")), default=0)
@@ -203,7 +203,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 self._append(LINES, f"{now}  {each}")
 
     def seal(self) -> None:
-        """Returns once all is kept that was written; called before a checkpoint or a result, which relies on it."""
+        """Returns once all is kept that was written. Called before a checkpoint or a result, which relies on it."""
         self._upload_all()
         for text in self._texts.values():
             if text.lines:

@@ -105,7 +105,7 @@ class TensorBoard(Sink):
         self._write(step, _tensorboard("summary").text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
 
     def flush(self) -> None:
-        """Writes the settings, and uploads files for object storage; a local file is written already."""
+        """Writes the settings, and uploads files for object storage. A local file is written already."""
         self._write_settings()
         if is_remote(self._folder) and self._file is not None:
             self._file.close()
@@ -140,7 +140,7 @@ class TensorBoard(Sink):
         self._add(step=step, summary=_tensorboard("proto.summary_pb2").Summary(value=values))
 
     def _open(self) -> None:
-        """Begins the next file; the first one of a start hides the later steps of earlier files."""
+        """Begins the next file. The first one of a start hides the later steps of earlier files."""
         if is_first := self._number == 0:
             if is_remote(self._folder):
                 self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorboard-"))
@@ -168,7 +168,7 @@ def _tensorboard(module: str) -> Any:
 
 
 class WeightsAndBiases(Sink):
-    """One run of a W&B project (extra `wandb`), named after its workdir; the same workdir continues the same run.
+    """One run of a W&B project (extra `wandb`), named after its workdir. The same workdir continues the same run.
 
     wandb's own variables decide where it sends it (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL).
     Its files go to `wandb/` in the workdir, or `./wandb/` if that is a URL. Raises `UserError` if wandb is

@@ -49,11 +49,11 @@ def request_stop(reason: str) -> None:
 def request_save(reason: str) -> None:
     """Makes the next `save_requested` true. Call it from any thread."""
     _save_requested.set()
-    _print_now(reason, "going on", distributed.is_multiprocess())
+    _print_now(reason, "continuing", distributed.is_multiprocess())
 
 
 def save_requested() -> bool:
-    """Returns whether a checkpoint was requested since the last call, in any process; a collective."""
+    """Returns whether a checkpoint was requested since the last call, in any process. A collective."""
     own = _save_requested.is_set()
     if own:
         _save_requested.clear()
@@ -61,7 +61,7 @@ def save_requested() -> bool:
 
 
 def is_watched_by_all() -> bool:
-    """Returns whether all processes wait for notices, so that `save_requested` may become true; a collective."""
+    """Returns whether all processes wait for notices, so that `save_requested` may become true. A collective."""
     return distributed.first_error(None if _watching.is_set() else "not watched") is None
 
 
@@ -110,7 +110,7 @@ class StopRequest:
         if not self._is_multiprocess:
             self.signal_number = number
         self._previous_handlers.close()
-        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second signal stops immediately")
+        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second one stops at once")
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -113,7 +113,7 @@ def read(path: AnyPath) -> bytes:
 
 
 def _ending(path: AnyPath) -> AnyPath:
-    """Returns a local path; raises OSError for a device or a pipe, such as a stranger's link to /dev/zero."""
+    """Returns a local path. Raises OSError for a device or a pipe, such as a stranger's link to /dev/zero."""
     if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return path
@@ -171,7 +171,7 @@ def download(path: AnyPath, local: AnyPath) -> None:
 
 
 def local_copy(path: AnyPath, owner: object) -> str:
-    """Returns a copy of an object on this machine, removed together with `owner`; returns a local path as it is."""
+    """Returns a copy of an object on this machine, removed together with `owner`. Returns a local path as it is."""
     if not is_remote(path):
         return os.fspath(path)
     folder = tempfile.mkdtemp(prefix="txl_jax-")
@@ -333,7 +333,7 @@ def locked(path: AnyPath) -> Iterator[None]:
 
 
 def lock_now(handle: IO[str], *, seconds: float) -> None:
-    """Locks an open file until it is closed; raises BlockingIOError if another process has the lock all the time."""
+    """Locks an open file until it is closed. Raises BlockingIOError if another process has the lock all the time."""
     until = time.monotonic() + seconds
     while True:
         try:

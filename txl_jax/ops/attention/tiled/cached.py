@@ -5,7 +5,7 @@ wherever the ring begins.
 
 The ring is read by age, oldest first, in blocks of slots: where a block begins in the ring follows from the write
 index, everything else about it is static. So the blocks that a window or the clamp cuts are known when the program is
-made; they are written out, with what they need, and the others run in loops that need nothing:
+made. They are written out, with what they need, and the others run in loops that need nothing:
 
     ages    A ......................... C ................ 1 | segment
     blocks  [window][far][far] .. [far][clamp][near] .. [near] [own]
