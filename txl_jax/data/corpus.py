@@ -91,7 +91,7 @@ def read_corpus(
 
 
 def refuse_packed(corpus: Corpus) -> None:
-    """Raises `UserError` if the training text, read as bytes, begins like a compressed file or UTF-16."""
+    """Raises `UserError` if the training split, read as bytes, begins like a compressed file or UTF-16."""
     if isinstance(corpus.vocabulary, ByteVocabulary):
         found = packed_as(corpus.vocabulary.decode(corpus.train[:6]))
         advice = "Unpack it or convert it to UTF-8, or pass --data.tokenizer.kind=byte to train on these bytes."
@@ -188,7 +188,7 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
 
 
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
-    """Reads the first word of each line, in order; adds the line mark before and <unk> after them if missing."""
+    """Reads the first word of each line, in order. Adds the line mark before and <unk> after them if missing."""
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     lines = "".join(text_blocks([file], close_lines=True)).split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))

@@ -18,7 +18,7 @@ EpochOrder = Callable[[int, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
 def sequential(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Is the text's own order in every epoch; pairs past its end map to positions past its end."""
+    """Returns the text's order in every epoch. Pairs past its end map to positions past its end."""
     place = first[..., None] + np.arange(length)
     return place, place + 1
 
@@ -49,7 +49,7 @@ def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
 
 
 class ShuffledSentences:
-    """The sentences of the text in a random order per epoch; tokens before the first sentence stay in front.
+    """The sentences of the text in a random order per epoch. Tokens before the first sentence stay in front.
 
     The order of an epoch is cached until another epoch is asked for: 12 bytes a sentence. One Billion Word (30.3
     million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a server.
@@ -98,7 +98,7 @@ def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
 def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Returns int32 [n], a permutation of 0 .. n - 1 seeded by (seed, epoch).
 
-    Each number lies in the low bits of a word whose high bits are random, and the words are sorted. No two are equal,
+    Each number is in the low bits of a word whose high bits are random, and the words are sorted. No two are equal,
     so every sorting algorithm gives the same order, in a tenth of an argsort's time (0.2 s for 30 million, AVX-512).
     """
     bits = np.uint64(n.bit_length())

@@ -88,7 +88,7 @@ def _split_text(name: str, description: str, paths: Sequence[str], config: DataC
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
-    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %; borders are rounded down.
+    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %. Borders are rounded down.
 
     With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
     """
@@ -227,7 +227,7 @@ def _copy_of(folder: str, cache: Path) -> Path:
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
     """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
 
-    Copies have the same places below that of `root` (by default the object's folder) as the objects.
+    Copies keep the objects' paths relative to `root` (by default the object's directory).
     """
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)

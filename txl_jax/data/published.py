@@ -34,7 +34,7 @@ class Remote:
 
     @property
     def is_archive(self) -> bool:
-        """Returns whether it is an archive of the corpus's files; else it is one of these files."""
+        """Returns whether it is an archive of the corpus's files. Otherwise it is one of these files."""
         return self.file.endswith(ARCHIVE_SUFFIXES)
 
 
@@ -120,7 +120,7 @@ def _by_split(pattern: str) -> Layout:
 def _wikitext(
     name: CorpusName, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
 ) -> PublishedCorpus:
-    """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
+    """Returns the row of a WikiText (Merity et al., 2016, table 1). Both share the validation and test splits."""
     folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",

@@ -46,7 +46,7 @@ class RowRanges(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentReader:
-    """Segments of a text by step; built by `training_segments` or `evaluation_segments`."""
+    """Segments of a text by step, built by `training_segments` or `evaluation_segments`."""
 
     tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the positions asked for are read.
     batch_size: int  # B, rows over all processes.
@@ -99,7 +99,7 @@ class SegmentReader:
         return np.where(counts, pair_SxBxL + 1, 0)
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the pair at each position, [S, B, L]; indices continue past a row's end."""
+        """Returns the index of the pair at each position, [S, B, L]. Indices continue past a row's end."""
         first_SxB = first_B + index_S[:, None] * self.stride
         return first_SxB[..., None] + np.arange(self.segment_len)
 
@@ -121,7 +121,7 @@ class SegmentReader:
 
 
 def take(tokens: np.ndarray, position: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Returns the tokens at positions in the text as int32; 0 for padding, which may be past the text's end."""
+    """Returns the tokens at positions in the text as int32, and 0 for padding, which may be past the text's end."""
     return np.where(real, np.take(tokens, position, mode="clip"), 0).astype(np.int32)
 
 
@@ -187,7 +187,7 @@ def training_segments(
 def evaluation_segments(
     tokens: np.ndarray, *, batch_size: int, segment_len: int, warmup_tokens: int = 0, own: Rows = None
 ) -> SegmentReader:
-    """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once; rows are padded.
+    """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once. Rows are padded.
 
     >>> reader = evaluation_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.segments(1, 1).targets.tolist()

@@ -120,7 +120,7 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
-        """The bytes of each token, as they are after another one: decoders drop a space at a text's start."""
+        """The bytes of each token after another token, because decoders drop a space at a text's start."""
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         texts = [b""] * self.size
         added = {ids[token["content"]]: token["content"] for token in self._settings.get("added_tokens") or ()}

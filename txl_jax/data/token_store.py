@@ -3,7 +3,7 @@
 A store is a directory:
 
 train.npy, valid.npy, test.npy   ids, one axis, of the smallest type that holds them
-sentences.npy                    int64 [n + 1]: the start of each line of the training text, and the end of the last
+sentences.npy                    int64 [n + 1]: the start of each training line, and the end of the last
 vocabulary.txt                   the vocabulary
 store.json                       sizes and sha256 of the others, written last
 

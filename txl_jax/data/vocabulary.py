@@ -1,6 +1,6 @@
 """Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
 
-Ids of characters and words are ranked by their counts in the training text, which the adaptive softmax needs, and
+Ids of characters and words are ranked by their counts in the training split, which the adaptive softmax needs, and
 equally frequent ones by first occurrence, as in the original release.
 """
 
@@ -95,7 +95,7 @@ class Vocabulary(Protocol):
 
     @property
     def _texts(self) -> Sequence[bytes]:
-        """Returns the text of each token; empty if a kind defines `decode`."""
+        """Returns the text of each token, or () if a kind defines `decode`."""
         return ()
 
     @property
@@ -194,7 +194,7 @@ class TextStream:
     def __init__(
         self, decode: Callable[[Any], bytes], stop: Sequence[str], ending: Ending = None, errors: str = "replace"
     ):
-        """Begins an empty text, from `Vocabulary.decode` and stop strings that are not empty; `errors` as in `open`."""
+        """Begins an empty text, with `Vocabulary.decode` and non-empty stop strings. `errors` is as in `open`."""
         self._decode, self._ending, self._held = decode, ending, b""
         kept = {ending: len(ending)} if isinstance(ending, bytes) else {}  # Bytes of each string that the text keeps.
         self._stop = kept | dict.fromkeys(map(str.encode, stop), 0)

@@ -4,11 +4,11 @@ One prompt, n samples of a prompt, many prompts side by side (`inference.generat
 run `decode_block`. State between calls is the cache on the device. The host keeps everything else and passes it as
 `Rows`, so a row may read, draw or do nothing in any call:
 
-    number  -2    -1     0     1     2       of the token that a step draws; below 0 nothing is drawn
+    number  -2    -1     0     1     2       of the token that a step samples. Below 0 nothing is sampled
     reads    a     b     c     x     y       a, b, c: the end of the prompt
     draws    -     -     x     y     z
 
-- The token with the number i of a sample is drawn with a key made of (seed, sample, i) alone. So a text depends neither
+- Token number i of a sample is sampled with a key made only of (seed, sample, i). So a text depends neither
   on the number of tokens per call nor on the other rows.
 - Rows that read and end together share one index of the ring: a step writes one slice. In the server each row has its
   own index, that is its own position, so that what it computes does not depend on when it joined. A row that does

@@ -63,7 +63,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
 
     Args:
-      tokens: int [B, L], L at most the one of `prepare_params`; L = 1 if each row of the cache has its own index.
+      tokens: int [B, L], L at most the one of `prepare_params`, and L = 1 if each row of the cache has its own index.
 
     Returns:
       Hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
@@ -154,7 +154,7 @@ def _attend(
     visibility: CachedVisibility,
     path: Any,
 ) -> jax.Array:
-    """Computes `cached_attention`, row by row where each is at an index of its own.
+    """Computes `cached_attention`, row by row if each has its own index.
 
     Only attention is: with `vmap` over all of a step, products of 16 rows with a matrix are made as those of one row
     are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an AMD EPYC).

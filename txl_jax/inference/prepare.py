@@ -110,7 +110,7 @@ def prepare_params(
 
 
 def check_devices(weight_dtype: str | None, num_devices: int) -> None:
-    """Raises `UserError` for int8 on several devices: the scales of a sharded table would need specs of their own."""
+    """Raises `UserError` for int8 on several devices: the scales of a sharded table would need separate specs."""
     if weight_dtype is not None and num_devices > 1:
         wrong = f"eval.weight_dtype {weight_dtype} supports only one device, got a mesh of {num_devices}"
         raise UserError(f"{wrong}. Pass --mesh.data=1, or omit the dtype.")

@@ -75,7 +75,7 @@ def of_object(root: Any, *, name: str) -> Found:
 
 
 def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None) -> Found:
-    """Returns the vocabulary of a list of tokens; `dataset` is the release's name of the corpus, if known."""
+    """Returns the vocabulary of a list of tokens. `dataset` is the release's name of the corpus, if known."""
     texts = {symbol for symbol in symbols if isinstance(symbol, str) and not _SURROGATE.search(symbol)}
     if not symbols or len(texts) != len(symbols):
         raise UserError(f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again.")

@@ -52,7 +52,7 @@ _DOUBLE = np.dtype(np.float64)
 
 
 class Part(NamedTuple):
-    """A part of an array: of an original tensor, or of one of our parameters."""
+    """A part of an original tensor, or of one of our parameters."""
 
     name: str  # Of the array; our parameters' are paths, "a/b/c".
     shape: tuple[int, ...]  # Of the whole array.

@@ -137,7 +137,7 @@ def read_record(folder: Path) -> ModelInfo:
 
 
 def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the content of config.json; `sums` are the sha256 of other files by name."""
+    """Returns the content of config.json. `sums` are the sha256 of other files by name."""
     # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(info.config).items()

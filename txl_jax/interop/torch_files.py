@@ -183,7 +183,7 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
 
 
 def _read_pickles(path: Path, data: mmap.mmap) -> Any:
-    """Reads the older format: magic number, protocol, machine, value, keys and storages; or a plain pickle."""
+    """Reads the older format: magic number, protocol, machine, value, keys and storages, or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
         raise TensorError("it is neither an archive nor a pickle")

@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
         )
 
     def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
-        """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
+        """Creates `name`_kernel and `name`_bias. `rows` and `columns` are (size, logical axis)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = axes.normal(self.config.init_std, row_axis, column_axis)
         kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(dtype)

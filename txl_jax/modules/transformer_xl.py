@@ -72,7 +72,7 @@ class TransformerXL(nn.Module):
           memory: M slots before it.
           clamp_len: Distances above this share one position code, or None to tell all apart.
           same_length: Whether every query sees the same number of keys, M (or M + 1, see `model.compat`).
-          deterministic: Whether there is no dropout, which needs an rng named "dropout".
+          deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
 
         Returns:
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.

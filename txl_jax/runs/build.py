@@ -1,4 +1,4 @@
-"""What a config describes, built: model, optimizer, schedule, mesh, attention, and the functions compiled for them."""
+"""Builds a config's model, optimizer, schedule, mesh, attention, and the functions compiled for them."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ class AttentionChoice(NamedTuple):
         return {use: str(chosen.implementation) for use, chosen in self._asdict().items()}
 
     def describe(self, before: Mapping[str, str] | None = None) -> str:
-        """Describes the choice and its reasons, for the log; with `before`, only the uses that differ from it."""
+        """Describes the choice and its reasons, for the log. With `before`, only the uses that differ from it."""
         clauses: dict[str, list[str]] = {}  # By reason.
         for use, name in self.record().items():
             reasoned = clauses.setdefault(getattr(self, use).reason, [])
@@ -146,7 +146,7 @@ class Compilation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What a config describes: model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
+    """A config's model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
 
     config: ExperimentConfig
     model: AnyModel
@@ -243,7 +243,7 @@ class Built:
     # Batches
 
     def own_rows(self, batch_size: int) -> np.ndarray:
-        """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
+        """Returns the row numbers of a batch that this process's devices hold and it must read, ascending.
 
         They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it. Raises
         `UserError` if no device of the process is in the mesh.
@@ -257,7 +257,7 @@ class Built:
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
-        """Transfers segments to the devices, with the rows sharded like those of the memory.
+        """Transfers segments to the devices, with the rows sharded like the memory's.
 
         They have the `own_rows` of this process, out of `batch_size` rows over all processes, or all rows if that is
         None. In an ensemble they have a leading member axis.
@@ -296,7 +296,7 @@ class Built:
         return Memory(self._sharding(axes.LAYERS, rows, axes.LENGTH, None), self._sharding(rows))
 
     def _sharding(self, *logical_axes: str | None) -> Any:
-        """Returns the sharding of an array by its logical axes, in place of the array in trees of shardings."""
+        """Returns the sharding of an array by its logical axes, which replaces the array in trees of shardings."""
         return sharding.named_sharding(self.mesh, *logical_axes)
 
     # Evaluation
@@ -308,7 +308,7 @@ class Built:
 
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
-        """The jitted function that makes parameters ready for evaluation; of an RNN they are that already."""
+        """The jitted function that makes parameters ready for evaluation. An RNN's already are."""
         return self.jit(self.scorer.prepare_params)
 
     @functools.cached_property
@@ -341,7 +341,7 @@ class Built:
         return self.jit(self.scorer.init_memory, out_shardings=shardings)
 
     def generator(self, weights: Any) -> Generator:
-        """Returns the generator of a model that can generate; `weights` are prepared parameters."""
+        """Returns the generator of a model that can generate. `weights` are prepared parameters."""
         return Generator(weights, self.config.eval, mesh=self.mesh)
 
 
@@ -357,7 +357,7 @@ def build(
     mesh: Mesh | None = None,
     recorded: Implementations | None = None,
 ) -> Built:
-    """Builds what a config describes. Raises `UserError` if settings, V and the devices are incompatible.
+    """Builds a config's model. Raises `UserError` if settings, V and the devices are incompatible.
 
     `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
     implementations of attention of an earlier start, chosen again where they can serve.

@@ -169,7 +169,7 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
 
 
 def _check_same_tensors(read: Leaves, written: Leaves) -> None:
-    """Raises `CheckpointError` unless names, shapes and float32 values are equal, bit for bit; one array at a time."""
+    """Raises `CheckpointError` unless names, shapes and float32 values are bit-for-bit equal, one array at a time."""
     shapes = [{path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)]
     if difference := describe_difference(shapes[1], shapes[0]):
         raise CheckpointError(f"the written weights differ from those read ({difference})")

@@ -55,7 +55,7 @@ class TextInfo:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Run(contextlib.AbstractContextManager["Run"]):
-    """The directory of one run, and its record. All processes make the same calls; process 0 reads and writes files."""
+    """The directory of one run, and its record. All processes make the same calls. Process 0 reads and writes files."""
 
     path: str  # Absolute.
     member: str | None = None  # Chosen member of an ensemble, or None for all members and for a single run.
@@ -78,7 +78,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":
-        """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing."""
+        """Reads a trained run, or one member of an ensemble. Takes no lock and writes nothing."""
         run = cls.read_all(path)
         names = by_name(run.members)
         choose = f"Choose a member with --ensemble_member: {', '.join(names)}"
@@ -103,7 +103,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def open(cls, path: str | os.PathLike[str]) -> "Run":
         """Opens a run to train, new or recorded, as a context manager.
 
-        A recorded one is locked before it is read, so that its record cannot change. Of a new one nothing is made
+        A recorded one is locked before it is read, so that its record cannot change. For a new one nothing is made
         before `begin`, so that mistakes in settings leave no directory.
         """
         run = cls(os.fspath(path), is_open=True)
@@ -134,14 +134,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @property
     def outputs(self) -> str:
-        """Directory for scores and samples: the run's, or the member's in it; made if missing."""
+        """Directory for scores and samples: the run's, or the member's in it. Made if missing."""
         folder = os.path.join(self.path, "members", self.member) if self.member else self.path
         storage.make_folder(folder)
         return folder
 
     @property
     def member_names(self) -> tuple[str, ...]:
-        """Names of the members of an ensemble, in the order of the member axis; empty for a single run."""
+        """Names of the members of an ensemble, in the order of the member axis, empty for a single run."""
         return tuple(by_name(self.members))
 
     def attention_for(self, config: ExperimentConfig) -> Implementations:
@@ -319,7 +319,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return f"{file} is corrupted, or this version cannot read it (%s). Restore it, or pass another --workdir."
 
     def claim(self) -> None:
-        """Makes the directory, locks it, and removes what killed runs left; process 0 calls it."""
+        """Makes the directory, locks it, and removes what killed runs left. Process 0 calls it."""
         require(self.is_new, f"{self.path} already contains a run. Pass another directory with --to=PATH.")
         try:
             storage.probe(self.path)
@@ -345,7 +345,7 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
 
 
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns data_dir and cache_dir of the run in a directory, if on this machine; `Run` raises a record's errors."""
+    """Returns data_dir and cache_dir of the run in a directory, if on this machine. `Run` raises a record's errors."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
         has_cache = storage.is_dir(text["cache_dir"])  # Own text may have been read without a data_dir.
@@ -354,7 +354,7 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
-    """Returns results.json, with a member's own scores if one is named; empty if it is missing or corrupted."""
+    """Returns results.json, with a member's own scores if one is named, or {} if it is missing or corrupted."""
     try:
         results = dict(storage.read_json(os.path.join(workdir, RESULTS)))
         results |= {} if member is None else results.pop("members")[member]

@@ -155,7 +155,7 @@ def evaluate_splits(
 def score_tokens(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Totals]:
-    r"""Scores both splits like `evaluate_splits`; writes scores-valid.tsv and scores-test.tsv, each when it is done.
+    r"""Scores both splits like `evaluate_splits`. Writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
         index	token	nats
         1	h	2.3841858

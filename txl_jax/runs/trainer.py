@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Trainer:
-    """One start of a run that was begun in its directory; `train` is called once."""
+    """One start of a run that was begun in its directory. `train` is called once."""
 
     built: Built  # What is trained: one run or, with a leading member axis, an ensemble.
     run: Run  # After `Run.begin`.

@@ -147,7 +147,7 @@ class Validation:
             try:
                 notes = self.checkpoints.best[index].notes()
             except CheckpointError as error:
-                self.log.note(f"{error}. The best checkpoint is chosen again from this step.")
+                self.log.note(f"{error} The best checkpoint is chosen again from this step.")
                 return None
             if notes is None or with_defaults(notes["eval"]) == self._eval_settings:
                 return notes
@@ -210,7 +210,7 @@ class Validation:
         try:
             restored = self.checkpoints.best[index].restore({"params": self.built.abstract_state.params})
         except CheckpointError as error:
-            self.log.note(f"{error}. The parameters of the last step are used instead.")
+            self.log.note(f"{error} The parameters of the last step are used instead.")
             restored = None
         if restored is None:
             return None, self._members.take(state.scored_params, index)

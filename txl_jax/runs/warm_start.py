@@ -1,8 +1,8 @@
 """Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
 
 Optimizer, step, memory and the position in the text start over. A warm start happens once, before the first checkpoint:
-config.json records what was read, and later starts of the same command resume without the weights. The settings that
-make the parameters what they are come from the trained model where no flag gives them.
+config.json records the weights read, and later starts of the same command resume without the weights. The settings that
+determine the parameters come from the trained model unless a flag sets them.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class WarmStart(NamedTuple):
 
 
 def basis(path: str, run: Run) -> Weights:
-    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`."""
+    """Returns the run itself if it is recorded and needs no other weights, or else the model at `path`."""
     return _open(path) if run.is_new else Weights.of_run(run)
 
 

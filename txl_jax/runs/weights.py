@@ -155,7 +155,7 @@ def holds_other_weights(path: str) -> bool:
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, log: Callable[[str], None]
 ) -> tuple[Built, int, Any]:
-    """Loads a trained model that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
+    """Loads a trained model to score a text of the same vocabulary: (the built model, step, parameters)."""
     check_same_settings(config)
     check_same_text(corpus)
     weights = Weights.of(model, config)
@@ -212,7 +212,7 @@ def load_state(
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
 
-    For an ensemble with a chosen member it is that member's state, with the notes of all members.
+    For a chosen ensemble member it is that member's state, with the notes of all members.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0

@@ -99,7 +99,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._pending = step, self._threads.submit(self._finish, self._writer, step, path)
 
     def sweep(self) -> None:
-        """Deletes what killed runs left behind; only for the run that writes here, and not during a save."""
+        """Deletes what killed runs left behind. Only for the run that writes here, and not during a save."""
         if distributed.is_primary():
             with _reading(self._directory):
                 for name in storage.names(self._directory, missing_ok=True):
@@ -134,7 +134,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             return f"{step}.again-{again}" if again else str(step)
 
     def _finish(self, writer: ocp.AsyncCheckpointer, step: int, path: str) -> None:
-        """Waits for the commit, writes the digests, then deletes steps no longer kept; runs in the background."""
+        """Waits for the commit, writes the digests, then deletes steps no longer kept. Runs in the background."""
         writer.wait_until_finished()
         if not distributed.is_primary():
             return
@@ -163,7 +163,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     # Reading
 
     def latest_step(self) -> int | None:
-        """Returns the latest step, verified or not, or None if there are no steps."""
+        """Returns the latest step, verified or not, or None if no step exists."""
         self.wait()
         return next((step for step, _ in find_steps(self._directory)), None)
 
@@ -174,7 +174,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if not found:
             return None
         path = os.path.join(found[0][1], "notes", _NOTES)
-        wrong = f"the notes of a checkpoint, {path}, cannot be read (%s)"
+        wrong = f"the notes of a checkpoint, {path}, cannot be read (%s)."
         with rephrased(wrong, OSError, ValueError, TypeError, to=CheckpointError):
             return dict(storage.read_json(path))
 
@@ -184,7 +184,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like the
         saved one, of jax.ShapeDtypeStruct with shardings, or of arrays.
 
-        Returns (step, state with the shardings of `abstract_state`, notes), or None if there are no steps. Raises
+        Returns (step, state with the shardings of `abstract_state`, notes), or None if no step exists. Raises
         `CheckpointError` if no step can be restored, or they belong to another model.
         """
         distributed.run_on_all(self.wait)
@@ -320,7 +320,7 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """Returns one clause on how two trees differ, naming up to three arrays; empty if they do not."""
+    """Returns one clause on how two trees differ, naming up to three arrays, or an empty string."""
     differ = [
         f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
         for name in sorted(saved.keys() | wanted.keys())
@@ -355,7 +355,7 @@ def _handler() -> ocp.CompositeCheckpointHandler:
 
 
 def _open_writer(name: str) -> ocp.AsyncCheckpointer:
-    """Opens a writer; `name` keeps processes from meeting at the barriers of another writer that is open."""
+    """Opens a writer. `name` keeps processes from meeting at the barriers of another writer that is open."""
     multiprocessing = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
     # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a computer that slept, for a
     # save that hangs. With several processes the limit stays: one that fails leaves the others waiting at a barrier.

@@ -26,7 +26,7 @@ _KNOWN_TO_ALL = "known_to_all"
 
 
 def is_multiprocess() -> bool:
-    """Returns whether this process has joined others; jax touches no device to answer no."""
+    """Returns whether this process has joined others. If not, JAX touches no device."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 

@@ -46,7 +46,7 @@ def origin() -> list[str]:
 
 
 def device_kind() -> str:
-    """Returns the first device's name; for a CPU the processor's and its cores, as jax only returns "cpu"."""
+    """Returns the first device's name, for a CPU the processor's and its cores, as JAX only returns "cpu"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

@@ -1,7 +1,7 @@
 """The log of a run: `metrics.jsonl` and `log.txt` in its directory, and its sinks, such as TensorBoard.
 
 A resumed run repeats the steps after its last checkpoint. Opening the log drops the records of those steps, so that
-`metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps all lines.
+`metrics.jsonl` reads as if the run had never stopped, while `log.txt` keeps all lines.
 
 On this machine both are plain files. Objects cannot be appended to: in a bucket a thread uploads each text in parts,
 which readers join in the order of their names, and TensorBoard has a file for each checkpoint.
@@ -108,7 +108,7 @@ class _Text:
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
-    """Records and lines of one run. `open` returns it as a context manager; before that, lines wait.
+    """Records and lines of one run. `open` returns it as a context manager. Before that, lines wait.
 
     Without a directory it does not log: with several processes only process 0 logs. TensorBoard and the sinks
     get everything too. `confirm` is called before an upload, and raises if another run writes here.
@@ -192,7 +192,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self.print(f"note      {line}")
 
     def print(self, line: str, *, show: bool = True) -> None:
-        """Prints a line if `show`, and adds it to log.txt with date and time; after `close` it only prints."""
+        """Prints a line if `show`, and adds it to log.txt with date and time. After `close` it only prints."""
         if self._waiting is not None:
             self._waiting.append(line)
         elif self._folder is not None:

@@ -95,7 +95,7 @@ class TensorBoard(Sink):
         self._settings = values
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
-        """Adds a scalar for each value; "=" in a member's name becomes "_", because TensorBoard requires it."""
+        """Adds a scalar for each value. "=" in a member's name becomes "_", because TensorBoard requires it."""
         scalar = _tensorboard("summary").scalar
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # It warns of each NaN, beside our own lines.
         self._write(step, *(scalar(*named) for named in grouped_names(kind, values, member).items()))

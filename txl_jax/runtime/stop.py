@@ -69,7 +69,7 @@ class StopRequest:
     """A context that notes the first SIGTERM or SIGINT, after which it is true. A second signal acts as usual.
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
-    (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
+    (`reached_preemption_sync_point`). Every process must ask for the truth value at the same sequence of steps. A
     second SIGTERM changes nothing then.
 
     With `only_defaults` it leaves handlers of the caller's own, and all signals if this is not the main thread.
@@ -122,7 +122,7 @@ def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None
 
 
 def act_on_notices() -> None:
-    """On a machine of Google Cloud, starts to wait in the background for notices; elsewhere does nothing.
+    """On a machine of Google Cloud, starts to wait in the background for notices. Elsewhere it does nothing.
 
     Before maintenance that ends the machine the run saves and continues. A preemption stops it, like SIGTERM. (A
     machine that migrates continues.)
@@ -150,7 +150,7 @@ def metadata_server() -> str | None:
 
 
 def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> None:
-    """Calls `act` each time a value of the metadata server becomes `final`; ends if the server has no such key."""
+    """Calls `act` each time a value of the metadata server becomes `final`. Ends if the server has no such key."""
     with requests.Session() as session:
         session.trust_env = False  # A proxy has another machine's metadata, or none.
         session.headers["Metadata-Flavor"] = "Google"

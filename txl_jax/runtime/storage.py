@@ -2,7 +2,7 @@
 
 A path is a string: absolute for this machine, or a URL such as gs://bucket/run. `os.path` joins and splits both.
 Object storage has neither directories nor renames: an object appears whole when its upload ends, and replaces the one
-of its name. Every error of reading is an OSError with one line of text. FileNotFoundError means absence, and only that.
+of its name. Every read error is an OSError with one line of text. FileNotFoundError only means that it does not exist.
 """
 
 import contextlib
@@ -191,7 +191,7 @@ def write(path: AnyPath, data: bytes) -> None:
 
 
 def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
-    """Replaces a file by lines, each with its newline, as `write`; there may be more than fit in memory."""
+    """Replaces a file by lines, each with its newline, like `write`. They need not fit in memory."""
     with _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(lines)
 
@@ -363,7 +363,7 @@ def remote_call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def patiently(act: Callable[[], T], url: str) -> T:
-    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`; its errors become OSError."""
+    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`. Its errors become OSError."""
     until, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
     while True:
         try:

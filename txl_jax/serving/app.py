@@ -1,4 +1,4 @@
-"""The routes of the server, in Starlette; `make_app` lists them.
+"""The routes of the server, in Starlette. `make_app` lists them.
 
 Every error has a body in OpenAI's format with a message. An unexpected error is logged, and answered without its
 traceback.
@@ -100,7 +100,7 @@ class _Server(Collector):
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key, and a POST with JSON if it has a body's model; errors are JSON too.
+        """Returns a route that needs a key, and a POST with JSON if it has a body's model. Errors are JSON too.
 
         The function finds the key's owner and the body in `request.state`.
         """

@@ -294,7 +294,7 @@ class Engine:
             job.state, job.pieces = EMPTY, []
 
     def _read(self, until: float) -> None:
-        """Reads a segment for each row that has one to read; rows for which no time was left come first next time."""
+        """Reads a segment for each row that has one to read. Rows for which no time was left come first next time."""
         reading = {number: row for number, row in self._rows.items() if row.reads}
         are_awaited, taken = len(reading) < len(self._rows), 0.0
         for number, row in reading.items():

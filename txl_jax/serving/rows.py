@@ -1,13 +1,13 @@
 """The rows of the server: the functions of `inference.decode` for R rows, each at its own position.
 
-A row has its own ring of slots, indexed by the number of tokens that it has read, which the host keeps. So what it
-computes depends only on its own tokens, to the last bit, whenever it joined and whatever the others do:
+A row has its own ring of slots, indexed by the number of tokens that it has read, which the host keeps. So its results
+depend only on its own tokens, to the last bit, whenever it joined and whatever the others do:
 
 - A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet another's.
 - A call that reads takes one row out of the rings, for a segment of one of two widths, which the row's tokens decide.
 - Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
 
-A ring has M + K slots or more, of which the latest M can be seen; K is `block`, a row's tokens per call. So a row that
+A ring has M + K slots or more, of which the latest M can be seen. K is `block`, a row's tokens per call. So a row that
 has nothing to do needs no branch: it overwrites its oldest slot, which cannot be seen. A row can go back by up to K - 1
 tokens, exactly, by setting its position back, as after a stop string in the middle of a call.
 """
@@ -73,7 +73,7 @@ class Step:
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
         """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
 
-        Raises `UserError` if the mesh has several devices or the model keeps documents apart; whether it can generate
+        Raises `UserError` if the mesh has several devices or the model keeps documents apart. Whether it can generate
         at all is checked by `runs.generate.check_can_generate`.
         """
         if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.

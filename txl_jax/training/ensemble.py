@@ -1,7 +1,7 @@
 """Ensemble members and their training step: multiple runs, vmapped into one over a leading member axis.
 
 A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over the members each
-kernel does the work of all of them. What they differ in changes no shape: it is passed beside the config, as arrays.
+kernel does the work of all of them. What they differ in changes no shape: it is passed with the config, as arrays.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Members:
         return dict(zip(self.names, values, strict=True)) if self.names else values[0]
 
     def from_json(self, stored: Any) -> list[Any]:
-        """Inverts `to_json`; None (nothing was stored) gives None for each member."""
+        """Inverts `to_json`. None (nothing was stored) gives None for each member."""
         if stored is None:
             return [None] * len(self)
         return [stored[name] for name in self.names] if self.names else [stored]

@@ -129,7 +129,7 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Returns the minimized loss, as a part of the batch's mean over `tokens`; and (summed nats, new memory)."""
+        """Returns the minimized loss, as a part of the batch's mean over `tokens`, and (summed nats, new memory)."""
         variables, weights = {"params": params}, jnp.asarray(segment.weights)
         (hidden, memory), kept = model.apply(
             variables,

@@ -30,7 +30,7 @@ class PositionTerms(NamedTuple):
     """Terms of the training scores that come from positions, not yet divided by sqrt(E). None means no such term.
 
     Keys and biases have the compute type. Scores are added in at least float32 and may have that type: bfloat16 does
-    not separate neighbouring distances above 256. A bias per distance is `position_score` alone.
+    not separate neighbouring distances above 256. A bias per distance is only `position_score`.
     """
 
     position_key: jax.Array | None = None  # [H, K, E], of the distances K - 1, .., 0.
@@ -145,7 +145,7 @@ class PositionEncoding:
         `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
         `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
 
-        `layer` has the parameters of the layer, `shared` those that `shared_parameters` created, or None.
+        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None.
         """
         return DecodeTerms()
 

@@ -22,7 +22,7 @@ def choose(path: str, problem: Problem) -> tuple[Implementation, str]:
     """Chooses an implementation: (implementation, the reason for it).
 
     Args:
-      path: One of `PATHS`, or "auto" for what is expected to be the fastest of those that can serve.
+      path: One of `PATHS`, or "auto" for the path that is expected to be the fastest.
       problem: The call. Over a KV cache "stored" means the reference.
 
     Raises:

@@ -58,7 +58,7 @@ def attention(
       visibility: Which keys a query sees. One that sees none gets zeros.
       dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update,
         or None.
-      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or what was chosen before
+      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
         (`choose.resolve`).
 
     Raises:
@@ -114,7 +114,7 @@ def cached_attention(
         divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which the largest stands
         for all beyond it. None without relative positions.
       visibility: Which keys a query sees.
-      implementation: A path, or what was chosen before. A segment of one token always uses the reference.
+      implementation: A path, or an earlier choice. A segment of one token always uses the reference.
 
     Raises:
       ValueError: If shapes or dtypes do not match, or `position` has neither keys nor scores.

@@ -97,7 +97,7 @@ class CachedVisibility:
       write_index: int32 [], the oldest slot.
       segment_len: L.
       capacity: R.
-      window: As in `Visibility`; None means no limit but `valid`.
+      window: As in `Visibility`. None means no limit except `valid`.
       document_start: As in `Visibility`, where 0 means from the slots on.
     """
 

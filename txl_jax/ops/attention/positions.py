@@ -34,7 +34,7 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
 
 
 def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
-    """Returns P, the number of position keys that a segment needs: of the distances P - 1, .., 0."""
+    """Returns P, the number of position keys that a segment needs, for the distances P - 1, .., 0."""
     longest = capacity + segment_len - 1
     return (min(clamp_len, longest) if clamp_len is not None else longest) + 1
 

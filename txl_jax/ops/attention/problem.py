@@ -85,7 +85,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute attention; `str` and `parse` are inverse. Raises `ValueError` for invalid parts."""
+    """A way to compute attention. `str` and `parse` are inverse. Raises `ValueError` for invalid parts."""
 
     path: str  # One of `PATHS`.
     kernel: str | None = None  # One of `KERNELS` for "fused", otherwise None.
@@ -112,7 +112,7 @@ class Implementation:
 
     @classmethod
     def parse(cls, text: str) -> "Implementation | None":
-        """Returns what a string describes, or None for a kernel that is gone. Raises `ValueError` for another one."""
+        """Returns the implementation in a string, or None for a removed kernel. Raises `ValueError` for others."""
         if _GONE.fullmatch(text):
             return None
         found = re.fullmatch(r"(\w+)(?: ([a-z]\w*?))??(?: (\d+)x(\d+))?( interpreted)?", text)

@@ -92,7 +92,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _scores_by_distance(o: Operands) -> jax.Array | None:
-    """Returns scores by distance [H, B or 1, L, W], or None if there are neither position keys nor scores."""
+    """Returns scores by distance [H, B or 1, L, W], or None without position keys and scores."""
     n_head, batch, n_query, _ = o.query.shape
     score = None if o.position_score is None else _padded(o.position_score).astype(_wide(o.query))[:, None, None, :]
     if o.position_key is None:

@@ -85,7 +85,7 @@ def _pad_rows(array: jax.Array, size: int) -> jax.Array:
 def _call(
     operands: dict[str, jax.Array], visibility: CachedVisibility, sizes: CachedSizes, *, interpret: bool
 ) -> jax.Array:
-    """Runs the kernel over (head, row, block of queries, step); heads first, so that a table is read once per head."""
+    """Runs the kernel over (head, row, block of queries, step), heads first, so that a table is read once per head."""
     batch, n_head, padded, width = operands["query"].shape
     specs = _block_specs(sizes)
     scratch: dict[str, Any] = {
@@ -146,7 +146,7 @@ def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
 
 
 def _cost(operands: dict[str, jax.Array], sizes: CachedSizes) -> pl.CostEstimate:
-    """Returns the work of the kernel, into which the compiler cannot look; keys are read once per block of queries."""
+    """Returns the work of the kernel, into which the compiler cannot look. Keys are read once per block of queries."""
     batch, n_head, padded, width = operands["query"].shape
     pairs = batch * n_head * padded * (sizes.capacity + sizes.n_own * sizes.own_block)
     by_distance = batch * n_head * padded * sizes.n_positions

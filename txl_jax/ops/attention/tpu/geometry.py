@@ -100,7 +100,7 @@ def _libtpu_refusal() -> str | None:
 
 
 def default_tile(problem: Problem) -> Tile:
-    """Returns the tile for a call; in training the largest that fits into VMEM, in equal parts of L and K.
+    """Returns the tile for a call, in training the largest that fits into VMEM, in equal parts of L and K.
 
     Larger tiles take less time per pair, by more than smaller ones gain by skipping what is masked. Instructions of the
     compiler's static schedule for a row and head of enwik8_24l, forward and backward, with bfloat16:
@@ -297,7 +297,7 @@ class Geometry:
 
     @functools.cached_property
     def n_tile(self) -> int:
-        """Tiles of a row and head with visible pairs, if its memory is full; as `key_tiles`, in Python's integers.
+        """Tiles of a row and head with visible pairs, if its memory is full, like `key_tiles` in Python's integers.
 
         An array's value cannot be asked for here: where a mesh of devices that are not at hand is the ambient one, jax
         would compute it on those.

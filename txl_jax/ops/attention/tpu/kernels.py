@@ -91,7 +91,7 @@ def tpu_attention(
 
 
 class _Operands(NamedTuple):
-    """Arrays of a call, or their gradients; in a kernel references to their blocks."""
+    """Arrays of a call, or their gradients. In a kernel, references to their blocks."""
 
     query: Any  # [B, H, L, E]
     key: Any  # [B, H, K, E]
@@ -102,7 +102,7 @@ class _Operands(NamedTuple):
 
 
 class _Scalars(NamedTuple):
-    """Numbers that the kernels read from scalar memory; `draws` with dropout only."""
+    """Numbers that the kernels read from scalar memory. `draws` only with dropout."""
 
     start: Any  # int32 [B], first key that the queries of a row may see.
     stop: Any  # int32 [B], end of these keys.
