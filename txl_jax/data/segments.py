@@ -170,7 +170,7 @@ def training_segments(
         f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or pass a longer text.",
     )
     if sentence_starts is not None and roll is not Roll.NONE:
-        raise ValueError(f"roll must be none with sentence_starts, got {roll}")
+        raise ValueError(f"with sentence_starts, roll must be none, got {roll}")
     first_B = np.arange(batch_size) * row_len
     order: EpochOrder = sequential
     if sentence_starts is not None:

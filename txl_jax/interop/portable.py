@@ -50,19 +50,19 @@ tags:
 
 # Transformer-XL
 
-A language model of {parameters:,} parameters in the format of txl_jax {version}: {description}.
+A language model with {parameters:,} parameters in the format of txl_jax {version}: {description}.
 
 ## Model
 
 | | |
 |---|---|
 | layers | {model.n_layer} |
-| width | {model.d_model} |
-| heads x width of a head | {model.n_head} x {model.d_head} |
-| inner width | {model.d_inner} |
+| hidden size | {model.d_model} |
+| heads x head size | {model.n_head} x {model.d_head} |
+| inner size | {model.d_inner} |
 | parameters | {parameters:,} |
 | tokens | {vocabulary.size:,} ({vocabulary.kind}) |
-| position encoding | {model.encoding} |
+| positional encoding | {model.encoding} |
 | cutoffs of the adaptive softmax | {cutoffs} |
 | div_val | {model.div_val} |
 | evaluation: segment, memory, clamp | {lengths.segment_len}, {lengths.mem_len}, {clamp} |
@@ -72,14 +72,14 @@ A language model of {parameters:,} parameters in the format of txl_jax {version}
 ```python
 import txl_jax
 
-model = txl_jax.load("PATH_OF_THIS_FOLDER")
+model = txl_jax.load("PATH_OF_THIS_DIRECTORY")
 model.score(["A text."])
 ```
 
-To Hugging Face's format:
+To convert it to Hugging Face's format:
 
 ```sh
-python -m experiments.convert --from=PATH_OF_THIS_FOLDER --to=PATH --to_format=huggingface
+python -m experiments.convert --from=PATH_OF_THIS_DIRECTORY --to=PATH --to_format=huggingface
 ```
 """
 
@@ -241,7 +241,7 @@ def _card(info: ModelInfo, num_parameters: int) -> str:
 def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure is Measure.BPC else "perplexity"
-    lines = ["## Scores", "", f"| text | {name} | nats per token | tokens |", "|---|---|---|---|"]
+    lines = ["## Scores", "", f"| split | {name} | nats per token | tokens |", "|---|---|---|---|"]
     rows = {label: scores[key] for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)}
     for label, row in rows.items():
         formats = {name: ".4f", "loss": ".4f", "tokens": ",.0f"}
