@@ -57,8 +57,8 @@ def refusal(problem: Problem) -> str | None:
     pairs = problem.segment_len * problem.n_keys
     if pairs < _FEWEST_PAIRS:
         return (
-            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, but kernels are faster only "
-            f"from {_FEWEST_PAIRS} pairs on"
+            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {_FEWEST_PAIRS}, from "
+            "which kernels are faster"
         )
     refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
     return refused or _libtpu_refusal()
@@ -78,11 +78,11 @@ def _cached_refusal(problem: Problem, vmem: int) -> str | None:
     if stored not in _ITEMSIZES:
         return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, but its dtype is {stored}"
     if problem.d_head > _WIDEST_CACHED_HEAD:
-        return f"the head size must be at most {_WIDEST_CACHED_HEAD}, got {problem.d_head}"
+        return f"the head size is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
     need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
     if need > most:
         return (
-            f"{problem.n_positions} position keys of width {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
+            f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
             f"{most / _MIB:.1f}"
         )
     return None
