@@ -83,7 +83,7 @@ def test_ids_are_scored_in_the_vocabulary_of_a_run(read):
     words = WordVocabulary(("<eos>", "a", "<unk>"))
     assert read(words, file="ids.npy").vocabulary == words
     np.save("ids.npy", IDS)
-    with pytest.raises(UserError, match=r"\b211\b.*\b3\b"):
+    with pytest.raises(UserError, match=r"\b3\b.*\b211\b"):
         read(words, file="ids.npy")
 
 
@@ -121,7 +121,7 @@ def test_ids_as_tokens():
         (np.where(np.arange(100) == 60, -3, IDS), r"-3 at position 60\b"),
         (np.where(np.arange(100) == 61, 2**31 - 1, IDS), r"2147483647 at position 61\b"),
         (np.array([2**64 - 1, 1], np.uint64), r"18446744073709551615 at position 0\b"),
-        (IDS[:20], r"\btest\b|\bvalid\b.*\b1\b.*\b2\b"),
+        (IDS[:20], r"\bvalid\b.*\b2\b.*\b1\b"),
     ],
 )
 def test_an_array_without_ids(read, array, pattern):

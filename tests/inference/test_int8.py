@@ -107,5 +107,5 @@ def test_generation_holds_no_wider_copy_of_its_weights():
 def test_a_mesh_of_several_devices_is_refused_before_anything_is_compiled():
     mesh = jax.sharding.AbstractMesh((2, 1, 1), (sharding.DATA, sharding.FSDP, sharding.TENSOR))
     config = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(weight_dtype=WeightDType.INT8))
-    with pytest.raises(UserError, match=r"2 devices.*mesh\.data=1"):
+    with pytest.raises(UserError, match=r"mesh of 2.*mesh\.data=1"):
         build(config, vocab_size=tiny.V, mesh=mesh)

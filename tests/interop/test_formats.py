@@ -52,7 +52,7 @@ def test_a_config_is_inferred_without_a_config_file(changes, tmp_path):
     found = formats.read(folder)
     foreign.check(found, config, params)
     assert found.info.config.eval == EvalConfig()
-    assert any("no lengths" in note for note in found.notes)
+    assert any("not record lengths" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -140,7 +140,7 @@ def test_what_would_run_is_refused(name, tmp_path):
     marker = tmp_path / "marker"
     copyreg.add_extension(__name__, "write_marker", 0xF0)
     try:
-        with pytest.raises(UserError, match=r"^file\.pt: its pickle (names|calls|uses|holds) "):
+        with pytest.raises(UserError, match=r"^file\.pt: its pickle (names|calls|uses|contains) "):
             load(harmful(marker)[name])
     finally:
         copyreg.remove_extension(__name__, "write_marker", 0xF0)
@@ -204,7 +204,7 @@ def test_a_damaged_pickle_is_read_or_refused(data, draw):
     ids=lambda data: repr(data[:6]),
 )
 def test_sizes_beyond_the_file_are_refused(data):
-    with pytest.raises(UserError, match=r"damaged|early"):
+    with pytest.raises(UserError, match=r"corrupted|early"):
         load(data)
 
 

@@ -233,7 +233,7 @@ def test_what_cannot_be_read_is_named(write, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="transformer/layer_0/gate/kernel"):
         formats.read(tmp_path)
     (tmp_path / "model.ckpt-0.index").write_bytes(b"hello")
-    with pytest.raises(UserError, match="damaged or incomplete"):
+    with pytest.raises(UserError, match="corrupted or incomplete"):
         formats.read(tmp_path)
 
 

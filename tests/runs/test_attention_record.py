@@ -101,7 +101,7 @@ def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stop
     assert runs.numbers(stopped) == runs.numbers(both[0])
     assert recorded(stopped) == recorded(both[0]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
     logged = [line for line in Path(stopped.path, "log.txt").read_text().splitlines() if "attention training" in line]
-    assert ["as the run was begun" in line for line in logged] == [False, True]
+    assert ["as in earlier starts" in line for line in logged] == [False, True]
 
 
 def start_again(workdir, config, corpus):

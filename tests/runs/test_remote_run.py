@@ -54,7 +54,7 @@ def test_a_run_and_its_conversion_are_loaded_from_a_bucket(drawn, bucket, tmp_pa
     convert(str(bucket / "portable"), tmp_path / "back", log=str)
     for name in ("model.safetensors", "vocabulary.txt"):
         assert (tmp_path / "back" / name).read_bytes() == (bucket / "portable" / name).read_bytes()
-    with pytest.raises(UserError, match="not empty"):
+    with pytest.raises(UserError, match="new or empty"):
         convert(local.path, str(bucket / "portable"), log=str)
 
 

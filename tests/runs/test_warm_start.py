@@ -131,7 +131,7 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkey
     components = build(config, vocab_size=corpus.vocabulary.size)
     assert warm_start.load(components, corpus.vocabulary, Run(tmp_path / "new")) is not None
     other = config_tree.replace(config, {"data.tokenizer.line_mark": "none"})
-    with pytest.raises(UserError, match=r"data\.tokenizer\.line_mark is none and there eos"):
+    with pytest.raises(UserError, match=r"data\.tokenizer\.line_mark is none instead of eos"):
         warm_start.read_corpus(other, Run(tmp_path / "new"), "nowhere", str(tmp_path))
 
 
@@ -147,7 +147,7 @@ def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
     assert record["path"] == str(tmp_path / "old") and record["step"] == drawn_run.STEP
     out = capfd.readouterr().out
     assert re.search(rf"(?m)^init .*{record['sha256'][:12]}", out) and "256 tokens kept, 0 new, 0 dropped" in out
-    assert "model.dropout.rate 0.2 (there 0.1)" in out
+    assert "model.dropout.rate 0.2 (was 0.1)" in out
     whole = runs.train(config, corpus, Run(tmp_path / "whole"))
     shutil.rmtree(tmp_path / "old")
     resumed = runs.train(config, corpus, workdir)

@@ -299,7 +299,7 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
 
 
 def test_arguments_that_cannot_be():
-    for directory, keep, pattern in (("x", 0, r"\bkeep\D*\b0\b"), ("memory://x/y", 1, "memory://x/y")):
+    for directory, keep, pattern in (("x", 0, r"\bkeep\b.*\bgot 0\b"), ("memory://x/y", 1, "memory://x/y")):
         with pytest.raises(ValueError, match=pattern):
             Checkpointer(directory, keep=keep, log=print)
 
@@ -396,7 +396,7 @@ def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, steps_in_b
 def test_an_outage_is_no_damage(saved, storage):
     for pattern in ("digests.json", "state/manifest"):
         storage.refuse(f"GET .*{pattern}", status=503)
-        with pytest.raises(UserError, match="start again"):
+        with pytest.raises(UserError, match="Start again"):
             assert_restores(saved, 200)
     storage.calm()
     assert_restores(saved, 200)

@@ -64,7 +64,7 @@ def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all():
     for found in (first, second):
         assert found["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
         assert found["same"] is None
-        assert found["other"] == ["UserError", "process 1: text is 1 there and 0 in process 0; mend it", True]
+        assert found["other"] == ["UserError", "process 1: text must be 0, as in process 0, got 1. mend it", True]
         assert found["errors"] == [None, "process 1: no network"]
         assert found["sharded"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert (first["all"], second["all"]) == (0, 10)

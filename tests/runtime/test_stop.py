@@ -145,7 +145,8 @@ def test_a_preemption_ends_a_program_with_the_exit_code_of_sigterm_and_maintenan
             cli.main(work, cli.Plan)
     assert ended.value.code == 143
     err = capfd.readouterr().err
-    assert f"maintenance-event={TERMINATE}: saving and going on" in err and "preempted=TRUE: saving and stopping" in err
+    assert f"maintenance-event={TERMINATE}: saving and continuing" in err, err
+    assert "preempted=TRUE: saving and stopping" in err
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_a_row_taken_out_goes_on_elsewhere():
 def test_several_devices_and_documents_kept_apart_are_refused():
     components = tiny_model.make().components
     mesh = jax.sharding.AbstractMesh((4, 2, 1), ("data", "fsdp", "tensor"))
-    with pytest.raises(UserError, match="mesh has 8 devices"):
+    with pytest.raises(UserError, match="mesh of 8"):
         Step(dataclasses.replace(components, mesh=mesh), batch_size=ROWS)
     with pytest.raises(UserError, match="token 'c'"):
         Step(tiny_model.make(end_token=3, data__reset_at="c").components, batch_size=ROWS)

@@ -16,7 +16,7 @@ from txl_jax.metrics import Measure
 
 @dataclasses.dataclass(frozen=True)
 class ByteVocabulary(Vocabulary):
-    """The byte values that may occur in a text; a byte's token id is its rank among them.
+    """The byte values that may occur in a text. A byte's token id is its rank among them.
 
     >>> vocabulary = ByteVocabulary.of(b"banana")
     >>> vocabulary.encode(b"nab").tolist()
@@ -31,8 +31,8 @@ class ByteVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         if not self.symbols or self.symbols != distinct(self.symbols):
-            advice = "they must be distinct, increasing and not empty"
-            raise UserError(f"the symbols of a vocabulary are {list(self.symbols)}; {advice}")
+            must = "the symbols of a vocabulary must be distinct, increasing and not empty"
+            raise UserError(f"{must}, got {list(self.symbols)}")
 
     @classmethod
     def all_bytes(cls, newlines: Newlines = Newlines.KEEP) -> Self:
@@ -51,7 +51,7 @@ class ByteVocabulary(Vocabulary):
         return self.encode(next(symbol for symbol in (b"\n", b" ", kept[:1]) if symbol in kept))
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split; raises `UserError` with file and offset for a byte that the vocabulary lacks."""
+        """Yields the ids of a split. Raises `UserError` with file and offset for a byte not in the vocabulary."""
         for file in files:
             offset = file.offset
             for block in file.blocks():
@@ -59,7 +59,7 @@ class ByteVocabulary(Vocabulary):
                 offset += len(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids, uint8 [at most len(text)], read-only; raises `UserError` for a byte it lacks."""
+        """Returns the ids, uint8 [<= len(text)], read-only. Raises `UserError` for a byte not in the vocabulary."""
         return self._of_bytes(text, "", 0)
 
     def decode(self, ids: Any) -> bytes:
@@ -85,8 +85,8 @@ class ByteVocabulary(Vocabulary):
         foreign = block.translate(None, delete=self.symbols + dropped)
         if foreign:
             raise UserError(
-                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not among the {self.size} "
-                "symbols of the vocabulary; remove it from the text, or use the vocabulary of a corpus that holds it"
+                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not one of the {self.size} "
+                "symbols of the vocabulary. Remove it from the text, or use a vocabulary that contains it."
             )
         return np.frombuffer(block.translate(self._ids, delete=dropped), np.uint8)
 

@@ -66,13 +66,13 @@ def read_corpus(
     config.validate()
     check_file(config)
     unmapped = cache_dir or ("" if config.file or config.train else data_dir)  # The user's own files need no data_dir.
-    advice = "prepared text is memory-mapped: give --cache_dir=... a folder of this machine"
-    require(not is_remote(unmapped), f"the folder for prepared text would be {unmapped}, and {advice}")
+    advice = "It is memory-mapped: set --cache_dir to a directory on this machine."
+    require(not is_remote(unmapped), f"prepared text must be in a local directory, got {unmapped}. {advice}")
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
     require(
         config.json_field is None or takes_json,
-        "data.json_field is for files of your own text, not of a corpus or of ids; leave it out",
+        "data.json_field is only for your own text files, not for a corpus or ids. Omit it.",
     )
     config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
@@ -81,8 +81,8 @@ def read_corpus(
         corpus = _encoded(config, _read_text(config, files_in, cache), cache / "tokens", vocabulary)
     for split in SPLITS:
         size = len(getattr(corpus, split))  # The first token is only an input, no target.
-        needs = f"the {split} split of {corpus.description} has {size} tokens and needs at least 2"
-        require(size >= 2, f"{needs}; give a longer text")
+        needs = f"the {split} split of {corpus.description} must have at least 2 tokens, got {size}"
+        require(size >= 2, f"{needs}. Pass a longer text.")
     return dataclasses.replace(
         corpus,
         data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),
@@ -91,11 +91,11 @@ def read_corpus(
 
 
 def refuse_packed(corpus: Corpus) -> None:
-    """Raises `UserError` if the training text, read as bytes, begins like a compressed file or UTF-16."""
+    """Raises `UserError` if the training split, read as bytes, begins like a compressed file or UTF-16."""
     if isinstance(corpus.vocabulary, ByteVocabulary):
         found = packed_as(corpus.vocabulary.decode(corpus.train[:6]))
-        advice = "unpack it or convert it to UTF-8, or train on these bytes with --data.tokenizer.kind=byte"
-        require(not found, f"the text ({corpus.description}) begins like {found}; {advice}")
+        advice = "Unpack it or convert it to UTF-8, or pass --data.tokenizer.kind=byte to train on these bytes."
+        require(not found, f"the text ({corpus.description}) looks like {found}. {advice}")
 
 
 def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
@@ -112,7 +112,7 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
 
 
 def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
-    """Returns the text as the ids of a store in `folder`, in its own vocabulary or in a given one."""
+    """Returns the text as the ids of a store in `folder`, in its own vocabulary or in the one passed."""
     settings = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
     # The text that a run was trained on needs no second store.
     store = token_store.find_store(text, settings, folder) if vocabulary else None
@@ -188,7 +188,7 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
 
 
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
-    """Reads the first word of each line, in order; adds the line mark before and <unk> after them if missing."""
+    """Reads the first word of each line, in order. Adds the line mark before and <unk> after them if missing."""
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     lines = "".join(text_blocks([file], close_lines=True)).split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))

@@ -7,7 +7,7 @@ and B = 2, documents a (5 positions), b (2) and c (4) are read in these steps:
     row 1:   b b . | c c c | c . .
 
 The reset bits of a's, b's and c's first steps empty the row's memory. Positions of padding (the dots) are read too, but
-the memory that holds them is emptied before the row is used again, so a document's results are those that it has alone.
+the memory that holds them is emptied before the row is used again, so a document's results are the same as by itself.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,7 @@ class DocumentRows:
         return document
 
     def _padding(self) -> Segments:
-        """Returns segments of padding, in arrays of their own: those of an earlier call may still be in transfer."""
+        """Returns segments of padding in new arrays, since an earlier call's may still be in transfer."""
         shape = self._shape
         inputs = np.zeros((*shape, self._vectors[0]), self._vectors[1]) if self._vectors else np.zeros(shape, np.int32)
         return Segments(inputs, np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], bool))

@@ -18,13 +18,13 @@ EpochOrder = Callable[[int, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
 def sequential(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Is the text's own order in every epoch; pairs past its end map to positions past its end."""
+    """Returns the text's order in every epoch. Pairs past its end map to positions past its end."""
     place = first[..., None] + np.arange(length)
     return place, place + 1
 
 
 def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
-    """Rotates each range r of pairs, edges[r] .. edges[r + 1] - 1, by a random number of its own in each epoch.
+    """Rotates each range r of pairs, edges[r] .. edges[r + 1] - 1, by a different random number in each epoch.
 
     With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
     improve language models"); with a single range the whole stream is rotated. The input of each target is still the
@@ -49,14 +49,14 @@ def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
 
 
 class ShuffledSentences:
-    """The sentences of the text in a random order per epoch; tokens before the first sentence stay in front.
+    """The sentences of the text in a random order per epoch. Tokens before the first sentence stay in front.
 
     The order of an epoch is cached until another epoch is asked for: 12 bytes a sentence. One Billion Word (30.3
     million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a server.
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes `sentence_starts` of `training_segments`, and T; raises ValueError if they do not fit the text."""
+        """Takes `sentence_starts` of `training_segments`, and T. Raises ValueError if they do not match the text."""
         is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
         is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
         chunks = (starts[i : i + CHUNK + 1] for i in range(0, len(starts), CHUNK)) if is_of_text else ()
@@ -98,7 +98,7 @@ def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
 def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Returns int32 [n], a permutation of 0 .. n - 1 seeded by (seed, epoch).
 
-    Each number lies in the low bits of a word whose high bits are random, and the words are sorted. No two are equal,
+    Each number is in the low bits of a word whose high bits are random, and the words are sorted. No two are equal,
     so every sorting algorithm gives the same order, in a tenth of an argsort's time (0.2 s for 30 million, AVX-512).
     """
     bits = np.uint64(n.bit_length())

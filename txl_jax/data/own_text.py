@@ -34,7 +34,7 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
 
     With a published corpus the file is a part of it. A pattern in a list matches files in the order of their names.
     A training list by itself is split: by position or, from three files on, between files.
-    JSON lines become text in `cache`, each document with the end given.
+    JSON lines become text in `cache`, each document followed by `document_end`.
     Raises `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in empty lines,
     each of which would be a token.
     """
@@ -73,8 +73,8 @@ def read_python_stdlib(config: DataConfig) -> Text:
         subfolders[:] = set(subfolders) - STDLIB_SKIPPED_DIRS
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     paths = sorted(filter(os.path.isfile, paths))  # Some distributions leave dangling links behind.
-    advice = "use a Python that is installed as source files, or another --data.corpus"
-    require(paths, f"the standard library at {root} holds no .py files (it may be packed in an archive); {advice}")
+    advice = "Use a Python that is installed as source files, or another --data.corpus."
+    require(paths, f"the standard library at {root} has no .py files (it may be packed in an archive). {advice}")
     total = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {total:,} bytes"
     return _split_text("python_stdlib", described, paths, config)
@@ -88,7 +88,7 @@ def _split_text(name: str, description: str, paths: Sequence[str], config: DataC
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
-    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %; borders are rounded down.
+    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %. Borders are rounded down.
 
     With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
     """
@@ -131,11 +131,11 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
             is_array = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
             file.seek(max(os.path.getsize(path) - _BORDER_WINDOW, 0))
             end = file.read()
-        wrong = f"{path} is an array of NumPy and data.tokenizer.kind is {kind}; read ids with --data.tokenizer.kind=id"
+        wrong = f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. For ids, pass --data.tokenizer.kind=id."
         require(not is_array, wrong)
         white = end[len(end.rstrip()) :]
         empty = white.count(b"\n") - white.endswith(b"\n")  # A newline ends a line; what follows is another one.
-        wrong = f"{path} ends in {empty} empty line(s), each of which would be scored as a line; remove them"
+        wrong = f"{path} ends in {empty} empty line(s), each of which would be scored as a line. Remove them."
         require(not marked or empty <= 0, wrong)
 
 
@@ -163,7 +163,7 @@ def _digest(files: Iterable[File]) -> str:
 
 
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
-    """Returns a config and `data_dir` with copies in the cache instead of remote files; raises `UserError`."""
+    """Returns a config and `data_dir` with copies in the cache instead of remote files. Raises `UserError`."""
     settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
     try:
         config = _listed(config)
@@ -189,9 +189,9 @@ def _listed(config: DataConfig) -> DataConfig:
     else:
         return config
     kept = tuple(name for name, below in found.items() if "/." not in f"/{below}" and size(name))
-    require(kept, f"--data.file is {path}, which contains only hidden or empty files; name others")
+    require(kept, f"--data.file is {path}, which contains only hidden or empty files. Pass another path.")
     if len(kept) < len(found):
-        print(f"note      {len(found) - len(kept)} hidden or empty files of {path} are skipped", flush=True)
+        print(f"note      {len(found) - len(kept)} hidden or empty files in {path} were skipped", flush=True)
     return dataclasses.replace(config, file=None, train=kept)
 
 
@@ -204,7 +204,7 @@ def _copies(value: str | tuple[str, ...], cache: Path) -> Any:
 
 def _expanded(pattern: str) -> list[str]:
     found = storage.matching(as_path(pattern)) if is_remote(pattern) and glob.has_magic(pattern) else [pattern]
-    require(found, f"no object matches {pattern}; check the pattern")
+    require(found, f"no object matches {pattern}. Check the pattern.")
     return found
 
 
@@ -227,7 +227,7 @@ def _copy_of(folder: str, cache: Path) -> Path:
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
     """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
 
-    Copies have the same places below that of `root` (by default the object's folder) as the objects.
+    Copies keep the objects' paths relative to `root` (by default the object's directory).
     """
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)

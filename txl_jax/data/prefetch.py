@@ -13,7 +13,7 @@ DEPTH = 2  # Number of blocks to prefetch beyond the one asked for.
 
 
 class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
-    """A prefetcher of blocks of S segments by their first step; a context manager.
+    """A context manager that prefetches blocks of S segments by their first step.
 
     `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the caller and only for a
     step that was asked for. Ask for steps in order, S apart.

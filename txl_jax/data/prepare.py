@@ -40,10 +40,10 @@ SHARD_RECORDS = 1 << 10  # Records per file: tensorflow-datasets holds a file's 
 _RECORDS_PER_BLOCK = 16  # Together a megabyte.
 _ASK_SECONDS = 3, 10  # To connect, and to answer.
 _FACTS = {  # In the order in which they are checked.
-    "size": "{:,} bytes and not {:,}",
-    "tokens": "{:,} tokens (words and line ends) and not {:,}",
-    "lines": "{:,} lines and not {:,}",
-    "sha256": "sha256 {} and not {}",
+    "size": "{:,} bytes instead of {:,}",
+    "tokens": "{:,} tokens (words and line ends) instead of {:,}",
+    "lines": "{:,} lines instead of {:,}",
+    "sha256": "sha256 {} instead of {}",
 }
 
 
@@ -82,7 +82,7 @@ def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
 
 
 def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
-    """Returns the text of prepared records. With `same` the test text is the validation text too."""
+    """Returns the text of prepared records. With `same` the test split is also the validation split."""
     builder, corpus = PublishedText(name, data_dir=folder), CORPORA[name]
     files, sums = builder.info.metadata["files"], builder.info.metadata["sha256"]
     stored = {"train": "train", "valid": "test" if same else "valid", "test": "test"}
@@ -98,7 +98,7 @@ def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
     }
     digest = sums[WHOLE] if corpus.cuts else digest_of(sums[of] for of in stored.values())
     size = sum(file.size for split, of in stored.items() if split == of for file in splits[split])
-    description = f"{corpus.title}, {size:,} bytes{', validation on the test text' if same else ''}"
+    description = f"{corpus.title}, {size:,} bytes{', validation on the test split' if same else ''}"
     return Text(str(name), description, digest, splits, closed_alphabet=corpus.closed_alphabet)
 
 
@@ -111,23 +111,23 @@ def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[rang
 
 
 def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
-    return _refusing_damage(f"the prepared text in {folder} is corrupted", "remove this directory to prepare it again")
+    return _refusing_damage(f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again.")
 
 
 def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
-    advice = f"it may be damaged or only partly downloaded, get it again from {url}"
+    advice = f"It may be corrupted or incomplete. Download it again from {url}"
     return _refusing_damage(f"{path} cannot be read", advice)
 
 
 @contextlib.contextmanager
 def _refusing_damage(what: str, advice: str) -> Iterator[None]:
-    """Turns any error into a `UserError`: a damaged archive, or damaged records, raise nearly any type."""
+    """Turns any error into a `UserError`: a corrupted archive, or corrupted records, raise nearly any type."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what} ({first_line(error)}); {advice}") from error
+        raise UserError(f"{what} ({first_line(error)}). {advice}") from error
 
 
 # Records
@@ -186,7 +186,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
                 yield number, {"block": block}
 
     def _checked_digest(self, part: str) -> str:
-        """Returns a part's sha256; raises `UserError` if it, or a count, is not the published one."""
+        """Returns a part's sha256. Raises `UserError` if it, or a count, is not the published one."""
         tallies, known = self._tallies[part], self._corpus.facts[part]
         sums = sorted((posixpath.basename(place.name), tally.sha256.hexdigest()) for place, tally in tallies.items())
         digest = sums[0][1] if len(sums) == 1 else digest_of(sha256 for _, sha256 in sums)
@@ -195,7 +195,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         if known.tokens is not None and known.sha256 not in (None, digest):
             print(
                 f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
-                "the published one, but other bytes; scores are comparable only if just its white space differs",
+                "the published one, but other bytes. Scores are comparable only if the difference is white space.",
                 flush=True,
             )
         return digest
@@ -207,8 +207,8 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
             where = f"{place.member} in {place.path}" if place.member else place.path
             more = f" and {len(others)} more" if others else ""
             of = self._corpus.title if self._corpus.cuts else f"the {part} split of {self._corpus.title}"
-            advice = f"get it again from {place.url}{self._corpus.advice}"
-            raise UserError(f"{where}{more} has {wrong} as {of}; {advice}")
+            advice = f"Download it again from {place.url}{self._corpus.advice}"
+            raise UserError(f"{where}{more} does not match {of}: {wrong}. {advice}")
 
     def _log_download_bytes(self) -> None:
         """Does nothing: tensorflow-datasets would print that sizes are unknown."""
@@ -217,7 +217,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
 
 
 def _difference(known: Facts | Remote, found: Facts) -> str:
-    """Returns "12 bytes and not 10" for the first fact that is known and was found to be another, else ""."""
+    """Returns "12 bytes instead of 10" for the first fact that is known and was found to be another, else ""."""
     for fact, shown in _FACTS.items():
         expected, value = getattr(known, fact, None), getattr(found, fact)
         if None not in (expected, value) and expected != value:
@@ -273,7 +273,7 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
                 return open_files([(name, path, corpus.url_of(name)) for name, path in paths.items()])
             if len(lacking) < len(names):
                 there, urls = min(set(names) - set(lacking)), " and ".join(dict.fromkeys(map(corpus.url_of, lacking)))
-                lacks = f"{folder} has {there} but lacks {_some(lacking)} of {corpus.title}; add it from {urls}"
+                lacks = f"{folder} has {there}, but not {_some(lacking)} of {corpus.title}. Download it from {urls}"
                 partly = partly or lacks
     require(not partly, partly)
     return _download(corpus, folders, manager)
@@ -283,11 +283,11 @@ def _check_official(path: str, official: Remote) -> None:
     """Raises `UserError` if a file is not the official one."""
     found = Facts(size=os.path.getsize(path), sha256=official.sha256 and storage.sha256(path))
     wrong = _difference(official, found)
-    require(not wrong, f"{path} has {wrong}; get it again from {official.url}")
+    require(not wrong, f"{path} does not match the official file: {wrong}. Download it again from {official.url}")
 
 
 def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
-    """Downloads the first source that can be; raises `UserError` if none can."""
+    """Downloads the first source that can be. Raises `UserError` if none can."""
     failed = []
     for source in corpus.sources:
         files, remote = list[tuple[str, str, str]](), source[0]
@@ -306,7 +306,7 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
             failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
     raise UserError(
-        f"{corpus.title} is in none of {', '.join(folders)}, and downloading it failed ({'; '.join(failed)}); put "
+        f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)}). Put "
         f"{wanted} into {folders[0]} (--data_dir){corpus.advice}"
     )
 
@@ -325,11 +325,11 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
     }
     lacking = [[tail for tail in itertools.chain(*layout.values()) if not found[tail]] for layout in layouts]
     least, there = _some(min(lacking, key=len)), _some([place.name for place in places])
-    require(not least, f"{holder} has no {least} (it holds {there}); get it again from {urls}")
+    require(not least, f"{holder} has no {least} (it contains {there}). Download it again from {urls}")
     layout = layouts[lacking.index([])]
     for tail in itertools.chain(*layout.values()):
         both = " and ".join(place.name for place in found[tail])
-        require(len(found[tail]) == 1, f"{holder} holds {both}; remove one, as both could be meant")
+        require(len(found[tail]) == 1, f"{holder} has both {both}, so it is ambiguous. Remove one.")
     return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
 
 
@@ -341,13 +341,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and the members of archives; raises `UserError` as `members`."""
+    """Opens files, given by name, path and URL, and the members of archives. Raises `UserError` as `members`."""
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
             found = [(member, size) for member, size, _ in members(path)]
             if not found:
-                raise EOFError("it holds nothing")
+                raise EOFError("it is empty")
         for member, size in found:
             name = member or file
             places.setdefault(name, Place(name, size, path, member, url))  # `read_files` takes the first too.
@@ -357,7 +357,7 @@ def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
 def read_files(sizes: Mapping[Place, Sequence[int]]) -> Iterator[tuple[Place, bytes]]:
     """Yields the bytes of files in pieces of these sizes, each in blocks of a record. The last block may be shorter.
 
-    An archive is read no further than needed. Raises `UserError` if it is damaged, or a file became shorter.
+    An archive is read no further than needed. Raises `UserError` if it is corrupted, or a file became shorter.
     """
     for (path, url), places in itertools.groupby(sizes, key=lambda place: (place.path, place.url)):
         wanted = {place.member: place for place in places}
@@ -386,7 +386,7 @@ def members(path: str) -> Members:
     """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
 
     Another file is its own only member, without a name. Raises `UserError` for a device and for a name that leads out
-    of the archive, and nearly any exception if the archive is damaged.
+    of the archive, and nearly any exception if the archive is corrupted.
     """
     if path.endswith(".zip"):
         yield from _zip_members(path)
@@ -442,6 +442,6 @@ def _check_safe(path: str, name: str, target: str, *, is_device: bool = False) -
         if is_device or re.match("/|[A-Za-z]:", place) or ".." in place.split("/"):
             link = f" (a link to {target!r})" if target else ""
             raise UserError(
-                f"{path} is refused: its member {name!r}{link} is a device or leads out of the archive's own folder; "
-                "get the archive from another place"
+                f"{path} is not safe to read: its member {name!r}{link} is a device or points outside the archive. "
+                "Get the archive from another source."
             )

@@ -1,7 +1,7 @@
-"""The published corpora: a row each, with URLs of their files, facts to check them by, and default settings.
+"""The published corpora: a row each, with URLs of their files, metadata to check them by, and default settings.
 
 A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all splits are cut from.
-Sizes and checksums are those that public code states. One that could not be confirmed is None, and then the content
+Sizes and checksums come from public code. One that could not be confirmed is None, and then the content
 decides. No other code knows a corpus by its name. CONTRIBUTING.md lists the steps of adding one.
 """
 
@@ -34,7 +34,7 @@ class Remote:
 
     @property
     def is_archive(self) -> bool:
-        """Returns whether it is an archive of the corpus's files; else it is one of these files."""
+        """Returns whether it is an archive of the corpus's files. Otherwise it is one of these files."""
         return self.file.endswith(ARCHIVE_SUFFIXES)
 
 
@@ -86,7 +86,7 @@ class PublishedCorpus:
     @property
     def advice(self) -> str:
         """Returns the end of an error about its files, if it is one file: how to run on a part of it."""
-        return ", or name a part of it with --data.file=PATH, which is not checked" if self.cuts else ""
+        return ", or pass part of it as --data.file=PATH, which is not checked" if self.cuts else ""
 
     def url_of(self, path: str) -> str:
         """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
@@ -120,7 +120,7 @@ def _by_split(pattern: str) -> Layout:
 def _wikitext(
     name: CorpusName, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
 ) -> PublishedCorpus:
-    """Returns the row of a WikiText (Merity et al., 2016, table 1); both share the validation and test texts."""
+    """Returns the row of a WikiText (Merity et al., 2016, table 1). Both share the validation and test splits."""
     folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",
@@ -241,12 +241,12 @@ def default_data(name: CorpusName) -> DataConfig:
 
 
 def check_file(data: DataConfig) -> None:
-    """Raises `UserError` if `data.file` is given for a published corpus that is not one file split by position."""
+    """Raises `UserError` if `data.file` is set for a published corpus that is not one file split by position."""
     one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
     require(
         not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each,
-        f"data.file is {data.file!r}, but data.corpus is {data.corpus}; a part of a corpus is read for "
-        f"{' and '.join(one_file_each)}, and any other file with --data.corpus=text",
+        f"data.file is {data.file!r}, but data.corpus is {data.corpus}. Only part of "
+        f"{' or '.join(one_file_each)} can be passed as data.file. For any other file, pass --data.corpus=text.",
     )
 
 

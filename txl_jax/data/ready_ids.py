@@ -37,17 +37,17 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
     if vocabulary is None and tokenizer.hf_file:
         vocabulary = given_tokenizer(tokenizer.hf_file)
     vocabulary = vocabulary or IdVocabulary(tokenizer.vocab_size or largest + 1)
-    advice = "give the ids of this vocabulary, or another --data.tokenizer.vocab_size or --data.tokenizer.hf_file"
-    found = f"the largest id is {largest} and the vocabulary has {vocabulary.size} tokens, from 0 on"
-    require(largest < vocabulary.size, f"{found}; {advice}")
+    advice = "Pass ids of this vocabulary, or change --data.tokenizer.vocab_size or --data.tokenizer.hf_file."
+    found = f"token ids must be less than {vocabulary.size} (the vocabulary size), got {largest}"
+    require(largest < vocabulary.size, f"{found}. {advice}")
     if config.file:
         borders = [len(arrays["file"]) * percent // 100 for percent in (90, 95)]
         arrays = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
     splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
     sizes = " + ".join(f"{len(ids):,}" for ids in splits.values())
     is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
-    counted = " (the largest id and one)" if is_counted else ""
-    tested = "" if config.file or config.test else ", tested on the validation ids"
+    counted = " (the largest id + 1)" if is_counted else ""
+    tested = "" if config.file or config.test else ", test on the validation ids"
     return splits | {
         "name": "ids",
         "description": f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{counted}",
@@ -60,18 +60,18 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
     """Maps the one file of a split."""
     path, *others = expanded(paths, flag=f"--data.{name}")
     require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
-    known = "ids are read from .npy files of integers along one axis (numpy.save) and .bin files of uint16"
-    with rephrased(f"{path} cannot be read (%s); {known}", Exception):  # NumPy parses headers as Python.
+    known = "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
+    with rephrased(f"{path} cannot be read (%s). {known}", Exception):  # NumPy parses headers as Python.
         array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
     if not path.endswith((".npy", ".bin")) or not is_ids:
         found = f"type {array.dtype} and shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise UserError(f"{path} has {found}; {known}")
+        raise UserError(f"{path} has {found}. {known}")
     return array
 
 
 def _scan(array: np.memmap, name: str) -> tuple[str, int]:
-    """Returns sha256 of a file's dtype and ids, and the largest id; raises `UserError` for one that cannot be any."""
+    """Returns sha256 of a file's dtype and ids, and the largest id. Raises `UserError` for an id out of range."""
     path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
     for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
         for block in file.blocks():
@@ -80,7 +80,7 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
             if (foreign := np.flatnonzero((ids < 0) | (ids >= _LARGEST_SIZE))).size:
                 first = foreign[0]
                 raise UserError(
-                    f"{path} holds {ids[first]} at position {position + first}; ids run from 0 to below 2^31 - 1"
+                    f"ids must be from 0 to below 2^31 - 1, got {ids[first]} at position {position + first} of {path}"
                 )
             largest = max(largest, int(ids.max()))
             position += len(ids)
@@ -132,8 +132,8 @@ class IdVocabulary(Vocabulary):
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()
         foreign = [word[:40] for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)]
-        advice = f"this model has no vocabulary: give ids from 0 to {self.size - 1} with spaces between them"
-        require(not foreign, f"{foreign[:1]} is not a token id, and {advice}")
+        advice = f"This model has no vocabulary: pass ids from 0 to {self.size - 1}, separated by spaces."
+        require(not foreign, f"{foreign[:1]} is not a token id. {advice}")
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
 
 
@@ -141,7 +141,7 @@ class IdVocabulary(Vocabulary):
 
 
 def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
-    """Returns the token ids [T] of a document; raises `UserError`, with a text's `name`, for what has no ids."""
+    """Returns the token ids [T] of a document. Raises `UserError`, with a text's `name`, if it has no ids."""
     if isinstance(document, str | bytes):
         content = _bytes(document)
         with rephrased(f"{name or f'the text {content[:40]!r}'} cannot be read by this model: %s", ValueError):
@@ -157,7 +157,7 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
-    """Returns the ids [1] of a token by its id or text; raises `UserError` for a text of another number of tokens."""
+    """Returns the ids [1] of a token by its id or text. Raises `UserError` for a text of another number of tokens."""
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
     require(len(ids) == 1, f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
     return ids
@@ -187,7 +187,7 @@ def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool =
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:
     """Returns the ids [T] of a context and its continuation, and how many of them are the continuation's.
 
-    Two texts are encoded together, as a word may begin in the context, which counts as many ids as it has alone.
+    Two texts are encoded together, as a word may begin in the context, which counts as many ids as it has by itself.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
         ids = token_ids(vocabulary, _bytes(context) + _bytes(continuation))
@@ -199,4 +199,4 @@ def joined(vocabulary: Vocabulary, context: Document, continuation: Document) ->
 def refuse_single_text(texts: Any) -> None:
     """Raises `UserError` for a string instead of a list of documents: its characters would count as documents."""
     if isinstance(texts, str | bytes):
-        raise UserError(f"a single text was given, {texts[:40]!r}; give a list of texts")
+        raise UserError(f"texts must be a list of texts, got {texts[:40]!r}. Write [text].")

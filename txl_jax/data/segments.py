@@ -1,6 +1,6 @@
 """Batching: cuts a stream of tokens into rows and segments, as a pure function of (seed, epoch, step).
 
-A text of T tokens has T - 1 targets, the tokens 1 .. T - 1; the input of a target is the token before it. Row b of the
+A text of T tokens has T - 1 targets, the tokens 1 .. T - 1. The input of a target is the token before it. Row b of the
 B rows reads the n targets from 1 + b * n on, L of them per step. With T = 12, B = 2 and L = 3, evaluation (n = 6) reads
 these targets, step by step:
 
@@ -46,7 +46,7 @@ class RowRanges(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentReader:
-    """Segments of a text by step; built by `training_segments` or `evaluation_segments`."""
+    """Segments of a text by step, built by `training_segments` or `evaluation_segments`."""
 
     tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the positions asked for are read.
     batch_size: int  # B, rows over all processes.
@@ -99,7 +99,7 @@ class SegmentReader:
         return np.where(counts, pair_SxBxL + 1, 0)
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the pair at each position, [S, B, L]; indices continue past a row's end."""
+        """Returns the index of the pair at each position, [S, B, L]. Indices continue past a row's end."""
         first_SxB = first_B + index_S[:, None] * self.stride
         return first_SxB[..., None] + np.arange(self.segment_len)
 
@@ -121,7 +121,7 @@ class SegmentReader:
 
 
 def take(tokens: np.ndarray, position: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Returns the tokens at positions in the text as int32; 0 for padding, which may be past the text's end."""
+    """Returns the tokens at positions in the text as int32, and 0 for padding, which may be past the text's end."""
     return np.where(real, np.take(tokens, position, mode="clip"), 0).astype(np.int32)
 
 
@@ -161,16 +161,16 @@ def training_segments(
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
-    require(1 <= stride <= segment_len, f"stride must lie between 1 and {segment_len=}, got {stride=}")
+    require(1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}")
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
     require(
         row_len >= segment_len,
         f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}, got "
-        f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or give a longer text.",
+        f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or pass a longer text.",
     )
     if sentence_starts is not None and roll is not Roll.NONE:
-        raise ValueError(f"sentence_starts need no roll, got roll={roll}")
+        raise ValueError(f"with sentence_starts, roll must be none, got {roll}")
     first_B = np.arange(batch_size) * row_len
     order: EpochOrder = sequential
     if sentence_starts is not None:
@@ -187,7 +187,7 @@ def training_segments(
 def evaluation_segments(
     tokens: np.ndarray, *, batch_size: int, segment_len: int, warmup_tokens: int = 0, own: Rows = None
 ) -> SegmentReader:
-    """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once; rows are padded.
+    """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once. Rows are padded.
 
     >>> reader = evaluation_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.segments(1, 1).targets.tolist()
@@ -197,7 +197,7 @@ def evaluation_segments(
 
     Args:
       warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
-        fewer, and a row without targets of its own reads none.
+        fewer, and a row without targets reads none.
 
     Raises:
       UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.

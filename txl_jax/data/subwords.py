@@ -1,4 +1,4 @@
-"""Subword tokens of the optional package tokenizers: a Hugging Face tokenizer.json, given or trained on a text.
+"""Subword tokens of the optional package tokenizers: a Hugging Face tokenizer.json, loaded or trained on a text.
 
 Padding, truncation, templates ("[CLS] ... [SEP]") and dropout in the file have no effect. A special token in the text,
 such as <|endoftext|>, is that token.
@@ -46,7 +46,7 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def size(self) -> int:
-        """V: the largest id and one; ids between may be without a token."""
+        """V, the largest id + 1. Some ids below may have no token."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -57,12 +57,12 @@ class SubwordVocabulary(Vocabulary):
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of the unknown token, or None if it lacks nothing, or refuses such a text."""
+        """Returns the id of the unknown token, or None if every text can be encoded, or others are an error."""
         name, found = self._settings["model"].get("unk_token"), self._settings["model"].get("unk_id")
         return self._tokenizer.token_to_id(name) if name else found
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks; raises `UserError` for a character that cannot be encoded."""
+        """Yields the ids of a split, in blocks. Raises `UserError` for a character that cannot be encoded."""
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
                 try:
@@ -83,7 +83,7 @@ class SubwordVocabulary(Vocabulary):
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _check_characters(self, text: str) -> None:
-        """Raises `UserError` for a character that would vanish: BPE without an unknown token drops what it lacks."""
+        """Raises `UserError` for a character that would vanish: BPE without an unknown token drops such characters."""
         model, normalizer = self._settings["model"], self._tokenizer.normalizer
         if model.get("type") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
             return
@@ -94,16 +94,16 @@ class SubwordVocabulary(Vocabulary):
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
                 raise UserError(
-                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), which would vanish; give "
-                    "another tokenizer, or remove it from the text"
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so it would vanish. Pass "
+                    "another tokenizer, or remove the character from the text."
                 )
         self._kept.update(text)
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
-        """The file without what is for other uses."""
+        """The file's settings without those for other uses."""
         settings = json.loads(self.content)
-        require(isinstance(settings, dict) and isinstance(settings.get("model"), dict), "it holds no model")
+        require(isinstance(settings, dict) and isinstance(settings.get("model"), dict), "it contains no model")
         model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
         return settings | {"truncation": None, "padding": None, "model": model}
 
@@ -120,7 +120,7 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
-        """The bytes of each token, as they are after another one: decoders drop a space at a text's start."""
+        """The bytes of each token after another token, because decoders drop a space at a text's start."""
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         texts = [b""] * self.size
         added = {ids[token["content"]]: token["content"] for token in self._settings.get("added_tokens") or ()}
@@ -177,18 +177,18 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def package() -> ModuleType:
-    """Imports the package tokenizers; raises `MissingPackageError` if it is not installed."""
-    missing = "subwords and every tokenizer.json need the package tokenizers; pip install '.[tokenizers]'"
+    """Imports the package tokenizers. Raises `MissingPackageError` if it is not installed."""
+    missing = "subwords and tokenizer.json files need the package tokenizers. Run pip install '.[tokenizers]'"
     with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers
     return tokenizers
 
 
 def given_tokenizer(path: str) -> SubwordVocabulary:
-    """Reads a tokenizer.json; raises `UserError` if the file is not one."""
+    """Reads a tokenizer.json. Raises `UserError` if the file is not one."""
     content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
     package()
-    wrong = f"--data.tokenizer.hf_file must be a tokenizer of the package tokenizers, got {path} (%s)"
-    advice = "give the tokenizer.json of its save(), or, for a SentencePiece model, of transformers' save_pretrained()"
-    with rephrased(f"{wrong}; {advice}", ValueError):
+    wrong = f"--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, got {path} (%s)"
+    advice = "Pass the tokenizer.json from its save() or, for SentencePiece, from transformers' save_pretrained()."
+    with rephrased(f"{wrong}. {advice}", ValueError):
         return SubwordVocabulary(content.decode("utf-8"))

@@ -85,21 +85,21 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
         while first < last:
             block = source.read(min(BLOCK_BYTES, last - first))
             if not block:
-                raise UserError(f"{path} became shorter while it was read; leave it alone while a run starts")
+                raise UserError(f"{path} became shorter while it was read. Do not change it while a run starts.")
             yield block
             first += len(block)
 
 
 def checked(path: str, *, flag: str) -> str:
-    """Returns the path of a file that the user named; raises `UserError` if it is missing, a directory or empty."""
+    """Returns the path of a file that the user named. Raises `UserError` if it is missing, a directory or empty."""
     if not os.path.isfile(path) or not os.path.getsize(path):
         wrong = "is a directory" if os.path.isdir(path) else "is empty" if os.path.exists(path) else "does not exist"
-        raise UserError(f"{flag} must name a file that is not empty, got {path}, which {wrong}")
+        raise UserError(f"{flag} must name a non-empty file, got {path}, which {wrong}")
     return path
 
 
 def expanded(names: Iterable[str], *, flag: str) -> list[str]:
-    """Returns the files of names and patterns; raises `UserError` as `checked`."""
+    """Returns the files of names and patterns. Raises `UserError` like `checked`."""
     found = ([name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names)
     return [checked(path, flag=flag) for path in itertools.chain(*found)]
 
@@ -118,7 +118,7 @@ def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tup
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"line {number} of {name} must be a JSON object with a text in the field {field!r}, got "
-                f"{line.strip()[:60]!r}. Correct the line, or give another --data.json_field (none: files have text)."
+                f"{line.strip()[:60]!r}. Correct the line, or change --data.json_field (none for plain text files)."
             ) from None
         yield number, text
 

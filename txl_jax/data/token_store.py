@@ -3,13 +3,12 @@
 A store is a directory:
 
 train.npy, valid.npy, test.npy   ids, one axis, of the smallest type that holds them
-sentences.npy                    int64 [n + 1]: the start of each line of the training text, and the end of the last
+sentences.npy                    int64 [n + 1]: the start of each training line, and the end of the last
 vocabulary.txt                   the vocabulary
 store.json                       sizes and sha256 of the others, written last
 
 Its name has the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text or setting never
-finds an old store. Every byte is checked when a store is opened (docs/faults.md has the cost): a bit that flipped on a
-disk would be learned unnoticed.
+finds an old store. Every byte is checked when a store is opened, since a flipped bit would be learned unnoticed.
 """
 
 import dataclasses
@@ -63,7 +62,7 @@ def open_store(
         with storage.writable(folder, what="the tokens of the text"), storage.locked(folder / f".{path.name}.lock"):
             if not _is_whole(path):  # Else another process has written it while this one waited.
                 if path.exists():
-                    print(f"the tokens in {path} are damaged or of an older version and written again", flush=True)
+                    print(f"the tokens in {path} are corrupted or outdated, and are written again", flush=True)
                 _write(path, text, make_vocabulary())
     return _load(path)
 
@@ -130,7 +129,7 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
 
 
 def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> int:
-    """Writes blocks as one .npy array of one axis; returns its length."""
+    """Writes blocks as one .npy array of one axis. Returns its length."""
     with open(path, "wb") as file:
         length = 0
         _write_header(file, dtype, length)

@@ -1,6 +1,6 @@
 """Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
 
-Ids of characters and words are ranked by their counts in the training text, as the adaptive softmax needs it, and
+Ids of characters and words are ranked by their counts in the training split, which the adaptive softmax needs, and
 equally frequent ones by first occurrence, as in the original release.
 """
 
@@ -63,7 +63,7 @@ class Vocabulary(Protocol):
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of tokens that the vocabulary lacks, or None if it refuses such a text."""
+        """Returns the id of tokens that the vocabulary lacks, or None if such a text is an error."""
         return None
 
     def names(self) -> list[bytes]:
@@ -71,23 +71,23 @@ class Vocabulary(Protocol):
         return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks; raises `UserError` with the file's name for a text it cannot encode."""
+        """Yields the ids of a split, in blocks. Raises `UserError` with the file's name if it cannot encode a text."""
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may continue: its end is not marked. Raises `UserError` as `blocks`."""
+        """Returns the ids of a text that may continue: its end is not marked. Raises `UserError` like `blocks`."""
         try:
             return self._encode(text.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UserError(f"byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from None
 
     def _encode(self, text: str) -> np.ndarray:
-        """Does the work of `encode`; a kind defines one of the two."""
+        """Does the work of `encode`. A kind defines one of the two."""
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order; raises `UserError` for an id it lacks.
+        """Returns the text of ids of any shape, in row-major order. Raises `UserError` for an id out of range.
 
         Texts of successive ids may be concatenated.
         """
@@ -95,7 +95,7 @@ class Vocabulary(Protocol):
 
     @property
     def _texts(self) -> Sequence[bytes]:
-        """Returns the text of each token; empty if a kind defines `decode`."""
+        """Returns the text of each token, or () if a kind defines `decode`."""
         return ()
 
     @property
@@ -129,7 +129,7 @@ class Vocabulary(Protocol):
 
 
 def id_type(size: int) -> np.dtype:
-    """Returns the smallest integer type that holds ids below `size`."""
+    """Returns the smallest integer dtype for ids below `size`."""
     return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
 
 
@@ -139,10 +139,10 @@ def dumps(vocabulary: Vocabulary) -> str:
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
-    """Parses the saved form of a vocabulary of one of `kinds`; raises `UserError` if `text` is not one."""
+    """Parses the saved form of a vocabulary of one of `kinds`. Raises `UserError` if `text` is not one."""
     title, *lines = text.removesuffix("\n").split("\n")
-    expected = f"a saved vocabulary has a line '{TITLE} KIND SETTINGS' and a line per token"
-    damaged = f"{expected}, but this one starts {title[:60]!r} (%s)"
+    expected = f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token"
+    damaged = f"{expected}, got {title[:60]!r} as the first line (%s)"
     with rephrased(damaged, KeyError, IndexError, TypeError, ValueError):
         if not title.startswith(TITLE):
             raise ValueError("another title")
@@ -158,11 +158,11 @@ def digest(vocabulary: Vocabulary) -> str:
 
 
 def check_ids(ids: Any, size: int) -> np.ndarray:
-    """Returns ids along one axis; raises `UserError` for one outside the vocabulary."""
+    """Returns ids along one axis. Raises `UserError` for one outside the vocabulary."""
     ids = np.ravel(ids)
     foreign = ids[(ids < 0) | (ids >= size)]
     if foreign.size:
-        raise UserError(f"token id {foreign[0]} is outside the vocabulary; ids run from 0 to {size - 1}")
+        raise UserError(f"token ids must be between 0 and {size - 1}, got {foreign[0]}")
     return ids.astype(np.intp)
 
 
@@ -183,7 +183,7 @@ def unescape(line: str) -> str:
 class TextStream:
     r"""The text of one sequence of tokens, piece by piece, up to the first stop string.
 
-    A stop string is found in the text, whatever tokens it is made of; the one that is complete first counts. A piece
+    A stop string is found in the text, whatever tokens it is made of. The one that is complete first counts. A piece
     that may be the beginning of one is held back, and so are the bytes of a character that is not complete.
 
     >>> stream = TextStream(bytes, ["\n\n", "end"])
@@ -194,7 +194,7 @@ class TextStream:
     def __init__(
         self, decode: Callable[[Any], bytes], stop: Sequence[str], ending: Ending = None, errors: str = "replace"
     ):
-        """Begins an empty text, from `Vocabulary.decode` and stop strings that are not empty; `errors` as in `open`."""
+        """Begins an empty text, with `Vocabulary.decode` and non-empty stop strings. `errors` is as in `open`."""
         self._decode, self._ending, self._held = decode, ending, b""
         kept = {ending: len(ending)} if isinstance(ending, bytes) else {}  # Bytes of each string that the text keeps.
         self._stop = kept | dict.fromkeys(map(str.encode, stop), 0)
@@ -202,7 +202,7 @@ class TextStream:
         self.ended = False  # Whether a stop string or the ending was found.
 
     def add(self, ids: Any) -> str:
-        """Returns the text that is certain now that ids [T] have come; it does not include a stop string."""
+        """Returns the text that is certain once ids [T] are added. It never includes a stop string."""
         if self.ended:
             return ""
         if isinstance(self._ending, int) and (at := np.flatnonzero(ids == self._ending)).size:

@@ -20,7 +20,7 @@ UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 @dataclasses.dataclass(frozen=True)
 class WordVocabulary(Vocabulary):
-    """Words, separated by white space, by rank; the line mark, if there is one, comes first."""
+    """Words, separated by white space, by rank. The line mark, if any, comes first."""
 
     words: tuple[str, ...] = dataclasses.field(repr=False)  # Distinct.
     line_mark: LineMark = LineMark.EOS
@@ -34,7 +34,7 @@ class WordVocabulary(Vocabulary):
     def __post_init__(self) -> None:
         _check_distinct(self.words, self.unknown, self.kind)
         if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
-            raise UserError(f"a vocabulary with line mark {self.line_mark} lacks the word {MARKS[self.line_mark]}")
+            raise UserError(f"a vocabulary with line mark {self.line_mark} must contain {MARKS[self.line_mark]}")
 
     @property
     def start(self) -> np.ndarray:
@@ -43,7 +43,7 @@ class WordVocabulary(Vocabulary):
 
     @property
     def mark(self) -> int | None:
-        """Returns the id that ends a line; None if lines are not marked."""
+        """Returns the id that ends a line, or None if lines are not marked."""
         return self._ids[MARKS[self.line_mark]] if self.line_mark in MARKS else None
 
     @property
@@ -94,14 +94,14 @@ class WordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
-        """Returns each word and a space; a newline for a mark."""
+        """Returns each word with a space after it, or a newline for a mark."""
         mark = MARKS.get(self.line_mark)
         return [b"\n" if word == mark else f"{word} ".encode() for word in self.words]
 
 
 @dataclasses.dataclass(frozen=True)
 class CharacterVocabulary(Vocabulary):
-    """Unicode characters by rank; the replacement character encodes those that the training text lacks."""
+    """Unicode characters by rank. The replacement character encodes those not in the training split."""
 
     characters: str = dataclasses.field(repr=False)  # Distinct.
     lower_case: bool = False
@@ -141,6 +141,6 @@ class CharacterVocabulary(Vocabulary):
 def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
     if len(set(tokens)) != len(tokens) or unknown not in tokens:
         raise UserError(
-            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and hold {unknown!r}; "
-            f"{len(set(tokens))} are distinct"
+            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include {unknown!r}, got "
+            f"{len(set(tokens))} distinct tokens"
         )

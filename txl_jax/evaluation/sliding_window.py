@@ -1,6 +1,6 @@
 """Sliding-window evaluation, for models without recurrence (Al-Rfou et al., 2018; section 4.5 of the paper).
 
-A window of A tokens is encoded without memory and its last `stride` positions are scored; then it moves on by `stride`.
+A window of A tokens is encoded without memory and its last `stride` positions are scored. Then it moves by `stride`.
 The first window scores all its positions, since there is nothing before them. With T = 9, A = 4 and stride 2 the
 windows read, from the first to the last, the tokens
 
@@ -10,7 +10,7 @@ windows read, from the first to the last, the tokens
 
 so that every token but the first is scored exactly once, each from the token before it. Past the first window a token
 is predicted from A - stride + 1 to A tokens; with stride 1, the published protocol, always from A, and everything is
-computed anew for each of them.
+computed again for each of them.
 
 The model's memory has no slots here, so this also measures a model with relative positions without recurrence.
 """
@@ -74,7 +74,7 @@ def evaluate_windows(
     """Scores the targets of all windows, of which there is at least one batch.
 
     `after_call` gets the totals so far after each call but the last, and may raise to stop. `token_nats`, floats [T],
-    gets the nats of each scored token.
+    receives each scored token's loss, in nats.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -97,7 +97,7 @@ def evaluate_windows(
 
 
 def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int) -> Iterator[Windows]:
-    """Yields the first window alone, with n = A, then the others in batches of B, with n = `stride`.
+    """Yields the first window by itself, with n = A, then the others in batches of B, with n = `stride`.
 
     Past the end of the text windows are padded, so that their targets are predicted from as many tokens as elsewhere.
 
@@ -109,11 +109,10 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
     Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
-    require(tokens.ndim == 1 and len(tokens) > 1, f"the tokens have shape {tokens.shape}; give one axis of at least 2")
+    require(tokens.ndim == 1 and len(tokens) > 1, f"tokens must have one axis of at least 2, got shape {tokens.shape}")
     require(
         batch_size > 0 and 1 <= stride <= attention_len,
-        f"stride is {stride} and batch_size {batch_size}; the stride must be 1 to attention_len ({attention_len}), "
-        "and the batch at least 1",
+        f"stride must be 1 to attention_len ({attention_len}) and batch_size at least 1, got {stride} and {batch_size}",
     )
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
     starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
@@ -122,8 +121,8 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
 def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
     """Returns the tokens that are scored at every context length: every `stride`-th one with `longest` before it."""
-    what = f"the longest context is {longest:,} tokens and the text has {n_token:,}"
-    require(longest < n_token, f"{what}; give a longer text, or shorter contexts")
+    what = f"the longest context must be less than the text's {n_token:,} tokens, got {longest:,}"
+    require(longest < n_token, f"{what}. Pass a longer text or shorter contexts.")
     return np.arange(longest, n_token, stride)
 
 

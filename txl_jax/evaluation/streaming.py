@@ -47,7 +47,7 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
         n_together = _segments_together(n_segment, shape, n_tail=len(model.config.cutoffs))
 
         def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, jax.Array]:
-            """Returns the nats of a segment, or the hidden states that they are computed from together."""
+            """Returns a segment's losses in nats, or the hidden states from which losses are computed together."""
             hidden, memory = scorer.forward(weights, memory, segment.inputs)
             return state, memory, hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets)
 
@@ -64,7 +64,7 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
 def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> int:
     """Returns how many segments [B, L] to score at a time, a divisor of S.
 
-    A tail of the adaptive softmax is read from memory for few tokens of a segment: of 64 tokens, seven lie in the
+    A tail of the adaptive softmax is read from memory for few tokens of a segment: of 64 tokens, seven are in the
     160,000 words of the second tail of WikiText-103. Scoring 8 such segments together took 180 ms on an AMD EPYC (2
     cores), one after the other 395 ms. Up to 1024 positions, so that logits stay small.
     """
@@ -102,7 +102,7 @@ def evaluate(
 
     The memory is donated, and any of the right shape: the reader's reset bits empty it first. `place` puts segments on
     the devices. `after_call` gets the segments done and the totals so far after each call but the last, and may raise
-    to stop. `token_nats`, floats [T], gets the nats of each token but the first, which is not scored.
+    to stop. `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored.
     """
     totals = Totals()
     pending: tuple[int, Scores] | None = None

@@ -18,9 +18,9 @@ class KVCache(flax.struct.PyTreeNode):
 
     Training keeps the layers' inputs instead (`txl_jax.memory.Memory`), since the projections change with every update.
 
-    A segment of L tokens overwrites the oldest L slots, so nothing is moved; R is M rounded up to a multiple of L,
-    so that no segment is written across the ring's end. Each layer has arrays of its own: one array of all layers
-    would have to be cut apart, that is copied, in every step. Keys lie along their last axis, values do not: the
+    A segment of L tokens overwrites the oldest L slots, so nothing is moved. R is M rounded up to a multiple of L,
+    so that no segment is written across the ring's end. Each layer has its own arrays: one array for all layers
+    would have to be cut apart, that is copied, in every step. Keys are along their last axis, values are not: the
     order in which the products of attention read them (on a CPU, a step of one token takes 1.2 times as long with
     both laid out as the values).
     """
@@ -56,7 +56,7 @@ def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Arr
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
-    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots; `after` as in `write_slots`.
+    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots. `after` as in `write_slots`.
 
     If each row has its own index, L must be 1.
     """
@@ -84,7 +84,7 @@ def write_slots(
     count: jax.Array | int,
     after: jax.Array,
 ) -> KVCache:
-    """Writes the first `count` of n tokens to any slots of the rings; `valid` and `write_index` stay as they are.
+    """Writes the first `count` of n tokens to any slots of the rings. `valid` and `write_index` do not change.
 
     Keys and values are, per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a segment of one row.
     `rows` and `slots`, int32 [n], are the places of the tokens. `after` is any array that is computed from all reads of

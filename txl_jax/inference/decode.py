@@ -4,11 +4,11 @@ One prompt, n samples of a prompt, many prompts side by side (`inference.generat
 run `decode_block`. State between calls is the cache on the device. The host keeps everything else and passes it as
 `Rows`, so a row may read, draw or do nothing in any call:
 
-    number  -2    -1     0     1     2       of the token that a step draws; below 0 nothing is drawn
+    number  -2    -1     0     1     2       of the token that a step samples. Below 0 nothing is sampled
     reads    a     b     c     x     y       a, b, c: the end of the prompt
     draws    -     -     x     y     z
 
-- The token with the number i of a sample is drawn with a key made of (seed, sample, i) alone. So a text depends neither
+- Token number i of a sample is sampled with a key made only of (seed, sample, i). So a text depends neither
   on the number of tokens per call nor on the other rows.
 - Rows that read and end together share one index of the ring: a step writes one slice. In the server each row has its
   own index, that is its own position, so that what it computes does not depend on when it joined. A row that does
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of tokens; zeros where none were wanted."""
+    """Scores of tokens, or zeros where scores were not requested."""
 
     nats: Any  # float [..], of each token: minus its logprob.
     top_logprobs: Any  # float [.., top], of the most likely tokens in its place, the largest first.
@@ -124,14 +124,14 @@ def decode_block(
 
 
 def prefill(params: DecodeParams, cache: KVCache, tokens: jax.Array) -> KVCache:
-    """Reads a segment [R, L] of every row. The rows have one index, a multiple of L; the cache is to be donated."""
+    """Reads a segment [R, L] of every row. The rows have one index, a multiple of L. The cache is to be donated."""
     return forward.forward(params, tokens, cache)[1]
 
 
 def prefill_row(
     params: DecodeParams, cache: KVCache, row: jax.Array, tokens: jax.Array, count: jax.Array
 ) -> tuple[KVCache, jax.Array]:
-    """Reads the first `count` of tokens [W] in one row, whose index may be any; the cache is to be donated.
+    """Reads the first `count` of tokens [W] in one row, whose index may be any. The cache is to be donated.
 
     The row is taken out of the rings, so nothing of the others is in its numbers. The tokens after the first `count`
     are padding, which leaves no trace.
@@ -154,7 +154,7 @@ def take_row(cache: KVCache, row: jax.Array) -> KVCache:
 
 
 def put_row(cache: KVCache, row: jax.Array, own: KVCache) -> KVCache:
-    """Returns the cache with the contents of one row replaced by `own`, [1, ..]; the cache is to be donated."""
+    """Returns the cache with the contents of one row replaced by `own`, [1, ..]. The cache is to be donated."""
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own)
 
 

@@ -63,7 +63,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
 
     Args:
-      tokens: int [B, L], L at most the one of `prepare_params`; L = 1 if each row of the cache has its own index.
+      tokens: int [B, L], L at most the one of `prepare_params`, and L = 1 if each row of the cache has its own index.
 
     Returns:
       Hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
@@ -72,11 +72,11 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
       UserError: If L does not divide the cache's capacity, or the parameters were prepared for shorter lengths.
     """
     segment_len = tokens.shape[1]
-    found = f"the cache is a ring of {cache.capacity} slots and the segment has {segment_len} tokens"
-    wrong = f"{found}, together more than the {params.max_keys} that the parameters were prepared for"
-    require(cache.capacity + segment_len <= params.max_keys, f"{wrong}; prepare them for these lengths")
-    wrong = f"{found}, and segments must fill the ring evenly"
-    require(cache.capacity % segment_len == 0, f"{wrong}; make the cache for this segment length")
+    found = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
+    wrong = f"{found}, but together they must be at most {params.max_keys}"
+    require(cache.capacity + segment_len <= params.max_keys, f"{wrong}. Prepare the parameters for these lengths.")
+    wrong = f"{found}, but the slots must be a multiple of the tokens"
+    require(cache.capacity % segment_len == 0, f"{wrong}. Make the cache for this segment length.")
     hidden, keys, values = apply_layers(params, tokens, cache)
     cache = cache_lib.write(cache, keys, values, after=hidden)
     if (documents := memory_lib.documents(tokens, params.model.end_token)) is not None:
@@ -154,7 +154,7 @@ def _attend(
     visibility: CachedVisibility,
     path: Any,
 ) -> jax.Array:
-    """Computes `cached_attention`, row by row where each is at an index of its own.
+    """Computes `cached_attention`, row by row if each has its own index.
 
     Only attention is: with `vmap` over all of a step, products of 16 rows with a matrix are made as those of one row
     are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an AMD EPYC).

@@ -1,8 +1,8 @@
 """Generation on the host: prompts in, pieces of text out, over the programs of `inference.decode`.
 
-Whole segments of the prompts are read side by side, from an empty cache. What is left of each prompt, less than a
+Whole segments of the prompts are prefilled in parallel, from an empty cache. The rest of each prompt, less than a
 segment, is read token by token. No row reads padding into its cache: when the last segment of a row is read, its cache
-is copied to the caches of single tokens, before other rows' segments go on. With L = 3 and prompts of 5 (a) and 8 (b)
+is copied to the caches of single tokens before other rows' segments continue. With L = 3 and prompts of 5 (a) and 8 (b)
 tokens, x marks drawn tokens:
 
     row 0:   a a a |       | a a x x x ..
@@ -70,7 +70,7 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yields int32 [B, up to `block`] until `config.length` tokens of B samples are drawn or all have ended.
 
-        A sample that has ended goes on with its stop token. Raises `UserError` if the prompt is empty.
+        A sample that has ended continues with its stop token. Raises `UserError` if the prompt is empty.
 
         Args:
           prompt: int [T], at least one token, read once for all samples.
@@ -79,7 +79,7 @@ class Generator:
           stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
         """
         if len(prompt) == 0:
-            raise UserError("the prompt is empty; generation needs at least one token to go on from")
+            raise UserError("the prompt must have at least one token, got an empty one")
         started = self.read(prompt, config, stop_requested=stop_requested)
         keys = [row_key(config.seed, sample) for sample in range(config.samples)]
         ended = np.zeros(config.samples, bool)
@@ -115,7 +115,7 @@ class Generator:
         batch_size: int,
         stop_strings: Sequence[str] = (),
     ) -> Iterator[tuple[int, str]]:
-        """Yields the texts after all prompts in pieces, each with its prompt's number; each text is as for it alone.
+        """Yields the texts after all prompts in pieces, each with its prompt's number. Each text is as by itself.
 
         A prompt [T] has at least one token and, in `draws`, a seed and a sample's number. `decode` returns the bytes of
         ids. A text includes its `ending`, but not the stop string. At most `batch_size` are continued side by side.

@@ -76,7 +76,7 @@ def prepare_params(
     weight_dtype: WeightDType | None = None,
     transposed: bool = False,
 ) -> DecodeParams:
-    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory; to be jitted.
+    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory. To be jitted.
 
     `window` and `clamp_len` are as in `DecodeParams`. For int8 weights `check_devices` has to allow the mesh. With
     `transposed` the layers keep float matrices of at least 32 bits `Transposed`, which is faster for a few rows on a
@@ -110,10 +110,10 @@ def prepare_params(
 
 
 def check_devices(weight_dtype: str | None, num_devices: int) -> None:
-    """Raises `UserError` for int8 on several devices: the scales of a sharded table would need specs of their own."""
+    """Raises `UserError` for int8 on several devices: the scales of a sharded table would need separate specs."""
     if weight_dtype is not None and num_devices > 1:
-        wrong = f"eval.weight_dtype is {weight_dtype} and the mesh has {num_devices} devices"
-        raise UserError(f"{wrong}; use one (--mesh.data=1), or leave the type out")
+        wrong = f"eval.weight_dtype {weight_dtype} supports only one device, got a mesh of {num_devices}"
+        raise UserError(f"{wrong}. Pass --mesh.data=1, or omit the dtype.")
 
 
 def apply(module: nn.Module, params: Any, *args: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 
 
 class Scorer(NamedTuple):
-    """Functions to be jitted; weights and memories are trees whose contents only the scorer's own functions know."""
+    """Functions to be jitted. Only these functions know the contents of the trees of weights and memories."""
 
     prepare_params: Callable[[Any], Any]  # Parameters to weights.
     init_memory: Callable[[Any], Any]  # Weights to the memory before the first segment.
@@ -78,7 +78,7 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
 
 
 def _of_recurrent(model: RecurrentModel, eval_config: EvalConfig) -> Scorer:
-    """Returns the scorer of an RNN; nothing is prepared, the weights are the parameters."""
+    """Returns the scorer of an RNN. Nothing is prepared: the weights are the parameters."""
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> Any:
         params, hidden = at_temperature(params, hidden, eval_config.temperature)

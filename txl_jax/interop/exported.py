@@ -168,19 +168,19 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str,
     """Returns an exported model's manifest, weights and functions.
 
     All files that are read are in the directory's own list and have a sha256 in the manifest. Raises `CheckpointError`
-    if one was changed, or is not what the manifest says.
+    if a file was changed, or does not match the manifest.
     """
-    damaged = f"{folder / _MANIFEST} is not as it was exported, or a file that it lists (%s). Export the model again."
+    damaged = f"{folder / _MANIFEST} or a file that it lists was changed (%s). Export the model again."
     with rephrased(damaged, Exception, to=CheckpointError):  # Of a damaged function, jax.export raises nearly any.
         if storage.read(folder / _DIGEST) != _digest_line(storage.read(folder / _MANIFEST)):
-            raise ValueError(f"another sha256 than in {_DIGEST}")
+            raise ValueError(f"its sha256 is not the one in {_DIGEST}")
         manifest, others = storage.read_json(folder / _MANIFEST), set(storage.names(folder)) - {_MANIFEST, _DIGEST}
         sums = {name: storage.sha256(folder / name) for name in others}
         if changed := sums.items() ^ manifest["sha256"].items():
             raise ValueError(f"sha256 of {min(changed)[0]}")
         files = {name: function["file"] for name, function in manifest["functions"].items()}
         if foreign := {*files.values(), _WEIGHTS} - others:
-            raise ValueError(f"{foreign} is not listed")
+            raise ValueError(f"{foreign} is not listed in it")
         functions = {name: export.deserialize(bytearray((folder / file).read_bytes())) for name, file in files.items()}
         weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
     return manifest, weights, functions

@@ -41,7 +41,7 @@ class Found(NamedTuple):
 def find(folder: Path, vocab_size: int) -> Found:
     """Reads a directory's vocabulary, if it has one: a pickle, a file of PyTorch, or a text with a token per line.
 
-    Raises `UserError` if the file is damaged, would run something, or has no vocabulary of the model's size.
+    Raises `UserError` if the file is corrupted, would run code, or has no vocabulary of the model's size.
     """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
@@ -61,7 +61,7 @@ def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
 
 
 def of_object(root: Any, *, name: str) -> Found:
-    """Returns the vocabulary in a pickled Vocab, Corpus or tokenizer, or raises `UserError` if there is none."""
+    """Returns the vocabulary in a pickled Vocab, Corpus or tokenizer, or raises `UserError` if it has no vocabulary."""
     dataset = None
     for _ in range(3):
         parts = root.attributes() if isinstance(root, Record) else root
@@ -75,10 +75,10 @@ def of_object(root: Any, *, name: str) -> Found:
 
 
 def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None) -> Found:
-    """Returns the vocabulary of a list of tokens; `dataset` is the release's name of the corpus, if known."""
+    """Returns the vocabulary of a list of tokens. `dataset` is the release's name of the corpus, if known."""
     texts = {symbol for symbol in symbols if isinstance(symbol, str) and not _SURROGATE.search(symbol)}
     if not symbols or len(texts) != len(symbols):
-        raise UserError(f"{name} has {len(symbols)} tokens that are not distinct texts. Download it again.")
+        raise UserError(f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again.")
     if (values := _bytes_of(symbols)) is not None:
         order = np.argsort(values)
         newlines = Newlines.KEEP if 10 in values or dataset == "text8" else Newlines.DROP
@@ -89,7 +89,7 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
         return Found(None, None, [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"])
     vocabulary = WordVocabulary(tuple(symbols), mark, lower_case, unknown)
     marks = f"lines end with {MARKS[mark]}" if mark in MARKS else "lines are not marked"
-    note = f"words are separated by white space, as in the tokenized corpus that the model was trained on; {marks}"
+    note = f"words are separated by white space, like in the model's tokenized training corpus, and {marks}"
     return Found(vocabulary, None, [note])
 
 

@@ -58,12 +58,12 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     if weights is None:
         raise UserError(
             f"{path} contains no weights of another implementation. Expected one of {', '.join(_NAMES)}, such a file, "
-            "or a checkpoint of TensorFlow."
+            "or a TensorFlow checkpoint."
         )
     found, file = weights.format, weights.path
     if found is None or format not in (None, found):
         some = ", ".join(list(weights.tensors)[:3])
-        raise UserError(f"{file} has tensors such as {some}, which are not names of {format or 'a Transformer-XL'}")
+        raise UserError(f"{file} has tensors such as {some}, which do not belong to {format or 'a Transformer-XL'}")
     try:
         return _read_weights(weights, found)
     except UserError as error:
@@ -89,7 +89,7 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
         params = _in_order(params, order, config)
     if vocabulary is None:
         vocabulary = IdVocabulary(vocab_size)
-        notes.append("the tokens are named by their ids; a vocabulary beside the weights would be read")
+        notes.append("the tokens are named by their ids. To use a vocabulary, put it next to the weights")
     config = dataclasses.replace(config, compat=_compat(format, facts))
     whole = dataclasses.replace(ExperimentConfig(), model=config, eval=eval_config)
     return Model(format, ModelInfo(whole, vocabulary, 0, f"converted from the {format} format"), params, notes)
@@ -158,7 +158,7 @@ def _open_parts(file: Path) -> tuple[Leaves, Any]:
     parts = _read_json(file).get("weight_map")
     names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else []
     if not names or not {*names} <= {part.name for part in file.parent.iterdir() if part.is_file()}:
-        raise UserError(f"weight_map in {file} must list files of its directory, got {names[:3]}. Download it again.")
+        raise UserError(f"weight_map in {file} must list files in its directory, got {names[:3]}. Download it again.")
     return {name: leaf for part in reversed(names) for name, leaf in _open_file(file.with_name(part))[0].items()}, None
 
 
@@ -185,6 +185,6 @@ def _in_order(params: Mapping[str, Leaf], order: np.ndarray, config: ModelConfig
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON file's object, or raises `UserError` if it has none."""
+    """Returns a JSON file's object, or raises `UserError` if it does not contain an object."""
     with rephrased(f"{path} is not a JSON object (%s). Copy or download it again.", OSError, ValueError, TypeError):
         return dict(storage.read_json(path))

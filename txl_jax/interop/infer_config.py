@@ -1,4 +1,4 @@
-"""Infers a model's configuration from the names and shapes of its tensors, and from what a file records.
+"""Infers a model's configuration from the names and shapes of its tensors, and from a file's metadata.
 
 Names are the authors' PyTorch release's. Shapes give almost everything. The facts, MemTransformerLM's keyword arguments
 as a file records them, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the
@@ -51,7 +51,7 @@ def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, 
     if values["d_embed"] == values["d_model"]:
         values["d_embed"] = None
     if "pre_lnorm" not in facts:
-        notes.append("the file does not record the place of the layer norm: post-norm, as all published models")
+        notes.append("the file does not record the place of the layer norm: post-norm, like all published models")
     values["layer_norm"] = NormPlace.PRE if facts.get("pre_lnorm") else NormPlace.POST
     values |= _ties(tensors, ModelConfig(**values), facts)
     config = ModelConfig(**values)
@@ -64,7 +64,7 @@ def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, 
 def _shape(tensors: Leaves, name: str, *ranks: int) -> tuple[int, ...]:
     """Returns a tensor's shape, which must have one of these ranks."""
     if name not in tensors:
-        raise UserError(f"there is no tensor {name}. The names are not a Transformer-XL's.")
+        raise UserError(f"tensor {name} is missing. The names are not a Transformer-XL's.")
     shape = tensors[name].shape
     if len(shape) not in ranks or 0 in shape:
         wanted = " or ".join(map(str, ranks))
@@ -75,7 +75,7 @@ def _shape(tensors: Leaves, name: str, *ranks: int) -> tuple[int, ...]:
 def _num_layers(tensors: Leaves) -> int:
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if missing := set(map(str, range(len(numbers)))) - numbers:
-        raise UserError(f"there are tensors of {len(numbers)} layers, but none of layer {min(missing)}")
+        raise UserError(f"there are tensors for {len(numbers)} layers, but not for layer {min(missing)}")
     return len(numbers)
 
 
@@ -121,7 +121,7 @@ def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
         return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
     if "n_head" not in facts:
         raise UserError(
-            "the model adds sinusoids to its input, and no shape gives the number of its heads. Put a config.json with "
+            "the model adds sinusoids to its input, so no shape determines the number of heads. Put a config.json with "
             '{"n_head": ...} next to it.'
         )
     return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
@@ -150,8 +150,8 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
     config = EvalConfig()
     if "mem_len" not in facts:
         notes.append(
-            f"the file records no lengths: evaluation reads segments of {config.segment_len} with a memory of "
-            f"{config.mem_len} and a clamp of {config.clamp_len} until others are given"
+            f"the file does not record lengths: evaluation uses segments of {config.segment_len}, a memory of "
+            f"{config.mem_len} and a clamp of {config.clamp_len}, unless you set others"
         )
         return config
     found = EvalConfig(

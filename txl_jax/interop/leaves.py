@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """One array: its shape and dtype, and a function that reads a part of it, anew in each call."""
+    """One array: its shape and dtype, and a function that reads a part of it, again in each call."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

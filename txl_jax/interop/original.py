@@ -1,4 +1,4 @@
-"""Weights of the authors' PyTorch release, in both directions, by its names and by those of other implementations.
+"""Weights of the authors' PyTorch release, in both directions, by its names and other implementations' names.
 
     params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
     tensors = from_flax(params, config)                  # every name of the release's state_dict
@@ -52,7 +52,7 @@ _DOUBLE = np.dtype(np.float64)
 
 
 class Part(NamedTuple):
-    """A part of an array: of an original tensor, or of one of our parameters."""
+    """A part of an original tensor, or of one of our parameters."""
 
     name: str  # Of the array; our parameters' are paths, "a/b/c".
     shape: tuple[int, ...]  # Of the whole array.
@@ -81,7 +81,7 @@ def to_leaves(
     """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
 
     `tensors` are by their names in `format`. A shared one needs only one of its names. Raises `UserError` if a tensor
-    is missing, unknown or of the wrong shape, shared tensors differ, or the implementation lacks the model.
+    is missing, unknown or of the wrong shape, shared tensors differ, or the implementation does not support the model.
     """
     pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
     found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(tensors)
@@ -111,12 +111,12 @@ def from_flax(
 
 
 def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
-    """Inverts `to_leaves`, with only the first name of a shared tensor; raises `UserError` as it does."""
+    """Inverts `to_leaves`, with only the first name of a shared tensor. Raises the same `UserError`s."""
     if any(path.startswith("final_norm/") for path in leaves):
         advice = "To export pre-norm, train with model.compat.final_norm off."
         raise UserError(f"final_norm has no name in the original. {advice}")
     if "softmax/bias" not in leaves:
-        raise UserError("parameter softmax/bias is missing. Pass the tree below 'params'.")
+        raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
     bias = leaves["softmax/bias"]
     pieces = _pieces(config, bias.shape[0], format)
     _check(leaves, {ours.name: ours.shape for _, ours in pieces}, "parameter")
@@ -180,7 +180,7 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
     """Returns the encoding's own tensors, or raises `UserError` if an implementation has no such encoding."""
     encoding = encoding_of(config)
     if encoding.original_type is None or (format is Format.HUGGINGFACE and encoding.original_type != 0):
-        raise UserError(f"model.encoding is {config.encoding}, which the {format} format lacks. Choose another format.")
+        raise UserError(f"model.encoding is {config.encoding}, unsupported in the {format} format. Choose another.")
     return encoding.original_tensors()
 
 
@@ -277,7 +277,7 @@ def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
-    """Writes the tensors under the release's names, and the arguments of its `MemTransformerLM`; see `write_model`."""
+    """Writes the tensors under the release's names, and its `MemTransformerLM` arguments. See `write_model`."""
     arguments = arguments_of(info.config.model, info.config.eval, vocab_size=info.vocabulary.size)
     return write_model(folder, info, leaves, arguments, Format.ORIGINAL)
 
@@ -285,9 +285,9 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
 def write_model(
     folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
 ) -> list[str]:
-    """Writes model.safetensors, config.json and the vocabulary for an implementation; returns notes on differences.
+    """Writes model.safetensors, config.json and the vocabulary for an implementation. Returns notes on differences.
 
-    Raises `UserError` if the model has parts that the implementation lacks.
+    Raises `UserError` if the implementation does not support the model.
     """
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.
@@ -317,17 +317,17 @@ def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: in
 
 
 def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
-    """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads; returns notes on it."""
+    """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads. Returns notes on it."""
     portable.write_vocabulary(folder, vocabulary)
     if isinstance(vocabulary, SubwordVocabulary):
         return []
     if not isinstance(vocabulary, WordVocabulary):
         file = portable.VOCABULARY
-        return [f"the tokens are of the kind {vocabulary.kind!r}, for which there is no tokenizer there: {file}"]
+        return [f"the tokens are of kind {vocabulary.kind!r}, for which the format has no tokenizer: {file}"]
     write_lines(folder / "vocab.txt", (f"{word}\n" for word in vocabulary.words))
     found = next((word for word in _UNKNOWN if word in vocabulary.words), None)
     if found != vocabulary.unknown:
-        return [f"unknown words are {vocabulary.unknown!r}, and TransfoXLTokenizer takes {found!r} for them"]
+        return [f"unknown words are {vocabulary.unknown!r}, but TransfoXLTokenizer uses {found!r}"]
     return []
 
 
@@ -335,9 +335,9 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     """Lists the ways in which a model differs from an implementation's, some of which change the losses."""
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
-        notes.append("the release's class shares u and v among the layers; here each layer has its own (untie_r)")
+        notes.append("the release's class shares u and v among the layers, but here each layer has its own (untie_r)")
     if (mark := config.data.reset_at) is not None:
-        notes.append(f"documents are kept apart here, by the token {mark!r}, and not in the {format} format")
+        notes.append(f"this model keeps documents apart by the token {mark!r}, but the {format} format does not")
     unused = {
         "final_norm": True,  # A model that has one is rejected.
         "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.
@@ -346,8 +346,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     }
     theirs = apply_preset(config, PRESETS[format]).model.compat
     return notes + [
-        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, and these weights were "
-        f"read with {config_tree.format_value(here)}: it gives other losses"
+        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, but these weights were "
+        f"read with {config_tree.format_value(here)}, so losses differ"
         for leaf, here, there in config_tree.differences(config.model.compat, theirs)
         if not unused.get(leaf.name)
     ]

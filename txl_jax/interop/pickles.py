@@ -55,7 +55,7 @@ class Symbol(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Record:
-    """An object whose class is not imported. Arguments, and what a subclass of list or dict contains, are left out."""
+    """An object whose class is not imported. Arguments, and what a subclass of list or dict contains, are omitted."""
 
     symbol: Symbol
     state: Any = None
@@ -138,11 +138,11 @@ def load(
     persistent: Callable[[Any], Any] | None = None,
     start: int = 0,
 ) -> tuple[Any, int]:
-    """Reads one pickle, which begins at the byte `start`; returns its value, and the offset after it.
+    """Reads one pickle, which begins at the byte `start`. Returns its value, and the offset after it.
 
     A value consists of plain values and containers, `Symbol`, `Record`, `Omitted`, and the results of `persistent`,
     which takes persistent ids, and of `calls`: functions by dotted name, which replace what the pickle calls. They must
-    be harmless with any arguments. Raises `UserError` if the pickle is damaged, ends early, or calls anything else.
+    be harmless with any arguments. Raises `UserError` if the pickle is corrupted, ends early, or calls anything else.
     """
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # A map reads like a file.
     machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, budget=4 * len(data) + (1 << 20))
@@ -157,7 +157,7 @@ def load(
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         reason = str(error) if isinstance(error, DamagedError) else type(error).__name__
         raise UserError(
-            f"{name}: the pickle at byte {start} is damaged or ends early at byte {file.tell()} ({reason}). Copy or "
+            f"{name}: the pickle at byte {start} is corrupted or ends early at byte {file.tell()} ({reason}). Copy or "
             "download the file again."
         ) from error
     raise AssertionError("genops ends with STOP or an error")
@@ -307,14 +307,14 @@ class _Machine:
 
     def PERSID(self, value: Any) -> None:
         if self.persistent is None:
-            raise self.refused("holds", "a persistent id")
+            raise self.refused("contains", "a persistent id")
         self.push(self.persistent(value))
 
     def BINPERSID(self, _: Any) -> None:
         self.PERSID(self.pop())
 
     def EXT1(self, _: Any) -> None:
-        raise self.refused("uses", "a code of the extension registry")
+        raise self.refused("uses", "an extension registry code")
 
     EXT2 = EXT4 = EXT1
 
@@ -343,6 +343,6 @@ class _Machine:
 
     def refused(self, verb: str, what: str) -> UserError:
         return UserError(
-            f"{self.name}: its pickle {verb} {what[:120]}, which files of weights or words do not need. Nothing of it "
-            "was run. Take the file from a source that you trust."
+            f"{self.name}: its pickle {verb} {what[:120]}, which weights and vocabularies do not need. None of it "
+            "was run. Get the file from a source that you trust."
         )

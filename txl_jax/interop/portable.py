@@ -50,19 +50,19 @@ tags:
 
 # Transformer-XL
 
-A language model of {parameters:,} parameters in the format of txl_jax {version}: {description}.
+A language model with {parameters:,} parameters in the format of txl_jax {version}: {description}.
 
 ## Model
 
 | | |
 |---|---|
 | layers | {model.n_layer} |
-| width | {model.d_model} |
-| heads x width of a head | {model.n_head} x {model.d_head} |
-| inner width | {model.d_inner} |
+| hidden size | {model.d_model} |
+| heads x head size | {model.n_head} x {model.d_head} |
+| inner size | {model.d_inner} |
 | parameters | {parameters:,} |
 | tokens | {vocabulary.size:,} ({vocabulary.kind}) |
-| position encoding | {model.encoding} |
+| positional encoding | {model.encoding} |
 | cutoffs of the adaptive softmax | {cutoffs} |
 | div_val | {model.div_val} |
 | evaluation: segment, memory, clamp | {lengths.segment_len}, {lengths.mem_len}, {clamp} |
@@ -72,14 +72,14 @@ A language model of {parameters:,} parameters in the format of txl_jax {version}
 ```python
 import txl_jax
 
-model = txl_jax.load("PATH_OF_THIS_FOLDER")
+model = txl_jax.load("PATH_OF_THIS_DIRECTORY")
 model.score(["A text."])
 ```
 
-To Hugging Face's format:
+To convert it to Hugging Face's format:
 
 ```sh
-python -m experiments.convert --from=PATH_OF_THIS_FOLDER --to=PATH --to_format=huggingface
+python -m experiments.convert --from=PATH_OF_THIS_DIRECTORY --to=PATH --to_format=huggingface
 ```
 """
 
@@ -119,7 +119,7 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
 
 def write_record(folder: Path, info: ModelInfo, num_parameters: int) -> None:
-    """Writes our settings into a directory of another format, which lacks some of them."""
+    """Writes our settings into a directory of another format, which does not have all of them."""
     sums = {name: storage.sha256(folder / name) for name in (WEIGHTS, VOCABULARY, CONFIG)}
     storage.write_json(folder / RECORD, _saved(info, num_parameters, sums))
 
@@ -131,13 +131,13 @@ def read_record(folder: Path) -> ModelInfo:
         if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
             raise UserError(
                 f"{folder / name} was changed after {RECORD} was written for it. Restore it, or remove {RECORD}: "
-                f"then the model is read with the settings of {CONFIG}."
+                f"then the model is read with the settings in {CONFIG}."
             )
     return read_info(folder, RECORD)
 
 
 def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the content of config.json; `sums` are the sha256 of other files by name."""
+    """Returns the content of config.json. `sums` are the sha256 of other files by name."""
     # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(info.config).items()
@@ -158,7 +158,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
     """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
     path, saved = os.path.join(folder, name), _read_config(folder, name)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
-    damaged = f"{path} is corrupted or has another version (%s). Copy or convert it again."
+    damaged = f"{path} is corrupted or from another version (%s). Copy or convert it again."
     with rephrased(damaged, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         config = from_record(saved["config"])
         config.model.validate()
@@ -167,7 +167,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
         _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
-            f"{folder}/{VOCABULARY} of {vocabulary.size} tokens does not match {name} (sha256, or vocab_size "
+            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name} (sha256, or vocab_size "
             f"{expected[1]}). Copy or convert the directory again."
         )
     return info
@@ -241,7 +241,7 @@ def _card(info: ModelInfo, num_parameters: int) -> str:
 def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure is Measure.BPC else "perplexity"
-    lines = ["## Scores", "", f"| text | {name} | nats per token | tokens |", "|---|---|---|---|"]
+    lines = ["## Scores", "", f"| split | {name} | nats per token | tokens |", "|---|---|---|---|"]
     rows = {label: scores[key] for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)}
     for label, row in rows.items():
         formats = {name: ".4f", "loss": ".4f", "tokens": ",.0f"}

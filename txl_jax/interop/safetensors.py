@@ -33,9 +33,9 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
-    """Returns a file's tensors by name, read-only. Each read maps one anew, so that pages of a dropped array are freed.
+    """Returns a file's tensors by name, read-only. Each read maps it again, so that pages of a dropped array are freed.
 
-    Raises `CheckpointError` if the file is damaged, has a dtype that numpy lacks, or has another `sha256`.
+    Raises `CheckpointError` if the file is corrupted, has a dtype unknown to numpy, or another `sha256`.
     """
 
     def part(entry: Mapping[str, Any], index: Any) -> np.ndarray:
@@ -45,11 +45,11 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
         offset = start + entry["data_offsets"][0]
         return np.memmap(local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
 
-    damaged = f"{path} is damaged or cannot be read as a safetensors file (%s). Check the path, or copy it again."
+    damaged = f"{path} is corrupted or not a safetensors file (%s). Check the path, or copy it again."
     with rephrased(damaged, OSError, SafetensorError, ValueError, to=CheckpointError):
         local = storage.local_copy(path, part)  # A copy of a remote file is there as long as a leaf has `part`.
         if sha256 is not None and storage.sha256(local) != sha256:
-            raise ValueError("its sha256 is another")
+            raise ValueError("its sha256 does not match")
         with safe_open(local, "np"):  # Checks all but names that occur twice.
             pass
         with open(local, "rb") as file:
@@ -58,7 +58,7 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
             start = file.tell()
         header.pop(_METADATA, None)
         if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
-            raise ValueError(f"it has dtype {', '.join(sorted(unknown))}, must be one of {', '.join(_DTYPES)}")
+            raise ValueError(f"its dtypes must be one of {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}")
     return {
         name: Leaf(tuple(entry["shape"]), _DTYPES[entry["dtype"]], functools.partial(part, entry))
         for name, entry in header.items()
@@ -66,9 +66,9 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
 
 
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
-    """Writes and syncs a file, with one tensor at a time in memory; returns the sha256 of its bytes in hexadecimal.
+    """Writes and syncs a file, with one tensor at a time in memory. Returns the sha256 of its bytes in hexadecimal.
 
-    Raises `ValueError` if the format lacks a dtype, or a leaf reads as another array than it describes.
+    Raises `ValueError` if the format does not support a dtype, or a leaf does not match its description.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     # Wide dtypes come first, so that every tensor begins at a multiple of its item size.
@@ -102,5 +102,5 @@ def _contents(names: list[str], leaves: Leaves) -> Iterator[Any]:
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("its header has a name twice")
+        raise ValueError("its header has a duplicate name")
     return found

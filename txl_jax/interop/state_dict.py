@@ -24,7 +24,7 @@ def of(file: TorchFile) -> dict[str, Leaf]:
         named = {name: value for name, value in model.items() if isinstance(name, str)}
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise UserError(f"{file.path} contains {_described(file.root)} and no tensors by name. Pass a file of weights.")
+        raise UserError(f"{file.path} must contain tensors by name, got {_described(file.root)}. Pass a weights file.")
     if all(name.startswith(_REPLICA) for name in tensors):
         tensors = {name.removeprefix(_REPLICA): tensor for name, tensor in tensors.items()}
     leaves = {tensor: file.leaf(tensor) for tensor in tensors.values()}

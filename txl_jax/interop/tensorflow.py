@@ -55,7 +55,7 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """Opens a checkpoint, by its path without ".index".
 
     Returns the PyTorch release's tensors, the arguments of its MemTransformerLM that names and sizes give, and a note
-    on what is omitted. Raises `UserError` if TensorFlow is missing, a checkpoint is damaged, or a variable is unknown.
+    on what is omitted. Raises `UserError` if TensorFlow is missing, a checkpoint is corrupted or a variable unknown.
     """
     variables = _open(prefix)
     kept = {name.removeprefix(_ROOT): leaf for name, leaf in variables.items() if name.startswith(_ROOT)}
@@ -84,16 +84,16 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": list(itertools.accumulate(sizes[:-1]))}
     if "word_emb.emb_projs.0" in tensors:
         facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))]
-    return tensors, facts, f"{len(variables) - len(kept)} variables of the optimizer and of averages are left out"
+    return tensors, facts, f"{len(variables) - len(kept)} variables of the optimizer and of averages were omitted"
 
 
 def _open(prefix: Path) -> dict[str, Leaf]:
     """Returns all variables by name, matmuls' matrices transposed."""
-    missing = f"{prefix} is a checkpoint of TensorFlow, which is not installed. pip install 'txl_jax[tensorflow]'"
+    missing = f"{prefix} is a checkpoint of TensorFlow, which is not installed. Run pip install 'txl_jax[tensorflow]'"
     with rephrased(missing, ImportError):
         import tensorflow
 
-    damaged = f"{prefix} is a damaged or incomplete checkpoint (%s). Download it again."
+    damaged = f"{prefix} is a corrupted or incomplete checkpoint (%s). Download it again."
     reading = functools.partial(rephrased, damaged, tensorflow.errors.OpError, ValueError, RuntimeError)
 
     def leaf(name: str) -> Leaf:
@@ -114,7 +114,7 @@ def _open(prefix: Path) -> dict[str, Leaf]:
 
 
 def find(path: Path) -> Path | None:
-    """Returns a checkpoint's prefix: `path` itself, or one in this directory or its "model", or None if there is none.
+    """Returns a checkpoint's prefix: `path` itself, or one in this directory or its "model", or None if missing.
 
     Of several, the file "checkpoint" names one. Otherwise it is the last step's.
     """

@@ -2,7 +2,7 @@
 
 It reads the zip archive of torch 1.6, and the older sequence of pickles and storages of the published weights.
 
-    file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` in place of tensors
+    file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` instead of tensors
     tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
 """
 
@@ -33,7 +33,7 @@ _STORAGES = {f"{kind}Storage": np.dtype(dtype) for kind, dtype in _KINDS.items()
 
 
 class TensorError(Exception):
-    """Part of a file that `torch.save` does not write, or a tensor that its file cannot hold."""
+    """Part of a file that `torch.save` does not write, or a tensor larger than its file."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,7 +63,7 @@ class TorchFile:
     root: Any
 
     def leaf(self, tensor: Tensor) -> Leaf:
-        """Returns a tensor's numbers, read-only. Each read maps them anew, so that a dropped array frees its pages."""
+        """Returns a tensor's numbers, read-only. Each read maps them again, so that a dropped array frees its pages."""
         storage, shape, dtype = tensor.storage, tensor.shape, tensor.storage.dtype
 
         def part(index: Any) -> np.ndarray:
@@ -86,7 +86,7 @@ def _last(tensor: Tensor) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> TorchFile:
-    """Reads a file of `torch.save` or a plain pickle; raises `UserError` if it is damaged or would run something."""
+    """Reads a `torch.save` file or a plain pickle. Raises `UserError` if it is corrupted or would run code."""
     path = Path(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -97,7 +97,7 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Check the path.") from error
     except (TensorError, zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise UserError(f"{path} is not a whole file of torch.save ({error}). Copy or download it again.") from error
+        raise UserError(f"{path} is not a complete torch.save file ({error}). Copy or download it again.") from error
 
 
 @dataclasses.dataclass
@@ -109,7 +109,7 @@ class _Reader:
     storages: dict[str, _Storage] = dataclasses.field(default_factory=dict)
 
     def load(self, data: Any, start: int = 0) -> tuple[Any, int]:
-        """Reads a pickle that refers to storages; returns its value and the offset after it."""
+        """Reads a pickle that refers to storages. Returns its value and the offset after it."""
         return pickles.load(data, name=self.name, calls=_CALLS, persistent=self.persistent, start=start)
 
     def persistent(self, key: Any) -> Any:
@@ -123,20 +123,20 @@ class _Reader:
                 if storage.dtype != dtype or numel > storage.numel or numel * dtype.itemsize > self.size:
                     raise TensorError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
                 if any(view):
-                    raise TensorError("a storage that is a view of another, as torch 1.0 and later do not write")
+                    raise TensorError("a storage is a view of another, which torch 1.0 and later do not write")
                 return storage
-        raise TensorError("a persistent id of another kind")
+        raise TensorError("a persistent id is of an unknown kind")
 
 
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
     """Returns a tensor's place, or raises `TensorError` if it is not inside the storage."""
     sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
     if not isinstance(storage, _Storage) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-        raise TensorError("a tensor without storage or sizes")
+        raise TensorError("a tensor has no storage or sizes")
     numel, last = math.prod(shape), _last(Tensor(storage, begin, shape, strides))
     # A stride of 0 repeats numbers, so that a small file could claim any number of them.
     if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
-        raise TensorError(f"a tensor of shape {list(shape)} at element {begin} of {storage.numel:,}")
+        raise TensorError(f"a tensor of shape {list(shape)} at element {begin} exceeds its storage ({storage.numel:,})")
     return Tensor(storage, begin, shape, strides)
 
 
@@ -154,7 +154,7 @@ def _read_zip(path: Path, data: mmap.mmap) -> Any:
         entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise TensorError("a zip archive without PyTorch's data.pkl")
+        raise TensorError("the zip archive has no data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in entries and data[_place(data, entries[f"{folder}byteorder"])] != b"little":
         raise TensorError("the byte order is not little-endian")
@@ -178,27 +178,27 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
     signature, name, extra = _LOCAL_HEADER.unpack(header)
     begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
     if signature != b"PK\x03\x04" or begin + entry.file_size > len(data):
-        raise TensorError(f"{entry.filename[:60]} lies beyond the file's end")
+        raise TensorError(f"{entry.filename[:60]} is beyond the file's end")
     return slice(begin, begin + entry.file_size)
 
 
 def _read_pickles(path: Path, data: mmap.mmap) -> Any:
-    """Reads the older format: magic number, protocol, machine, value, keys and storages; or a plain pickle."""
+    """Reads the older format: magic number, protocol, machine, value, keys and storages, or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
-        raise TensorError("neither an archive nor a pickle")
+        raise TensorError("it is neither an archive nor a pickle")
     root, at = reader.load(data)
     if root != _LEGACY_MAGIC:
         return root
     protocol, at = reader.load(data, at)
     machine, at = reader.load(data, at)
     if protocol != _LEGACY_PROTOCOL or not (isinstance(machine, dict) and machine.get("little_endian") is True):
-        raise TensorError("its protocol or byte order is another")
+        raise TensorError("its protocol or byte order is unknown")
     root, at = reader.load(data, at)
     keys, at = reader.load(data, at)
     names = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if not names or sorted(keys) != sorted(reader.storages):
-        raise TensorError("its list of storages is another")
+        raise TensorError("its list of storages does not match")
     for key in keys:
         storage = reader.storages[key]
         (numel,) = struct.unpack("<q", data[at : at + 8]) if at + 8 <= len(data) else (None,)

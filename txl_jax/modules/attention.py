@@ -1,6 +1,6 @@
 """Multi-head attention over [memory; segment]: projections and dropout.
 
-The scores are those of `ops.attention.attention`; terms that depend on positions are the encoding's
+The scores are computed by `ops.attention.attention`. Terms that depend on positions are the encoding's
 (`modules.positions`). Inference does the same with a KV cache in `inference.forward`.
 """
 

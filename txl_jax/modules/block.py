@@ -20,7 +20,7 @@ from txl_jax.sharding.activations import constrain
 def layer_norm(name: str, config: ModelConfig) -> nn.LayerNorm:
     """Returns a layer norm over D, computed in at least float32, with outputs in the compute type.
 
-    The variance is taken of the centred values; flax's default, E[x^2] - E[x]^2, cancels in float32.
+    The variance is taken of the centred values, because flax's default, E[x^2] - E[x]^2, cancels in float32.
     """
     return nn.LayerNorm(
         epsilon=config.compat.layer_norm_eps,
@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
         )
 
     def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
-        """Creates `name`_kernel and `name`_bias; `rows` and `columns` are (size, logical axis)."""
+        """Creates `name`_kernel and `name`_bias. `rows` and `columns` are (size, logical axis)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = axes.normal(self.config.init_std, row_axis, column_axis)
         kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(dtype)

@@ -39,7 +39,7 @@ class Dropout(nn.Dropout):
 
 
 def is_on(rate: Rate) -> bool:
-    """Returns whether a rate is above 0; a traced one counts as above."""
+    """Returns whether a rate is above 0. A traced one counts as above."""
     return isinstance(rate, jax.Array) or rate > 0
 
 
@@ -47,7 +47,7 @@ def dropout(config: ModelConfig, rate: Rate, *, deterministic: bool | None = Non
     """Returns dropout for arrays [..., positions, width].
 
     With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani, 2016): a zeroed
-    number is zero throughout a segment. Rows of the batch never share one, and each update draws anew.
+    number is zero throughout a segment. Rows of the batch never share one, and each update samples again.
     """
     axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)

@@ -23,7 +23,7 @@ def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
 
 
 class Embedding(nn.Module):
-    """Embedding with a table and a projection per cluster; with div_val 1 all clusters share one table.
+    """Embedding with a table and a projection per cluster. With div_val 1 all clusters share one table.
 
     Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width, D]. A projection
     exists for every cluster if div_val > 1, even where its width is D, and for the single table if d_embed is not
@@ -54,7 +54,7 @@ class Embedding(nn.Module):
 
         With `model.dropout.embedding` the vectors of whole words are zeroed, the same words in all rows (Gal and
         Ghahramani, 2016), but not at the first position of a segment. If a zeroed word were all that a row has read,
-        all activations would be 0 as long as the biases are; the derivative of a layer norm there is 316, and with
+        all activations would be 0 as long as the biases are. The derivative of a layer norm there is 316, and with
         two norms in each of 16 layers gradients overflow.
         """
         c = self.config
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
 
 
 class Softmax(nn.Module):
-    """Adaptive softmax; its parameters are those that are not tied to the embedding.
+    """Adaptive softmax, with the parameters that are not tied to the embedding.
 
     Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for each
     cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`, and only where div_val > 1 or
@@ -109,7 +109,7 @@ class Softmax(nn.Module):
             self.tail_bias = self.param("tail_bias", axes.zeros(axes.CLUSTERS), (n_tail,))
 
     def nll(self, hidden: jax.Array, targets: jax.Array, tied: Tied) -> jax.Array:
-        """Computes the nats of each target, [B, L]."""
+        """Computes each target's loss in nats, [B, L]."""
         clusters, tails = self._weights(tied)
         return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
 

@@ -2,7 +2,7 @@
 
 N layers of D cells between the same embedding and the same softmax, with dropout between layers and not in time
 (Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one training loop serves all. The memory
-holds each layer's state at the segment's end in two slots: cells, then outputs (LSTM) or the newest input (QRNN). The
+holds each layer's state at the segment's end in two slots: cells, then outputs (LSTM) or the latest input (QRNN). The
 arguments `clamp_len`, `same_length` and M are for attention and have no effect here.
 
 In a quasi-recurrent network (QRNN; Bradbury et al., 2017) candidates z, forget gates f and output gates o come from the
@@ -76,7 +76,7 @@ class RecurrentModel(nn.Module):
         return hidden, memory_lib.update(memory, jnp.stack(ends))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+        """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, (self.embedding.tables, self.embedding.projections))
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ class RecurrentModel(nn.Module):
         return self.softmax.log_probabilities(hidden, (self.embedding.tables, self.embedding.projections))
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
-        """Returns an empty memory; `mem_len` has no effect."""
+        """Returns an empty memory. `mem_len` has no effect."""
         del mem_len
         c = self.config
         shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": 2, "d_model": c.d_model}
@@ -101,7 +101,7 @@ def _make_layer(config: ModelConfig, number: int) -> nn.Module:
 
 
 class QRNNLayer(nn.Module):
-    """Convolution over the newest `window` inputs, then fo-pooling."""
+    """Convolution over the latest `window` inputs, then fo-pooling."""
 
     features: int  # D, cells; the inputs are as wide.
     window: int  # Positions that a gate reads, 1 or 2.
@@ -110,7 +110,7 @@ class QRNNLayer(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, initial_carry: State) -> tuple[State, jax.Array]:
-        """Computes the state after inputs [B, L, D], and the outputs [B, L, D]; the interface of `nn.RNN`."""
+        """Computes the state after inputs [B, L, D], and the outputs [B, L, D]. Same interface as `nn.RNN`."""
         cell, newest = (part.astype(inputs.dtype) for part in initial_carry)
         seen = inputs
         if self.window == 2:

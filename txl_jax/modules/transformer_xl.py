@@ -66,13 +66,13 @@ class TransformerXL(nn.Module):
         """Computes the hidden states of a segment.
 
         Args:
-          tokens: int [B, L], below the vocabulary's size; as everywhere in jax larger ones are clipped, not refused. Or
-            floats [B, L, D] in place of their embeddings (`embed_tokens`); `init` with floats creates the layers only,
+          tokens: int [B, L], below the vocabulary's size. As usual in JAX, larger ids are clipped, not rejected. Or
+            floats [B, L, D] instead of their embeddings (`embed_tokens`). `init` with floats creates only the layers,
             without embedding and softmax.
           memory: M slots before it.
           clamp_len: Distances above this share one position code, or None to tell all apart.
           same_length: Whether every query sees the same number of keys, M (or M + 1, see `model.compat`).
-          deterministic: Whether there is no dropout, which needs an rng named "dropout".
+          deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
 
         Returns:
           Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
@@ -122,7 +122,7 @@ class TransformerXL(nn.Module):
         return hidden
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Computes the nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+        """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L]."""
         return self.softmax.nll(hidden, targets, (self.embedding.tables, self.embedding.projections))
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
@@ -146,5 +146,5 @@ class TransformerXL(nn.Module):
 
 
 def _are_embeddings(tokens: jax.Array) -> bool:
-    """Returns whether the inputs are vectors in place of token ids."""
+    """Returns whether the inputs are vectors instead of token ids."""
     return bool(jnp.issubdtype(tokens.dtype, jnp.floating))

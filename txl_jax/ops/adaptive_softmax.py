@@ -1,7 +1,7 @@
 """Adaptive input and softmax (Grave et al., 2017; Baevski and Auli, 2019), in token order.
 
 The vocabulary, sorted by frequency, is split at the cutoffs into a head and tails. The head's softmax covers its own
-tokens and, after them, one entry per tail, first tail first; a token of tail c has
+tokens and, after them, one entry per tail, first tail first. A token of tail c has
 log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole vocabulary: the full softmax.
 
 On an ambient mesh of several devices (`jax.set_mesh`) `embed` and `negative_log_likelihood` run under `shard_map`:
@@ -59,9 +59,9 @@ def negative_log_likelihood(
     *,
     chunk_size: int | None = None,
 ) -> jax.Array:
-    """Computes the nats of each target: [B, ..., D] and int [B, ...] -> [B, ...], in at least float32.
+    """Computes each target's loss in nats: [B, ..., D] and int [B, ...] -> [B, ...], in at least float32.
 
-    A tail is computed only at the positions whose target lies in it.
+    A tail is computed only at the positions whose target it contains.
 
     Args:
       clusters: The head and the tails.
@@ -81,7 +81,7 @@ def negative_log_likelihood(
 def _embed(
     tokens: jax.Array, *, clusters: Sequence[Cluster], cutoffs: Sequence[int], dtype: jnp.dtype, vocab_axis: str | None
 ) -> jax.Array:
-    """`embed` on one device; `vocab_axis`: the mesh axis over which the tables' rows are sharded, or None."""
+    """`embed` on one device. `vocab_axis` is the mesh axis over which the tables' rows are sharded, or None."""
     total: Any = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
         rows = cluster.table.shape[0]
@@ -109,7 +109,7 @@ def _nll(
     vocab_axis: str | None,
     sync_axes: tuple[str, ...],
 ) -> jax.Array:
-    """`negative_log_likelihood` on one device; `vocab_axis` as in `_embed`, `sync_axes` as in `chunked_apply`."""
+    """`negative_log_likelihood` on one device, with `vocab_axis` as in `_embed`, `sync_axes` as in `chunked_apply`."""
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     n_head_token = cutoffs[0] if cutoffs else clusters[0].table.shape[0]
@@ -141,7 +141,7 @@ def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: Tai
 
 
 def _cluster_nll(cluster: Cluster, hidden: jax.Array, labels: jax.Array, *, vocab_axis: str | None) -> jax.Array:
-    """Nats of labels of one cluster: [..., D] and int [...] -> [...]; `vocab_axis` as in `_nll`."""
+    """Losses of labels of one cluster, in nats: [..., D] and int [...] -> [...], `vocab_axis` as in `_nll`."""
     if vocab_axis is None:
         return optax.softmax_cross_entropy_with_integer_labels(logits(hidden, cluster), labels)
     log_total, target = _sharded_softmax(logits(hidden, cluster), labels, vocab_axis=vocab_axis)
@@ -157,7 +157,7 @@ def _head_nll(
     n_token: int,
     vocab_axis: str | None,
 ) -> jax.Array:
-    """Nats of the head's labels: its `n_token` own tokens and, after them, the tails."""
+    """Losses of the head's labels, in nats: its `n_token` own tokens and, after them, the tails."""
     if vocab_axis is None or tails is None:
         return _cluster_nll(with_tails(head, tails), hidden, labels, vocab_axis=vocab_axis)
     of_token = labels < n_token

@@ -2,7 +2,7 @@
 
 How many positions are selected is known only when the program runs, and shapes are fixed before. So the selected
 positions are processed in chunks of `chunk_size`, as many as they fill: no position is dropped whatever their number,
-work grows with it, and memory is that of one chunk. Without selected positions nothing is computed.
+work grows with it, and memory is one chunk's. Without selected positions nothing is computed.
 
 T positions. A loop with a dynamic number of rounds has no reverse-mode derivative, so a custom one is given: it goes
 through the chunks again, recomputes each and takes its gradient. Forward mode (`jax.jvp`) is not supported.
@@ -31,7 +31,7 @@ def chunked_apply(
 ) -> jax.Array:
     """Computes `function(weights, states [T, ...], labels int [T])` where `selected`, bool [T], 0 elsewhere: [T].
 
-    The function must not close over arrays that need gradients. Unused slots of the last chunk hold zeros. Gradients of
+    The function must not close over arrays that need gradients. Unused slots of the last chunk are zeros. Gradients of
     the weights are summed over chunks in at least float32: a bfloat16 sum of ones stops at 256. `sync_axes` are, inside
     `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in `function` need.
     Devices with fewer positions process empty chunks.
@@ -93,7 +93,7 @@ chunked_apply.defvjp(_forward, _backward)
 def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """Returns the selected positions in order, int [chunks, chunk_size], and how many chunks they fill.
 
-    Empty slots hold T, one past the last position: `_take` reads zeros there, and writes are dropped.
+    Empty slots contain T, one past the last position: `_take` reads zeros there, and writes are dropped.
     """
     n_position = selected.shape[0]
     most = -(-n_position // chunk_size)

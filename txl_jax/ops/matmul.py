@@ -90,7 +90,7 @@ class Transposed(flax.struct.PyTreeNode):
 
 
 def quantize(array: jax.Array, *, axis: int) -> Int8:
-    """Rounds an array to int8, each channel (the numbers along `axis`) with a scale of its own.
+    """Rounds an array to int8, each channel (the numbers along `axis`) with its own scale.
 
     The error is at most half a step: 1/254 of the channel's largest magnitude.
     """
@@ -195,15 +195,15 @@ def row_product(row: jax.Array, matrix: jax.Array, otherwise: Callable[[jax.Arra
 
     On a CPU as sums over slabs of the matrix. The products of XLA's CPU backend read float32 matrices with 64 columns
     or rows as fast as the memory allows, with 41 (wt103_base) at half of that, and int8 not without a copy. With the
-    attention of wt103_base's layers done so, the server's step of 16 rows takes 59 ms in place of 81, that of one row
-    11.8 in place of 13.5 (two cores of an Intel Xeon with AMX, jax 0.10.2). The matrix has the row's type, at least
+    attention of wt103_base's layers done so, the server's step of 16 rows takes 59 ms instead of 81, for one row
+    11.8 instead of 13.5 (two cores of an Intel Xeon with AMX, jax 0.10.2). The matrix has the row's type, at least
     float32, or int8. bfloat16 would be converted as a whole first. `otherwise` computes the same on other devices.
     """
     return jax.lax.platform_dependent(row, matrix, cpu=_sum_slabs, default=otherwise)
 
 
 def _sum_slabs(row: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Cuts the matrix into slabs of c rows; the first number of each is a term of the first of c sums, and so on.
+    """Cuts the matrix into slabs of c rows. The first number of each is a term of the first of c sums, and so on.
 
     It is one loop for XLA, which reads the matrix once, converts it in registers and writes n / c times fewer numbers.
     """

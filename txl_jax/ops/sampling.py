@@ -1,6 +1,6 @@
 """Sampling of the next token, without computing tails of an adaptive softmax that cannot matter.
 
-The probability of a tail bounds the probability of each of its words. So the k likeliest words, which are all that
+The probability of a tail bounds the probability of each of its words. So the k most likely words, which are all that
 greedy and top-k sampling need, need a tail only if its bound reaches the k-th word found so far, at any temperature.
 Plain sampling at temperature 1 draws the cluster first and computes that tail alone. All other cases, such as top-p
 without top-k, need every probability, and every tail is computed.
@@ -31,7 +31,7 @@ def sample(
     """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
     The head ends with the tails' entries (`adaptive_softmax.with_tails`). A temperature of 0 means greedy. Top-k
-    samples among the k likeliest, top-p (nucleus sampling) among the likeliest of those that together reach it.
+    samples among the k most likely, top-p (nucleus sampling) among the most likely of them that together reach it.
     """
     if temperature == 0:
         return top_k_tokens(hidden, clusters, 1)[1][:, 0]
@@ -48,7 +48,7 @@ def sample(
 def sample_rows(
     keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster], *, temperature: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """Samples one token per row, each row by limits of its own, [B]: keys [B], hidden states [B, D] -> int32 [B].
+    """Samples one token per row, each with its own limits, [B]: keys [B], hidden states [B, D] -> int32 [B].
 
     A row gets what `sample` draws with its limits and without top-k, whatever the other rows' limits are: greedy rows,
     plain ones (temperature and top_p 1) and all others are drawn apart, each kind only if there is a row of it.
@@ -72,9 +72,9 @@ def sample_rows(
 
 
 def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns log probabilities [B, k], the largest first, and tokens int32 [B, k] of the k likeliest after [B, D].
+    """Returns log probabilities [B, k], the largest first, and the k most likely tokens int32 [B, k] after [B, D].
 
-    k is at most V. The choice among equal probabilities at the border is unspecified; for k = 1 it is the lowest id.
+    k is at most V. The choice among equal probabilities at the border is unspecified. For k = 1 it is the lowest id.
     """
     bounds, head = _bounds(clusters), adaptive_softmax.logits(hidden, clusters[0])
     log_p, tokens, entries = _top_log_p(head[:, : bounds[1]], k, head[:, bounds[1] :])
@@ -97,9 +97,9 @@ def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tupl
 
 
 def mask_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
-    """Applies the top-p (nucleus) filter: -inf for all but the likeliest that together reach `top_p`, [B, n] -> [B, n].
+    """Applies the top-p (nucleus) filter: -inf for all but the most likely that reach `top_p`, [B, n] -> [B, n].
 
-    The likeliest always stays; ties at the border all stay. `top_p` is one number, or an array [B].
+    The most likely always stays, and so do all ties at the border. `top_p` is one number, or an array [B].
     """
     if isinstance(top_p, jax.Array):
         top_p = jnp.where(top_p < 1, top_p, jnp.inf)[:, None]  # The sum of all may be rounded to 1 before the last.
@@ -136,11 +136,11 @@ def _bounds(clusters: Sequence[Cluster]) -> list[int]:
 
 
 def _top_log_p(logits: jax.Array, k: int, others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the up to k likeliest of a softmax over logits [B, n] and `others` [B, m], which are not searched.
+    """Finds the up to k most likely of a softmax over logits [B, n] and `others` [B, m], which are not searched.
 
     Only what is found is normalized. With 16 rows all tables of wt103_base take 36.5 ms so, and 42.5 with the log
-    probabilities of all tokens, which are 17 MB to write; the products alone 33 (two cores of an AMD EPYC, jax 0.10.2).
-    Returns their log probabilities, the largest first; their places; the log probabilities of `others`.
+    probabilities of all tokens, which are 17 MB to write. Matmuls by themselves take 33 (2 AMD EPYC cores, jax 0.10.2).
+    Returns their log probabilities (largest first), their places, and the log probabilities of `others`.
     """
     groups = _Groups.of(logits, k)
     found, places = groups.top(k)
@@ -166,7 +166,7 @@ class _Groups(NamedTuple):
 
     @classmethod
     def of(cls, logits: jax.Array, k: int) -> "_Groups":
-        """Cuts logits [B, n] into groups; they are not padded, which would copy them."""
+        """Cuts logits [B, n] into groups. They are not padded, which would copy them."""
         batch, n = logits.shape
         width = max(math.isqrt(n // k), 1)  # Makes the two searches about as long.
         n_full = (n - 1) // width

@@ -1,1 +1,1 @@
-"""One run: its folder and record, and the jobs on it: training, scoring, generation, conversion."""
+"""One run: its directory and record, and the tasks on it: training, scoring, generation, conversion."""

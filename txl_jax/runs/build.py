@@ -1,4 +1,4 @@
-"""What a config describes, built: model, optimizer, schedule, mesh, attention, and the functions compiled for them."""
+"""Builds a config's model, optimizer, schedule, mesh, attention, and the functions compiled for them."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ class AttentionChoice(NamedTuple):
         return {use: str(chosen.implementation) for use, chosen in self._asdict().items()}
 
     def describe(self, before: Mapping[str, str] | None = None) -> str:
-        """Describes the choice and its reasons, for the log; with `before`, only the uses that differ from it."""
+        """Describes the choice and its reasons, for the log. With `before`, only the uses that differ from it."""
         clauses: dict[str, list[str]] = {}  # By reason.
         for use, name in self.record().items():
             reasoned = clauses.setdefault(getattr(self, use).reason, [])
@@ -129,7 +129,7 @@ def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: 
     while True:
         chosen = None
         if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and before.path not in failed:
-            chosen = Chosen(before, "as the run was begun") if choose.can_serve(before, problem) else None
+            chosen = Chosen(before, "as in earlier starts") if choose.can_serve(before, problem) else None
         chosen = chosen or Chosen(*choose.choose(path, problem, failed))
         finding = first_contact.compare(chosen.implementation, problem) if runs else first_contact.Finding(False, "")
         if not finding.failed:
@@ -159,7 +159,7 @@ class Compilation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What a config describes: model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
+    """A config's model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
 
     config: ExperimentConfig
     model: AnyModel
@@ -181,7 +181,7 @@ class Built:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of the training state; nothing is allocated."""
+        """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
         with sharding.use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
         shardings = sharding.param_shardings(self.mesh, boxed)
@@ -213,7 +213,7 @@ class Built:
         return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Returns the state before the first update, made on the devices; a warm start makes it of the parameters."""
+        """Returns the state before the first update, made on the devices. A warm start makes it of the parameters."""
         if warm_state is not None:
             return warm_state(self.init_params())
         make = self.jit(
@@ -248,15 +248,15 @@ class Built:
         multiple = shards * train.grad_accum_steps
         require(
             train.batch_size % multiple == 0,
-            f"train.batch_size is {train.batch_size}, for {shards} devices (data x fsdp of the mesh) with "
-            f"{train.grad_accum_steps} microbatches each (train.grad_accum_steps); choose a multiple of {multiple}, or "
-            "fewer devices with --mesh.data",
+            f"train.batch_size must be a multiple of {multiple} (it is split over {shards} devices, each with "
+            f"{train.grad_accum_steps} microbatches), got {train.batch_size}. Change it, or lower "
+            "--train.grad_accum_steps or --mesh.data.",
         )
 
     # Batches
 
     def own_rows(self, batch_size: int) -> np.ndarray:
-        """Returns the row numbers of a batch that this process's devices hold, ascending: those that it must read.
+        """Returns the row numbers of a batch that this process's devices hold and it must read, ascending.
 
         They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it. Raises
         `UserError` if no device of the process is in the mesh.
@@ -265,12 +265,12 @@ class Built:
             return np.arange(batch_size)
         placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
-        where = f"process {jax.process_index()} is in the mesh {dict(self.mesh.shape)}"
-        require(own, f"no device of {where}; start fewer processes, or use all devices with --mesh.data=none")
+        where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
+        require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
-        """Transfers segments to the devices, with the rows sharded like those of the memory.
+        """Transfers segments to the devices, with the rows sharded like the memory's.
 
         They have the `own_rows` of this process, out of `batch_size` rows over all processes, or all rows if that is
         None. In an ensemble they have a leading member axis.
@@ -309,7 +309,7 @@ class Built:
         return Memory(self._sharding(axes.LAYERS, rows, axes.LENGTH, None), self._sharding(rows))
 
     def _sharding(self, *logical_axes: str | None) -> Any:
-        """Returns the sharding of an array by its logical axes, in place of the array in trees of shardings."""
+        """Returns the sharding of an array by its logical axes, which replaces the array in trees of shardings."""
         return sharding.named_sharding(self.mesh, *logical_axes)
 
     # Evaluation
@@ -321,12 +321,12 @@ class Built:
 
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
-        """The jitted function that makes parameters ready for evaluation; of an RNN they are that already."""
+        """The jitted function that makes parameters ready for evaluation. An RNN's already are."""
         return self.jit(self.scorer.prepare_params)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:
-        """The jitted evaluation of S segments; the memory is donated."""
+        """The jitted evaluation of S segments. The memory is donated."""
         return self.jit(make_eval_step(self.model, self.config.eval), donate_argnums=1)
 
     @functools.cached_property
@@ -354,7 +354,7 @@ class Built:
         return self.jit(self.scorer.init_memory, out_shardings=shardings)
 
     def generator(self, weights: Any) -> Generator:
-        """Returns the generator of a model that can generate; `weights` are prepared parameters."""
+        """Returns the generator of a model that can generate. `weights` are prepared parameters."""
         return Generator(weights, self.config.eval, mesh=self.mesh)
 
 
@@ -371,7 +371,7 @@ def build(
     recorded: Implementations | None = None,
     uses: Collection[str] = ("training", "evaluation"),
 ) -> Built:
-    """Builds what a config describes; raises `UserError` if settings do not fit each other, V or the devices.
+    """Builds a config's model. Raises `UserError` if settings, V and the devices are incompatible.
 
     `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
     implementations of attention of an earlier start, chosen again where they can serve. `uses` are those of attention
@@ -388,10 +388,10 @@ def build(
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype
     is_there = jax.dtypes.canonicalize_dtype(dtype) == dtype
-    require(is_there, f"model.dtype is {dtype} and jax runs without it; set JAX_ENABLE_X64=1")
+    require(is_there, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
-        require(size % devices == 0, f"model.{name} is {size}, which mesh.{axis} ({devices}) must divide evenly")
+        require(size % devices == 0, f"model.{name} must be a multiple of mesh.{axis} ({devices}), got {size}")
     model: AnyModel
     attention = None
     if config.model.network is not Network.TRANSFORMER_XL:
@@ -411,7 +411,7 @@ def build(
 
 
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
-    """Calls `build` for this vocabulary; raises `UserError` too if `data.reset_at` is not the text of one token."""
+    """Calls `build` for this vocabulary. Raises `UserError` too if `data.reset_at` is not the text of one token."""
     end = config.data.reset_at
     end_token = None if end is None else ready_ids.find_tokens(vocabulary, end, name="data.reset_at")[0]
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: the latest, with everything, and the parameters of the best validation of each member.
+"""The checkpoints of a run: the latest, with everything, and the best parameters of each ensemble member.
 
-<workdir>/checkpoints/latest/         the whole training state; of an ensemble with a leading member axis
+<workdir>/checkpoints/latest/         the whole training state, for an ensemble with a leading member axis
 <workdir>/checkpoints/best/           parameters of the lowest validation loss
 <workdir>/checkpoints/best/MEMBER/    the same for each member of an ensemble
 """
@@ -17,7 +17,7 @@ from txl_jax.training.step import TrainState
 
 
 class RunCheckpoints:
-    """Saves and restores them; a context manager, used in every process alike. Raises if another run writes too."""
+    """A context manager, the same in every process, that saves and restores. Raises if another run writes too."""
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         self.saved_step: int | None = None  # The last step that was saved or restored.

@@ -88,20 +88,20 @@ def convert(
     source, target = storage.as_path(source), storage.as_path(target)
     storage.check_new_folder(target)
     inside = f"{target}/".startswith(f"{source}/")
-    require(not inside, f"--to={target} lies in --from={source}; give a folder outside of it")
+    require(not inside, f"--to={target} must be outside --from={source}. Pass another directory.")
     read = _read(source, from_format, member, log)
     _describe(read, log)
     with storage.new_folder(target) as folder:
         for note in _WRITE[to_format](folder, read.info, read.leaves) or []:
             log(f"note      {note}")
         size = sum(map(storage.size, folder.iterdir())) / 1e6
-        log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s; reading it back")
+        log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back")
         difference = _verify(read, folder, to_format)
         if to_format is not TargetFormat.NATIVE:  # Afterwards: what was verified is what the other program will read.
             portable.write_record(folder, read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values()))
-            log(f"settings  {portable.RECORD}: with it txl_jax reads the model back with its own settings")
+            log(f"settings  written to {portable.RECORD}, so that txl_jax reads the model with the same settings")
     seconds = time.monotonic() - began
-    log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats; {seconds:.1f} s in all")
+    log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, {seconds:.1f} s in total")
     log(f"to        {to_format}: {target}")
 
 
@@ -109,10 +109,10 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
     """Opens the weights of a run, a portable checkpoint, or another implementation."""
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
-        require(member is None, f"the member {member!r} was given and {source} is not an ensemble; leave it out")
+        require(member is None, f"--ensemble_member is {member!r}, but {source} is not an ensemble. Omit it.")
         require(
             not storage.is_remote(source),
-            f"{source} has another implementation's weights, which are read at random; give a copy on this machine",
+            f"{source} must be a local path, because other implementations' weights need random access. Copy it first.",
         )
         return formats.read(source, None if from_format is None else Format(from_format))
     found = open_weights(source, member=member)
@@ -127,7 +127,7 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
 
 
 def _scores(run: Run, step: int) -> dict[str, Any]:
-    """Returns the scores in results.json, empty if there are none or they belong to other parameters."""
+    """Returns the scores in results.json, empty if missing or for other parameters."""
     results = read_results(run.path, run.member)
     try:
         belongs = results["test"]["step"] == step
@@ -140,7 +140,7 @@ def _describe(read: Model, log: Callable[[str], None]) -> None:
     """Logs the format, the sizes, the settings that are not the defaults, and the notes."""
     info, count = read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values())
     log(f"from      {read.format}: {info.description}")
-    log(f"tokens    {info.vocabulary.size:,} of the kind {info.vocabulary.kind}")
+    log(f"tokens    {info.vocabulary.size:,} of kind {info.vocabulary.kind}")
     log(f"weights   {count:,} parameters in {len(read.leaves)} arrays")
     for group in ("model", "eval"):
         changed = config_tree.differences(getattr(ExperimentConfig(), group), getattr(info.config, group))
@@ -151,7 +151,7 @@ def _describe(read: Model, log: Callable[[str], None]) -> None:
 
 
 def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
-    """Reads the directory back and compares; returns the largest difference of a loss, in nats."""
+    """Reads the directory back and compares. Returns the largest difference of a loss, in nats."""
     if to_format is TargetFormat.NATIVE:
         back = Model(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
     else:
@@ -160,7 +160,7 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     lengths = ("mem_len", "clamp_len", "same_length")  # Other formats have them too.
     changed = [f"eval.{name}" for name in lengths if getattr(config.eval, name) != getattr(again.eval, name)]
     changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
-    require(not changed, f"{', '.join(changed)} is not read back as it was; please report this bug")
+    require(not changed, f"{', '.join(changed)} changed when read back. Please report this bug.")
     _check_same_tensors(read.leaves, back.leaves)
     # With the same `compat`: other implementations have their own, which the notes name.
     alike = config_tree.replace(config, {"model.compat": again.model.compat})
@@ -169,23 +169,23 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
 
 
 def _check_same_tensors(read: Leaves, written: Leaves) -> None:
-    """Raises `CheckpointError` unless names, shapes and float32 values are equal, bit for bit; one array at a time."""
+    """Raises `CheckpointError` unless names, shapes and float32 values are bit-for-bit equal, one array at a time."""
     shapes = [{path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)]
     if difference := describe_difference(shapes[1], shapes[0]):
-        raise CheckpointError(f"what was written is not what was read ({difference})")
+        raise CheckpointError(f"the written weights differ from those read ({difference})")
     for path, leaf in read.items():
         before, after = (np.asarray(each.read(), np.float32) for each in (leaf, written[path]))
         if not np.array_equal(before.view(np.uint32), after.view(np.uint32)):
-            raise CheckpointError(f"parameter {path} is not written as it was read; check the disk and try again")
+            raise CheckpointError(f"parameter {path} changed when it was written. Check the disk and try again.")
 
 
 def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
-    """Returns the largest difference in nats; raises `CheckpointError` if it is more than rounding, or not finite."""
+    """Returns the largest difference in nats. Raises `CheckpointError` if it is more than rounding, or not finite."""
     if not np.isfinite(expected).all():
-        raise CheckpointError("the weights give losses that are not finite; they are damaged, or of another model")
+        raise CheckpointError("the weights give losses that are not finite. They are corrupted, or from another model.")
     difference = float(np.abs(expected - found).max())
     if not difference <= 1e-5 * max(1.0, float(np.abs(expected).max())):
-        raise CheckpointError(f"the converted weights give other losses, by up to {difference:.3g} nats")
+        raise CheckpointError(f"the converted weights give different losses, by up to {difference:.3g} nats")
     return difference
 
 

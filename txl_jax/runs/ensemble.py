@@ -1,9 +1,9 @@
 """Ensembles: runs that differ in seed, learning rate or dropout, trained as one run with a leading member axis.
 
-There is one workdir, one program of an update (`txl_jax.training.ensemble`) and one checkpoint, whose arrays have the
-member axis; the best parameters are kept per member, and records name their member. `train_run` trains them. All
+There is one workdir, one compiled training step (`txl_jax.training.ensemble`) and one checkpoint, whose arrays have the
+member axis. The best parameters are kept per member, and records name their member. `train_run` trains them. All
 members have made the same number of updates. If a loss of one is not finite, all stop. Any member can be scored,
-sampled and exported by its name (`--ensemble_member=NAME`), and `split_off` makes it a run of its own.
+sampled and exported by its name (`--ensemble_member=NAME`), and `split_off` makes it a separate run.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ class Ensemble(Built):
 
     @classmethod
     def of(cls, base: Built, members: MemberSettings) -> "Ensemble":
-        """Returns the ensemble of these members; raises `UserError` if it cannot be trained as one."""
+        """Returns the ensemble of these members. Raises `UserError` if it cannot be trained as one."""
         configs = member_configs(base.config, members)
         size = base.mesh.size
-        require(size == 1, f"the mesh has {size} devices and an ensemble trains on one; give --mesh.data=1")
+        require(size == 1, f"an ensemble must train on one device, got a mesh of {size}. Pass --mesh.data=1.")
         return cls(base.config, base.model, base.optimizer, base.schedule, base.mesh, base.attention, configs)
 
     @property
@@ -53,7 +53,7 @@ class Ensemble(Built):
         return Members(tuple(self.configs))
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """As in `Built`, for all members; `warm_state` makes the state of one."""
+        """Like `Built.init_state`, for all members. `warm_state` makes one member's state."""
 
         # Each member is initialized by itself, so that its parameters are, bit for bit, those of a run of its own.
         @jax.jit
@@ -68,7 +68,7 @@ class Ensemble(Built):
         return placed
 
     def compile_step(self) -> Compilation:
-        """As in `Built`, for all members."""
+        """Like `Built.compile_step`, for all members."""
         variation = ensemble_step.Variation.of(self.config, list(self.configs.values()))
         abstract_state = self.members.abstract(self.abstract_state)
         segments = self.members.abstract(self.abstract_segments(self.config.train))
@@ -80,20 +80,20 @@ class Ensemble(Built):
 
 
 def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str, ExperimentConfig]:
-    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001"; checks them."""
-    require(len(members) > 1, f"{len(members)} members were given; give two or more, or train a run of its own")
+    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001". Checks them."""
+    require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
     for name in sorted({name for member in members for name in member}):
         there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
-        require(name in ensemble_step.VARYING, f"members cannot differ in {name}, which is none of {there}")
-    base.expect(not base.train.patience, "train.patience", "members are trained to the same end, so leave it out")
+        require(name in ensemble_step.VARYING, f"ensemble members cannot differ in {name}, only in {there}")
+    base.expect(not base.train.patience, "train.patience", "all members train for the same number of steps, so omit it")
     names = [member_name(in_order(member)) for member in members]
     configs = [config_tree.replace(base, dict(member)) for member in members]
     alike = any(config in configs[:i] for i, config in enumerate(configs))
-    require(not alike, f"the members are {'; '.join(names)}; two that are alike would be trained twice")
+    require(not alike, f"ensemble members must differ, got {'; '.join(names)}")
     for config in configs:
         config.validate()
         fits = 0 <= config.seed < 2**32
-        require(fits, f"a member's seed is {config.seed}; in an ensemble seeds go from 0 to {2**32 - 1}")
+        require(fits, f"seeds of an ensemble must be between 0 and {2**32 - 1}, got {config.seed}")
     return dict(zip(names, configs, strict=True))
 
 
@@ -103,7 +103,7 @@ def in_order(member: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> str:
-    """Writes members.md: the scores of all members, and the facts that a number needs beside it; returns its path."""
+    """Writes members.md: the scores of all members, with the text, device and date. Returns its path."""
 
     def value(scores: Mapping[str, float] | None) -> str:
         return Totals(scores["loss"], 1).format(measure).split()[-1] if scores else ""
@@ -114,7 +114,7 @@ def write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> st
         for name, found in results["members"].items()
     )
     lines = [
-        f"{facts}; the test text was scored with the parameters of the best validation.",
+        f"{facts}. The test split was scored with the parameters of the best validation score.",
         "",
         *table(["member", f"best valid {measure}", "after updates", f"test {measure}"], rows),
     ]
@@ -124,7 +124,7 @@ def write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> st
 
 
 def split_off(workdir: str, member: str, target: str) -> None:
-    """Copies a member of an ensemble into a workdir of its own, where the ordinary training job resumes it.
+    """Copies an ensemble member into a new workdir, where ordinary training resumes it.
 
     The state equals the ensemble's, bit for bit. Updates from there agree with the ensemble's up to rounding. Raises
     `UserError` if the member or its checkpoint does not exist, or `target` contains a run.
@@ -134,7 +134,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
         made.claim()
         restored = load_state(build_for(source.config, source.text.vocabulary, uses=()), source, log=print)
         if restored is None:
-            raise UserError(f"{workdir} has no checkpoint yet; train it first")
+            raise UserError(f"{workdir} has no checkpoint yet. Train it first.")
         step, state, notes = restored
         notes |= {"running_totals": notes["running_totals"][member]}
         with Checkpointer(made.latest, keep=1, log=print) as latest:

@@ -61,8 +61,8 @@ def generate_text(
 
 
 def _save(path: str, content: bytes) -> str:
-    """Writes the samples; returns a clause for the user if they replace others."""
-    note = ", in place of an earlier one" if storage.exists(path) and storage.read(path) != content else ""
+    """Writes the samples. Returns a clause for the user if they replace others."""
+    note = ", replacing an earlier one" if storage.exists(path) and storage.read(path) != content else ""
     storage.write(path, content)
     return note
 
@@ -74,7 +74,7 @@ def continue_prompts(
 
         {"index": 0, "sample": 0, "prompt": "Once upon", "text": " a time"}
 
-    `index` counts the prompts, and `sample` the samples of each, which are those of `generate_text`; `eval.batch_size`
+    `index` counts the prompts, and `sample` the samples of each, the same as from `generate_text`. `eval.batch_size`
     are generated side by side. Arguments and errors are as for `score.score_documents`.
     """
     config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
@@ -95,7 +95,7 @@ def continue_prompts(
 
 
 def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callable[[], Any]], bytes]:
-    """Returns (parameters, stop_requested) -> all samples as one text; it compiles once. Raises as `generate_text`."""
+    """Returns (parameters, stop_requested) -> all samples as one text. It compiles once. Raises as `generate_text`."""
     config = built.config.generate
     check_can_generate(built.config)
     ending = read_stop(config, vocabulary)
@@ -111,7 +111,7 @@ def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callabl
 
 
 def encode_prompt(config: GenerateConfig, vocabulary: Vocabulary) -> tuple[bytes, np.ndarray]:
-    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue; a collective."""
+    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue. A collective."""
     prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config))))
     ids = ready_ids.token_ids(vocabulary, prompt, name="the prompt")
     # As the model reads it: words with single spaces between them, for example.
@@ -121,23 +121,23 @@ def encode_prompt(config: GenerateConfig, vocabulary: Vocabulary) -> tuple[bytes
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` if the model cannot generate token by token."""
     is_transformer = config.model.network is Network.TRANSFORMER_XL
-    config.expect(is_transformer, "model.network", "its models can be scored and do not generate text")
-    counted = "its positions count within a segment; only models with relative positions generate text"
+    config.expect(is_transformer, "model.network", "its models can be scored, but cannot generate text")
+    counted = "its positions count within a segment. Only models with relative positions generate text"
     config.expect(encoding_of(config.model).generates_by_token, "model.encoding", counted)
-    alone = "each token would see only the one before it; give a memory with --eval.mem_len, and no stride"
+    alone = "each token would attend only to the one before it. Set --eval.mem_len, and no stride"
     config.expect(config.eval.mem_len, "eval.mem_len eval.stride", alone)
 
 
 def read_prompt(config: GenerateConfig) -> bytes:
-    """Returns the prompt as bytes, empty if none is set; raises `UserError` if `prompt_file` cannot be read."""
+    """Returns the prompt as bytes, empty if none is set. Raises `UserError` if `prompt_file` cannot be read."""
     if not config.prompt_file:
         return os.fsencode(unescape(config.prompt or ""))  # The bytes that are typed need not be valid UTF-8.
-    with rephrased(f"cannot read the prompt file {config.prompt_file} (%s); check --generate.prompt_file", OSError):
+    with rephrased(f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.", OSError):
         return storage.read(config.prompt_file)
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
-    """Returns the token or the text that ends a sample, or None; raises `UserError` if the vocabulary lacks a token."""
+    """Returns the token or the text that ends a sample, or None. Raises `UserError` if a token is unknown."""
     if not config.stop:
         return None
     ids = ready_ids.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)
@@ -153,7 +153,7 @@ def _streams(config: GenerateConfig, vocabulary: Vocabulary, ending: Ending) -> 
 def _stream(
     sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt: bytes, *, write: Callable[[str], Any]
 ) -> list[bytes]:
-    """Writes the prompt and the first sample as its tokens come; returns all samples, or none if no token came."""
+    """Writes the prompt and the first sample as its tokens come. Returns all samples, or none if no token came."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     write(decoder.decode(prompt))
     texts = [b""] * len(streams)

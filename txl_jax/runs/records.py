@@ -59,7 +59,7 @@ class RunRecords:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median of the recorded rates, or None if there are none."""
+        """Median of the recorded rates, or None if there are no records."""
         rates = [rate for _, rate in self.curve("train", "tokens_per_second")]
         return statistics.median(rates) if rates else None
 
@@ -114,8 +114,8 @@ def _workdirs(path: str) -> list[str]:
         return [folder]
     below = [os.path.join(folder, name) for name in names(folder)] if is_dir(folder) else []
     if not (found := [each for each in below if holds_run(each)]):
-        what = "no folder" if not is_dir(folder) else "a folder without a run (no config.json in it or right below)"
-        raise UserError(f"{path} is {what}; give the --workdir of a run, or the --out of a sweep")
+        what = "a directory without runs (no config.json in it or right below)" if is_dir(folder) else "not a directory"
+        raise UserError(f"{path} is {what}. Pass a run's --workdir, or a sweep's --out.")
     return found
 
 

@@ -1,6 +1,6 @@
-"""`Run`, the directory of one run and its record, which is read once; and the lock that keeps other runs out.
+"""`Run`, the directory of one run and its record, which is read once, and the lock that keeps other runs out.
 
-config.json       settings, text, implementations of attention, version; what members of an ensemble differ in
+config.json       settings, text, implementations of attention, version, and the differences of ensemble members
 vocabulary.txt    the tokens by id
 checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
@@ -55,7 +55,7 @@ class TextInfo:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Run(contextlib.AbstractContextManager["Run"]):
-    """The directory of one run, and its record. All processes make the same calls; process 0 reads and writes files."""
+    """The directory of one run, and its record. All processes make the same calls. Process 0 reads and writes files."""
 
     path: str  # Absolute.
     member: str | None = None  # Chosen member of an ensemble, or None for all members and for a single run.
@@ -78,11 +78,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":
-        """Reads a trained run, or one member of an ensemble; takes no lock and writes nothing."""
+        """Reads a trained run, or one member of an ensemble. Takes no lock and writes nothing."""
         run = cls.read_all(path)
         names = by_name(run.members)
-        choose = f"choose a member with --ensemble_member: {', '.join(names)}"
-        require(not names or member is not None, f"{run.path} holds an ensemble; {choose}")
+        choose = f"Choose a member with --ensemble_member: {', '.join(names)}"
+        require(not names or member is not None, f"{run.path} contains an ensemble. {choose}")
         if member is not None:
             if member not in names:
                 there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
@@ -92,18 +92,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @classmethod
     def read_all(cls, path: str | os.PathLike[str]) -> "Run":
-        """Reads a run, or an ensemble with all of its members; as `read`."""
+        """Reads a run, or an ensemble with all of its members, like `read`."""
         run = cls(os.fspath(path))
         run._read()
-        there = f"{run.path} holds no run (no {_CONFIG})"
-        require(not run.is_new, f"{there}; give the workdir of a run that was trained")
+        there = f"{run.path} contains no run (no {_CONFIG})"
+        require(not run.is_new, f"{there}. Pass the workdir of a trained run.")
         return run
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Run":
-        """Opens a run that is to be trained, new or recorded; a context manager.
+        """Opens a run to train, new or recorded, as a context manager.
 
-        A recorded one is locked before it is read, so that its record cannot change. Of a new one nothing is made
+        A recorded one is locked before it is read, so that its record cannot change. For a new one nothing is made
         before `begin`, so that mistakes in settings leave no directory.
         """
         run = cls(os.fspath(path), is_open=True)
@@ -115,7 +115,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return run
 
     def close(self, *error: object) -> None:
-        """Releases the lock; nothing happens the second time."""
+        """Releases the lock. A second call does nothing."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -124,24 +124,24 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @property
     def latest(self) -> str:
-        """Checkpoints that training resumes from; of an ensemble with all members."""
+        """Checkpoints that training resumes from, with all members of an ensemble."""
         return os.path.join(self.path, "checkpoints", "latest")
 
     @property
     def best(self) -> str:
-        """Parameters of the lowest validation loss, of the member if there is one."""
+        """Parameters with the lowest validation loss, the chosen member's in an ensemble."""
         return os.path.join(self.path, "checkpoints", "best", *filter(None, [self.member]))
 
     @property
     def outputs(self) -> str:
-        """Directory for scores and samples: the run's, or the member's in it; made if missing."""
+        """Directory for scores and samples: the run's, or the member's in it. Made if missing."""
         folder = os.path.join(self.path, "members", self.member) if self.member else self.path
         storage.make_folder(folder)
         return folder
 
     @property
     def member_names(self) -> tuple[str, ...]:
-        """Names of the members of an ensemble, in the order of the member axis; empty for a run by itself."""
+        """Names of the members of an ensemble, in the order of the member axis, empty for a single run."""
         return tuple(by_name(self.members))
 
     def attention_for(self, config: ExperimentConfig) -> Implementations:
@@ -160,7 +160,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     # Training
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
-        """Compares settings between processes and with the record; raises `UserError` if any differ that must not."""
+        """Compares settings between processes and with the record. Raises `UserError` if one changed that must not."""
         check_same_settings(config)
         if self.is_new:
             return
@@ -168,7 +168,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if (steps := config.train.steps) < (before := self.config.train.steps):
             found = distributed.broadcast_from_primary(lambda: [step for step, _ in find_steps(self.latest)])
             if steps < (done := max(found, default=0)):
-                refused.append(f"--train.steps was {before} and is now {steps}, fewer than the {done} that are done")
+                refused.append(f"--train.steps was {before} and is now {steps}, fewer than the {done} already done")
         old, new = ("; ".join(by_name(each)) or "none" for each in (self.members, members))
         if old != new:
             refused.append(f"the members of the ensemble were {old} and are now {new}")
@@ -200,7 +200,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 f"sha256 {each['sha256'][:12]}... of step {each['step']}" for each in (self.weights, weights)
             )
             changed = f"the weights in {weights['path']} changed since the run in {self.path} began"
-            raise UserError(f"{changed} ({was}, now {is_now}); give another --workdir")
+            raise UserError(f"{changed} ({was}, now {is_now}). Pass another --workdir.")
         self.weights = weights or self.weights
         self.notes += self._changes(config, allowed=True)
         if attention is not None and (changed := attention.describe(self.attention)):
@@ -210,20 +210,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
             if self._lock is None:
                 self.claim()
                 if holds_run(self.path):
-                    raise UserError(f"a run was recorded in {self.path} meanwhile; start the same command again")
+                    raise UserError(f"another process has recorded a run in {self.path}. Rerun the same command.")
             self.record(config, text, attention=attention.record() if attention else {}, members=members)
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
         distributed.check_seen_by_all(
             self.path,
-            f"the workdir {self.path} is not the folder that process 0 writes to; give all hosts a --workdir on a file "
-            "system that they share",
+            f"the workdir {self.path} is not the directory that process 0 writes to. Pass all hosts a --workdir on a "
+            "shared file system.",
             seconds=_SECONDS_TO_APPEAR,
         )
 
     def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
-        """Returns a line for each setting that differs from the record, of those that may, or of the others."""
+        """Returns a line for each setting that differs from the record: the ones that may differ, or the others."""
         return [
             config_tree.describe_change(leaf, before, after)
             for leaf, before, after in config_tree.differences(config if self.is_new else self.config, config)
@@ -231,8 +231,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         ]
 
     def _refuse(self, refused: list[str]) -> None:
-        advice = "Restore them, or give another --workdir"
-        require(not refused, f"{self.path} holds a run with other settings: {'; '.join(refused)}. {advice}")
+        advice = "Restore them, or pass another --workdir."
+        require(not refused, f"{self.path} contains a run with other settings: {'; '.join(refused)}. {advice}")
 
     def record(
         self,
@@ -242,7 +242,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         attention: Mapping[str, str],
         members: MemberSettings = (),
     ) -> None:
-        """Writes vocabulary.txt and then config.json, which makes the directory a run; not what is there already."""
+        """Writes vocabulary.txt and then config.json, which makes the directory a run, unless nothing changed."""
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
         saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
         optional = {"attention": attention, "warm_start": self.weights, "members": members}
@@ -263,7 +263,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return check_first
 
     def confirm(self) -> None:
-        """Makes sure of the lock before a checkpoint; raises `UserError` if another run has it."""
+        """Confirms the lock before a checkpoint. Raises `UserError` if another run has it."""
         if self._lock is not None:
             self._lock.confirm()
 
@@ -273,7 +273,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         distributed.run_on_all(lambda: None if texts is None else self._parse(*texts))
 
     def _texts(self) -> list[str] | None:
-        """Reads config.json and vocabulary.txt, each once; returns None if the directory contains no run."""
+        """Reads config.json and vocabulary.txt, each once, or returns None if the directory contains no run."""
         if self.is_open and holds_run(self.path):
             self.claim()
         texts = []
@@ -292,17 +292,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _parse(self, record: str, vocabulary: str) -> None:
         with rephrased(self._damaged(_CONFIG), ValueError, LookupError, TypeError, AttributeError):
             saved = json.loads(record)
-            require("txl_jax_model" not in saved, "of a portable folder, whose weights --init_from takes")
+            require("txl_jax_model" not in saved, "it belongs to a portable checkpoint: pass that to --init_from")
             number = saved.get("format", 1)  # Format 1 has no number.
             # Before anything else, which may mean something else there.
-            other = "commit 624573f reads formats 1 and 2, a newer txl_jax later ones"
-            require(number == FORMAT, f"format {number!r}, and this version of txl_jax reads format {FORMAT}; {other}")
+            other = "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats"
+            require(number == FORMAT, f"its format must be {FORMAT}, got {number!r}: {other}")
             self.config, text = from_record(saved["config"]), saved["text"]
             facts = {name: str(text[name]) for name in _TEXT_FACTS}
             expected, self.members = str(text["vocabulary_sha256"]), saved.get("members", [])
             for changes in by_name(self.members).values():
                 numbers = all(isinstance(value, int | float) for value in changes.values())  # And no "../..".
-                require(numbers, "a member's name is a directory's too, so it must consist of numbers")
+                require(numbers, "the settings of ensemble members must be numbers, as they name directories")
                 from_record(saved["config"] | changes)
             self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
@@ -311,16 +311,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self.text = TextInfo(**facts, vocabulary=loads(vocabulary, KINDS))
             if (found := digest(self.text.vocabulary)) != expected:
                 size = f"{self.text.vocabulary.size:,} tokens"
-                raise ValueError(f"sha256 {found[:12]}... of {size} in place of {expected[:12]}...")
+                raise ValueError(f"sha256 {found[:12]}... for {size} instead of {expected[:12]}...")
         self.is_new = False
 
     def _damaged(self, name: str) -> str:
         file = os.path.join(self.path, name)
-        return f"{file} is damaged, or this version cannot read it (%s); restore it, or give another --workdir"
+        return f"{file} is corrupted, or this version cannot read it (%s). Restore it, or pass another --workdir."
 
     def claim(self) -> None:
-        """Makes the directory, locks it, and removes what killed runs left; process 0 calls it."""
-        require(self.is_new, f"{self.path} holds a run already; give another folder with --to=PATH")
+        """Makes the directory, locks it, and removes what killed runs left. Process 0 calls it."""
+        require(self.is_new, f"{self.path} already contains a run. Pass another directory with --to=PATH.")
         try:
             storage.probe(self.path)
         except OSError as error:
@@ -336,7 +336,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a run is recorded in a folder; raises `UserError` if it cannot be read."""
+    """Returns whether a run is recorded in a directory. Raises `UserError` if it cannot be read."""
     path = storage.as_path(path)
     try:
         return storage.exists(os.path.join(path, _CONFIG))
@@ -345,7 +345,7 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
 
 
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns data_dir and cache_dir of the run in a directory, if on this machine; `Run` raises a record's errors."""
+    """Returns data_dir and cache_dir of the run in a directory, if on this machine. `Run` raises a record's errors."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
         has_cache = storage.is_dir(text["cache_dir"])  # Own text may have been read without a data_dir.
@@ -354,7 +354,7 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
-    """Returns results.json, with a member's own scores if one is named; empty if it is missing or corrupted."""
+    """Returns results.json, with a member's own scores if one is named, or {} if it is missing or corrupted."""
     try:
         results = dict(storage.read_json(os.path.join(workdir, RESULTS)))
         results |= {} if member is None else results.pop("members")[member]
@@ -366,12 +366,12 @@ def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
 
 
 def member_name(differences: Mapping[str, float]) -> str:
-    """Returns the name of a member, also of its folders: "seed=2+learning_rate=0.001"; "base" if nothing differs."""
+    """Returns the name of a member and its directories: "seed=2+learning_rate=0.001", or "base" if nothing differs."""
     return "+".join(f"{short_name(name)}={value}" for name, value in differences.items()) or "base"
 
 
 def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
-    """Returns what each member differs in, by its name."""
+    """Returns the settings in which each member differs, by its name."""
     return {member_name(each): each for each in members}
 
 
@@ -386,18 +386,18 @@ def short_name(setting: str) -> str:
 def check_same_settings(config: ExperimentConfig) -> None:
     """Raises `UserError` in all processes if one has other settings than process 0, except for the places of files."""
     settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
-    distributed.assert_same_on_all(settings, "start all hosts with the same command")
+    distributed.assert_same_on_all(settings, "Start all hosts with the same command.")
 
 
 def check_same_text(text: Corpus) -> None:
     """Raises `UserError` in all processes if one has another text, of which each reads its own rows."""
     found = f"{text.description} (sha256 {text.digest[:12]}...)"
     facts = {"the text": found, "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}..."}
-    distributed.assert_same_on_all(facts, "give all hosts the same files and the same versions of the libraries")
+    distributed.assert_same_on_all(facts, "Use the same files and library versions on all hosts.")
 
 
 def check_same_attention(choice: AttentionChoice | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
     facts = {} if choice is None else {f"attention in {use}": name for use, name in choice.record().items()}
-    advice = "start all hosts with the same devices and versions of the libraries, or choose with --model.attention"
+    advice = "Use the same devices and library versions on all hosts, or set --model.attention."
     distributed.assert_same_on_all(facts, advice)

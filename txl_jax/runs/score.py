@@ -71,7 +71,7 @@ def score(
 ) -> Totals:
     """Computes the losses of a text [T]: streaming with a memory, or, with `eval.stride`, in a sliding window.
 
-    `token_nats`, floats [T], gets the nats of each token but the first, which is not scored. Raises `Interrupted` on
+    `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored. Raises `Interrupted` on
     request, and `NonFiniteError` if the loss is nan or infinite.
     """
     lengths = components.config.eval
@@ -114,7 +114,7 @@ def score(
 def score_with_line(
     components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
 ) -> tuple[Totals, str]:
-    """Computes the losses of a text as `score` does; returns them and a line about them and the time they took.
+    """Computes the losses of a text as `score` does. Returns them and a line about them and the time they took.
 
     The totals have the bytes of the text where the vocabulary knows them.
     """
@@ -130,7 +130,7 @@ def score_with_line(
 def evaluate_splits(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
-    """Scores both splits at the evaluation lengths of `config`; returns and writes evaluation.json.
+    """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
 
     The text may be another than in training if its vocabulary is the same. After `Interrupted` nothing is written.
     """
@@ -155,7 +155,7 @@ def evaluate_splits(
 def score_tokens(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Totals]:
-    r"""Scores both splits like `evaluate_splits`; writes scores-valid.tsv and scores-test.tsv, each when it is done.
+    r"""Scores both splits like `evaluate_splits`. Writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
         index	token	nats
         1	h	2.3841858
@@ -192,7 +192,7 @@ def _score_splits(
         print(line)
         if not totals.bytes and vocabulary.unknown_id is not None:
             share = np.mean(tokens[1:] == vocabulary.unknown_id)
-            print(f"note      {share:.2%} of the tokens are unknown, so there are no bits per byte")
+            print(f"note      {share:.2%} of the tokens are unknown, so bits per byte cannot be computed")
         yield step, split, totals, nats
 
 
@@ -210,7 +210,7 @@ class DocumentReader:
     """Reads documents with one model at the evaluation lengths, each from an empty memory, without stride or warm-up.
 
     One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and a document's
-    results are the ones that it has alone. They come in the order of the documents, also before an error of their
+    results are the same as by itself. They come in the order of the documents, also before an error of their
     iterator.
     """
 
@@ -328,28 +328,28 @@ def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarra
 
 def check_batch_size(batch_size: int) -> None:
     """Raises `UserError` if a batch size is below 1."""
-    require(batch_size >= 1, f"batch_size is {batch_size}; give the number of documents read side by side, at least 1")
+    require(batch_size >= 1, f"batch_size (documents read in parallel) must be at least 1, got {batch_size}")
 
 
 def takes_embeddings(components: Built) -> TransformerXL:
     """Returns the model, or raises `UserError` if it takes only token ids."""
     model = components.model
     if not isinstance(model, TransformerXL):
-        raise UserError(f"model.network is {model.config.network}, which reads token ids and no embeddings")
+        raise UserError(f"model.network is {model.config.network}, which takes only token ids, not embeddings")
     return model
 
 
 class InputFormat(enum.StrEnum):
-    """What a document of an input is."""
+    """How an input is split into documents."""
 
     LINES = "lines"  # Each line.
     DOCUMENTS = "documents"  # The lines between empty ones.
 
 
 def open_input(path: str) -> BinaryIO:
-    """Opens a file, or a copy of a remote one; raises `UserError` if it cannot be read."""
-    hint = "give /dev/stdin for standard input" if path == "-" else "check --input"
-    with rephrased(f"cannot read the input {path} (%s); {hint}", OSError):
+    """Opens a file, or a copy of a remote one. Raises `UserError` if it cannot be read."""
+    hint = "For standard input, pass /dev/stdin." if path == "-" else "Check --input."
+    with rephrased(f"cannot read the input {path} (%s). {hint}", OSError):
         if is_remote(path):
             with tempfile.NamedTemporaryFile() as copy:  # Its name goes; its bytes go with the descriptor.
                 download(as_path(path), copy.name)
@@ -387,7 +387,7 @@ def score_documents(
     for a byte that is not a whole character. `nats` is minus the logprob of the token, and reads back as exactly the
     number that was computed.
 
-    `texts` are the documents, each after the number of its line; errors give that number and the `name` of the input.
+    `texts` are the documents, each after the number of its line. Errors name that number and the input's `name`.
     `write` takes a document's records, lines with their newlines, and gets those before an error too.
     """
     components, vocabulary = model.build(log=print), model.vocabulary
@@ -445,7 +445,7 @@ def progress_bar(
 ) -> Iterator[Callable[[float, Totals], None]]:
     """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
-    Yields a function of how much of `total` is done and the scores so far; it raises `Interrupted` on request.
+    Yields a function of how much of `total` is done and the scores so far. It raises `Interrupted` on request.
     """
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.

@@ -1,7 +1,7 @@
-"""The training job: from config and text to checkpoints and results.json.
+"""Training: from config and text to checkpoints and results.json.
 
 In this order cheap failures come first, and nothing is written before them: the model is built and the text cut into
-segments; the weights of a warm start are read; the run is recorded; and `txl_jax.runs.trainer` restores or initializes
+segments, the weights of a warm start are read, the run is recorded, and `txl_jax.runs.trainer` restores or initializes
 the state and trains.
 """
 
@@ -41,7 +41,7 @@ def train_run(
     verbose: bool = False,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
-    """Trains an open run to the end, or until a stop is requested; a recorded one resumes where that stopped.
+    """Trains an open run to the end, or until a stop is requested. A recorded run resumes where it stopped.
 
     Args:
       members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or empty for one run.
@@ -52,9 +52,9 @@ def train_run(
       verbose: Whether to print details of attention and memory that on one device only log.txt has.
 
     Raises:
-      UserError: If settings, members, text and workdir do not go together, or the workdir cannot be used.
+      UserError: If settings, members, text and workdir are incompatible, or the workdir cannot be used.
       NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
-      CheckpointError: If there are checkpoints, but none can be read.
+      CheckpointError: If none of the run's checkpoints can be read.
       RemoteProcessError: If another process could not continue.
     """
     check_hooks(hooks, config.train.segments_per_call)
@@ -84,7 +84,7 @@ def train_run(
     run.begin(config, corpus, attention=built.attention, weights=weights and weights.record, members=members)
     opening = _opening(built, corpus, readers[0]) + (weights.lines if weights else [])
     if members:
-        opening.append(f"ensemble  {'; '.join(built.members.names)}: one program, losses in this order")
+        opening.append(f"ensemble  {'; '.join(built.members.names)}: trained together, losses in this order")
     outcome = Trainer(
         built,
         run,
@@ -118,19 +118,19 @@ def train(
 
     The same call resumes a stopped run. For a finished run it returns the results. It raises as `train_run` does.
 
-    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals with a handler of your
-    own, and all signals outside the main thread, are left alone: use a hook that calls `HookContext.request_stop`.
+    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals with your own handler,
+    and all signals outside the main thread, are not handled: use a hook that calls `HookContext.request_stop`.
 
     Args:
       config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
-        `EvalConfig` are those of the 12-layer enwik8 model.
+        `EvalConfig` are for the 12-layer enwik8 model.
       path: The workdir, made if missing.
       data_dir: Directory of the corpora's own files.
       cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
       hooks: As in `train_run`, like the other arguments.
     """
-    advice = 'give an ExperimentConfig, such as txl_jax.preset("small")'
-    require(isinstance(config, ExperimentConfig), f"config is {type(config).__name__}; {advice}")
+    advice = 'Pass txl_jax.preset("small"), for example.'
+    require(isinstance(config, ExperimentConfig), f"config must be an ExperimentConfig, got {config!r:.40}. {advice}")
     config = config.resolved()
     config.validate()
     check_hooks(hooks, config.train.segments_per_call)  # Before a text is read, which may take minutes.
@@ -148,7 +148,7 @@ def train(
 
 
 def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
-    """Cuts the text into segments in the config's order; raises `UserError` if it is too short for one."""
+    """Cuts the text into segments in the config's order. Raises `UserError` if it is too short for one segment."""
     data, train_config = built.config.data, built.config.train
     return training_segments(
         corpus.train,
@@ -165,16 +165,16 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     """Describes text, model, work per step, evaluation and devices, one line each."""
     c, train, lengths, mesh = built.config.model, built.config.train, built.config.eval, built.mesh
-    sizes = f"{c.n_layer} layers of width {c.d_model}, {c.n_head} heads x {c.d_head}, inner width {c.d_inner}"
+    sizes = f"{c.n_layer} layers of size {c.d_model}, {c.n_head} heads x {c.d_head}, inner size {c.d_inner}"
     if c.network is not Network.TRANSFORMER_XL:
         sizes = f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
     elif c.encoding is not type(c).encoding:
         sizes += f", positions as {c.encoding}"
     reread = train.segment_len - train.new_tokens
-    context = f"after {reread} that are read again" if reread else f"memory {train.mem_len}"
+    context = f"after {reread} that are reread" if reread else f"memory {train.mem_len}"
     scoring = f"segments of {lengths.segment_len}, memory {lengths.mem_len}"
     if lengths.warmup_tokens:
-        scoring += f", each row begun {lengths.warmup_tokens} tokens early"
+        scoring += f", each row starting {lengths.warmup_tokens} tokens early"
     if lengths.stride:
         scoring = f"the last {lengths.stride} of windows of {lengths.segment_len}"
     clamp = f"distances clamped at {lengths.clamp_len}" if lengths.clamp_len else "no clamp"
@@ -188,12 +188,12 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     splits = " / ".join(f"{len(tokens):,}" for tokens in (corpus.train, corpus.valid, corpus.test))
     size = corpus.vocabulary.size
     work = (
-        f"{train.batch_size} rows x {train.new_tokens} = {train.batch_size * train.new_tokens:,} tokens per step, "
+        f"batch {train.batch_size} x {train.new_tokens} tokens = {train.batch_size * train.new_tokens:,} per step, "
         f"{context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of {reader.n_segments:,} "
         f"steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
     )
     return [
-        f"text      {corpus.description}: {splits} tokens to train / validate / test on, vocabulary {size:,}",
+        f"text      {corpus.description}: {splits} train / valid / test tokens, vocabulary {size:,}",
         f"model     {sizes}, {c.dtype}: {built.num_parameters:,} parameters",
         f"training  {work}",
         f"scoring   {scoring}, {clamp}, batch {lengths.batch_size}",

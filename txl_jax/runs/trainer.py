@@ -1,4 +1,4 @@
-"""The trainer owns state, log and checkpoints of a run or of an ensemble; everything periodic is a hook."""
+"""The trainer owns state, log and checkpoints of a run or an ensemble. Everything periodic is a hook."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Trainer:
-    """One start of a run that was begun in its directory; `train` is called once."""
+    """One start of a run that was begun in its directory. `train` is called once."""
 
     built: Built  # What is trained: one run or, with a leading member axis, an ensemble.
     run: Run  # After `Run.begin`.
@@ -96,12 +96,12 @@ class Trainer:
                 if self._has_ended(step):  # A first start skips this.
                     results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
                     if results:
-                        why = "" if step >= config.steps else ", by its train.patience; give more, or none, to train on"
+                        why = "" if step >= config.steps else ". To continue, raise --train.patience or set it to none."
                         log.print(f"finished  already: {validation.results_path}{why}")
                         return Outcome(True, step, results)
                 if step:
                     epoch, index = divmod(step, self.readers[0].n_segments)
-                    log.print(f"resuming  after step {step}, epoch {epoch + 1}, segment {index} of its text")
+                    log.print(f"resuming  from step {step} (epoch {epoch + 1}, segment {index})")
                 compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
                 _report_build(built, compilation, log, show_details=self.verbose or built.mesh.size > 1)
                 self._progress = Progress(
@@ -116,18 +116,18 @@ class Trainer:
                 if not self._has_ended(step):
                     step, state = self._loop(compilation.program, step, state)
                 if step < config.steps and validation.out_of_patience:
-                    log.print(f"note      ends after step {step}: no better loss in {config.patience} evaluations")
+                    log.note(f"training ends at step {step}: no better loss in {config.patience} evaluations")
                 if self._checkpoints.saved_step != step:
                     self._save(HookContext(step, state, log))
                 self._checkpoints.wait()
                 results = validation.make_results(step, state) if self._has_ended(step) else None
                 if results is None:
-                    saved_all = "everything is saved, the same command goes on from here"
-                    log.print(f"stopped   on request after step {step}; {saved_all}")
+                    saved_all = "checkpoint saved. Rerun the same command to resume."
+                    log.print(f"stopped   at step {step}, {saved_all}")
                 return Outcome(results is not None, step, results)
 
     def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the changes of `train.steps` so far: those of a checkpoint's notes, and the one that comes here."""
+        """Returns the changes of `train.steps` so far: the checkpoint's, and this start's, if any."""
         changes, config, new = saved.get("changes", []), self.built.config, self._config.steps
         # Checkpoints of earlier versions do not have it, and the record does.
         old = saved.get("steps", new if self.run.is_new else self.run.config.train.steps)
@@ -136,8 +136,8 @@ class Trainer:
         before = config_tree.replace(config, {"train.steps": old})
         was, rate = (f"{float(learning_rate(each, peak=1.0)(step)):.1%}" for each in (before, config))
         if was != rate:
-            why = f"its schedule ends with train.steps, {new:,} instead of {old:,}"
-            self._log.note(f"after step {step:,} the learning rate is {rate} of its peak, not {was}: {why}")
+            why = f"the schedule ends with train.steps, now {new:,} instead of {old:,}"
+            self._log.note(f"from step {step:,} the learning rate is {rate} of its peak, not {was}: {why}")
         return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:
@@ -193,11 +193,11 @@ class Trainer:
                 )
             except NonFiniteError as error:
                 saved = self._checkpoints.saved_step
-                there = "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} is kept"
+                there = "No checkpoint was written" if saved is None else f"The checkpoint of step {saved} is kept"
                 advice = "a longer --optimizer.warmup_steps, in a new --workdir"
                 if self.built.members.names:
                     advice = "start without that --ensemble_member, or split off the other members (--mode=split)"
-                raise NonFiniteError(f"{error}; {there}. Try a lower --optimizer.learning_rate, or {advice}") from None
+                raise NonFiniteError(f"{error}. {there}. Try a lower --optimizer.learning_rate, or {advice}.") from None
 
     def _read(self, first: int, count: int) -> Segments:
         """Returns the segments of updates `first`, .. on the devices: [S, B, L], or [n, S, B, L] of an ensemble."""
@@ -217,7 +217,7 @@ class Trainer:
         """Saves before maintenance of a machine, which may end it."""
         if stop.save_requested() and self._checkpoints.saved_step != context.step:
             self._save(context)
-            self._log.note(f"checkpoint of step {context.step}, since maintenance may end this machine")
+            self._log.note(f"checkpoint saved at step {context.step}, because maintenance may end this machine")
 
 
 def run_updates(
@@ -275,7 +275,7 @@ def run_updates(
 def run_hooks(
     hooks: Sequence[Hook], step: int, state: TrainState, *, log: RunLog, progress: Progress
 ) -> tuple[TrainState, bool]:
-    """Runs hooks one after the other; returns the state to continue with, and whether one has requested a stop."""
+    """Runs hooks one after the other. Returns the state to continue with, and whether a hook has requested a stop."""
     stopping = False
     for hook in hooks:
         began = time.monotonic()
@@ -288,7 +288,7 @@ def run_hooks(
 
 
 def _report_build(built: Built, compilation: Compilation, log: RunLog, *, show_details: bool) -> None:
-    """Logs attention, the estimated memory per device, and the time of compilation; details may go to log.txt alone."""
+    """Logs attention, the estimated memory per device, and the compilation time. Details may go only to log.txt."""
     if built.attention is not None:
         show = show_details or any(chosen.failed for chosen in built.attention)
         log.print(f"attention {built.attention.describe()}", show=show)

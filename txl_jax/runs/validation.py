@@ -66,7 +66,7 @@ class Validation:
         self.losses = [[] if self._best(index) is None else losses for index, losses in enumerate(found)]
 
     def hooks(self) -> list[Hook]:
-        """Returns what is done after every `eval_every` updates, in this order."""
+        """Returns the hooks that run every `eval_every` steps, in this order."""
         actions: list[Callable[[HookContext], TrainState | None]] = [self.evaluate]
         if self._config.average.nt_asgd_patience:
             actions.append(self.start_averaging)
@@ -78,7 +78,7 @@ class Validation:
         return [Hook(self._config.train.eval_every, action) for action in actions]
 
     def evaluate(self, context: HookContext) -> None:
-        """Scores the validation split, and keeps the parameters of a member if no earlier ones were better."""
+        """Scores the validation split, and saves a member's parameters if they are the best so far."""
         self.pending = True  # Until it is done: a checkpoint written now must record it.
         of_members = self._members.split(context.state.scored_params)
         scored = self._score(Split.VALID, of_members, prefix=f"step {context.step}: ")
@@ -98,7 +98,7 @@ class Validation:
             self.losses[index].append(totals.nll)
 
     def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
-        """Scores a split with each member's parameters: the scores, and a line about them; None if a stop came."""
+        """Scores a split with each member's parameters: the scores, and a line about them, or None if stopped."""
         tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
         options: dict[str, Any] = {"log": self.log.print, "stop_requested": self.stop_requested}
         names = [f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))]
@@ -118,14 +118,14 @@ class Validation:
         for index, losses in enumerate(self.losses):
             if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(losses, trigger):
                 context.log(
-                    f"note      {self._members.prefix(index)}weight averaging starts here: no better loss than "
+                    f"note      {self._members.prefix(index)}weight averaging starts: no better loss than "
                     f"{trigger} evaluations ago"
                 )
                 average = weight_averaging.begin(average, context.step, index)
         return dataclasses.replace(context.state, average=average)
 
     def sample(self, context: HookContext) -> None:
-        """Writes a sample of the parameters that are evaluated, in an ensemble of the first member's."""
+        """Writes a sample from the evaluated parameters, in an ensemble the first member's."""
         due = context.step % (self._config.train.sample_every or 1) == 0 or context.step == self._config.train.steps
         if self.pending or not due or self.sampler is None:
             return
@@ -147,11 +147,11 @@ class Validation:
             try:
                 notes = self.checkpoints.best[index].notes()
             except CheckpointError as error:
-                self.log.note(f"{error}; the best is chosen anew from here")
+                self.log.note(f"{error} The best checkpoint is chosen again from this step.")
                 return None
             if notes is None or with_defaults(notes["eval"]) == self._eval_settings:
                 return notes
-            self.log.note(f"the best is chosen again: step {notes['step']} was scored with other --eval settings")
+            self.log.note(f"the best step is chosen again: step {notes['step']} was scored with other --eval settings")
             return None
 
         return distributed.broadcast_from_primary(comparable)
@@ -166,7 +166,7 @@ class Validation:
         return facts | ({"warm_start": dict(weights)} if weights else {})
 
     def results_after(self, step: int) -> dict[str, Any] | None:
-        """Returns the results after `step` updates, or None if there are none at these evaluation settings."""
+        """Returns the results after `step` updates, or None if none exist at these evaluation settings."""
         results = read_results(self.run.path)
         try:
             same = results["steps"] == step and with_defaults(results["eval"]) == self._eval_settings
@@ -185,7 +185,7 @@ class Validation:
             self.log.record("test", step, as_record(totals, self._vocabulary), member=label)
             self.log.print(line)
             if totals.diverged:
-                self.log.note("the run diverged; try a lower --optimizer.learning_rate, in a new --workdir")
+                self.log.note("the run diverged. Try a lower --optimizer.learning_rate, in a new --workdir.")
             test = as_result(totals, self._vocabulary)
             results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **test}})
         content = {
@@ -210,7 +210,7 @@ class Validation:
         try:
             restored = self.checkpoints.best[index].restore({"params": self.built.abstract_state.params})
         except CheckpointError as error:
-            self.log.note(f"{error}; the parameters after the last update are used instead")
+            self.log.note(f"{error} The parameters of the last step are used instead.")
             restored = None
         if restored is None:
             return None, self._members.take(state.scored_params, index)

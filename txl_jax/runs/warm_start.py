@@ -1,8 +1,8 @@
 """Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
 
-Optimizer, step, memory and the position in the text start anew. A warm start happens once, before the first checkpoint:
-config.json records what was read, and later starts of the same command resume without the weights. The settings that
-make the parameters what they are come from the trained model where no flag gives them.
+Optimizer, step, memory and the position in the text start over. A warm start happens once, before the first checkpoint:
+config.json records the weights read, and later starts of the same command resume without the weights. The settings that
+determine the parameters come from the trained model unless a flag sets them.
 """
 
 import hashlib
@@ -42,19 +42,19 @@ class WarmStart(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """Describes the weights, for the opening lines of the run."""
+        """Describes the weights, for the startup summary of the run."""
         record, tokens = self.record, self.record["tokens"]
-        moved = f" ({tokens['moved']:,} moved to a cluster of another width)" if tokens["moved"] else ""
+        moved = f" ({tokens['moved']:,} moved to a cluster of another size)" if tokens["moved"] else ""
         counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new{moved}, {tokens['dropped']:,} dropped"
         return [
-            f"init      weights of {record['path']} after step {record['step']:,}, sha256 {record['sha256'][:12]}...",
+            f"init      weights from {record['path']}, step {record['step']:,}, sha256 {record['sha256'][:12]}...",
             f"          vocabulary: {counts}",
             *filter(None, [self.note]),
         ]
 
 
 def basis(path: str, run: Run) -> Weights:
-    """Returns the run itself if it is recorded, since other weights are not needed again; else the model at `path`."""
+    """Returns the run itself if it is recorded and needs no other weights, or else the model at `path`."""
     return _open(path) if run.is_new else Weights.of_run(run)
 
 
@@ -78,29 +78,29 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
         if vocabulary is not None:
             there = config_tree.replace(config, _tokenizer_settings(vocabulary))
             different = config_tree.differences(there, config)
-            named = "; ".join(f"{leaf.name} is {ours} and there {theirs}" for leaf, theirs, ours in different)
-            kept = f"init_vocabulary is kept, the vocabulary of {config.init_from}"
-            require(not different, f"{kept}, and {named}; leave these flags out")
+            named = "; ".join(f"{leaf.name} is {ours} instead of {theirs}" for leaf, theirs, ours in different)
+            kept = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
+            require(not different, f"{kept}, but {named}. Omit these flags.")
         return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
 
     return distributed.run_on_all(read)
 
 
 def other_sizes(config: ExperimentConfig, trained: ExperimentConfig) -> dict[str, Any]:
-    """Returns the trained model's values of settings that make parameters what they are and differ."""
+    """Returns the trained model's values of settings that determine parameters and differ."""
     different = config_tree.differences(trained, config)
     sizes = [each for each in different if each[0].setting.shapes_params and _is_read(each[0].name, config)]
     return {leaf.name: old for leaf, old, new in sizes if leaf.name != _CUTOFFS or len(old) != len(new)}
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
-    """Raises `UserError` if settings differ that make the parameters what they are. Bounds of clusters may differ."""
+    """Raises `UserError` if settings that determine parameters differ. Bounds of clusters may differ."""
     refused = []
     for name, theirs in other_sizes(config, trained).items():
         here, there = (config_tree.format_value(value) or "empty" for value in (config_tree.get(config, name), theirs))
-        refused.append(f"{name} is {here} and there {there}")
-    advice = "leave these settings out, and they are taken from there"
-    require(not refused, f"the weights of {config.init_from} are of another model: {'; '.join(refused)}; {advice}")
+        refused.append(f"{name} is {here} instead of {there}")
+    advice = "Omit these settings to take them from the weights."
+    require(not refused, f"the weights in {config.init_from} are from another model: {', '.join(refused)}. {advice}")
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
@@ -109,8 +109,8 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     assert config.init_from is not None
 
     def vanished(initial: Any) -> TrainState:
-        gone = f"the checkpoints in {run.latest} vanished while the run was opened"
-        raise CheckpointError(f"{gone}; start the same command again")
+        gone = f"the checkpoints in {run.latest} disappeared while the run was opened"
+        raise CheckpointError(f"{gone}. Rerun the same command.")
 
     def has_checkpoint() -> bool:
         with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
@@ -128,7 +128,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
-        raise UserError(f"the parameters of {trained.path} have other shapes than the model's: {'; '.join(different)}")
+        raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     move = transfer(rows, trained.config.model, config.model, jit=components.jit)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
@@ -140,7 +140,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
 
 
 def digest(params: Any) -> str:
-    """Returns sha256 of parameters: names, types, shapes and values, in hexadecimal; all processes call it."""
+    """Returns sha256 of parameters: names, dtypes, shapes and values, in hexadecimal. All processes call it."""
     found = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
         values = np.ascontiguousarray(distributed.to_host(leaf))
@@ -151,12 +151,12 @@ def digest(params: Any) -> str:
 
 
 def _open(path: str) -> Weights:
-    with rephrased(f"--init_from is {path}, whose weights cannot be taken: %s", UserError):
+    with rephrased(f"--init_from is {path}, whose weights cannot be used: %s", UserError):
         return open_weights(path)
 
 
 def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns the settings that make token ids what they are, as a given vocabulary has them."""
+    """Returns the settings that determine token ids, from a vocabulary."""
     kind = Tokenizer.SUBWORD if isinstance(vocabulary, SubwordVocabulary) else vocabulary.kind  # Its saved kind is hf.
     given = {"kind": kind, **vocabulary.header()}
     names = [leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens]
@@ -165,22 +165,22 @@ def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _is_read(name: str, config: ExperimentConfig) -> bool:
-    """Returns whether the model has what the setting describes."""
+    """Returns whether the model uses the setting."""
     if name == "model.compat.shaw_terms":
         return config.model.has_shaw_terms
     return name != "model.compat.final_norm" or config.model.layer_norm is NormPlace.PRE
 
 
 def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
-    """Matches the tokens; raises `UserError` for another model, or if tokens of the vocabularies mean other things."""
+    """Matches the tokens. Raises `UserError` for another model, or if tokens of the vocabularies mean other things."""
     check_model(config, trained.config)
     theirs = trained.vocabulary
     same = theirs == vocabulary
     kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
     require(
         same or theirs.kind == vocabulary.kind,
-        f"the tokens of {trained.path} are of kind {kinds[0]}, and the text's of kind {kinds[1]}; give "
-        "--init_vocabulary=kept to read the text in that vocabulary",
+        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}. Pass "
+        "--init_vocabulary=kept to read the text in that vocabulary.",
     )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
@@ -189,8 +189,8 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
 def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
     """Names the settings that differ and change losses, in one line, which may be empty."""
     named = [
-        f"{leaf.name} {config_tree.format_value(ours)} (there {config_tree.format_value(theirs)})"
+        f"{leaf.name} {config_tree.format_value(ours)} (was {config_tree.format_value(theirs)})"
         for leaf, theirs, ours in config_tree.differences(trained, config)
         if leaf.name in _NOTED or (leaf.name.startswith("model.") and leaf.name not in _UNNOTED)
     ]
-    return f"note      settings that differ from those of the weights: {', '.join(named)}" if named else ""
+    return f"note      settings that differ from the pretrained model's: {', '.join(named)}" if named else ""

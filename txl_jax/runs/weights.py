@@ -35,7 +35,7 @@ _FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", "
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """A trained model that was found at a path; its weights are not read before `params`."""
+    """A trained model at a path. Its weights are not read before `params`."""
 
     path: str  # Absolute.
     config: ExperimentConfig  # Of the model and of its training.
@@ -57,7 +57,7 @@ class Weights:
         return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
 
     def outputs(self, *, needed: bool = False) -> str | None:
-        """Returns the directory for scores and samples; None, and a note, if the model's own may only be read.
+        """Returns the directory for scores and samples, or None, with a note, if the model's own is read-only.
 
         Raises `UserError` instead if it is `needed`, or `out` cannot be written to.
         """
@@ -69,14 +69,14 @@ class Weights:
                 return folder
             except OSError as error:
                 found = f"cannot write to {self.out or self.path} ({error.strerror or error})"
-                require(not needed and not self.out, f"{found}; give --out=FOLDER, one that you may write to")
-                print(f"note      no file will be written: {found}; give --out=FOLDER to write elsewhere", flush=True)
+                require(not needed and not self.out, f"{found}. Pass a writable directory as --out.")
+                print(f"note      no file will be written: {found}. Pass --out to write elsewhere.", flush=True)
                 return None
 
         return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
-        """Builds the model over the mesh of its config; raises `UserError` if settings do not fit the devices."""
+        """Builds the model over the mesh of its config. Raises `UserError` if settings do not match the devices."""
         if isinstance(self.source, Run):
             return build_trained(self.config, self.source, log=log)
         built = first_contact.build_on_all(lambda: build_for(self.config, self.vocabulary, uses=["evaluation"]))
@@ -124,18 +124,18 @@ def open_weights(
 
 
 def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weights:
-    """Opens a portable checkpoint; raises `no_run`, or an error that says more, if the directory contains none."""
+    """Opens a portable checkpoint. Raises `no_run`, or an error that says more, if the directory contains none."""
     from txl_jax.interop import exported, portable
 
     def check() -> None:
         if portable.is_portable(folder):
-            one = f"the member {member!r} was given and {folder} holds one model; leave the member out"
+            one = f"the ensemble member is {member!r}, but {folder} contains one model. Omit the member."
             require(member is None, one)
         elif exported.is_exported(folder):
-            raise UserError(f"{folder} is an exported model (docs/export.md); give the run or folder it was made from")
+            raise UserError(f"{folder} is an exported model (docs/export.md). Pass the directory it was exported from.")
         elif holds_other_weights(folder):
-            convert = f"`python -m experiments.convert --from={folder} --to=NEW_FOLDER`"
-            raise UserError(f"{folder} has weights of another program; convert them with {convert} and give that")
+            convert = f"`python -m experiments.convert --from={folder} --to=NEW_DIRECTORY`"
+            raise UserError(f"{folder} contains another implementation's weights. Convert them with {convert} first.")
         else:
             raise no_run
 
@@ -159,21 +159,23 @@ def holds_other_weights(path: str) -> bool:
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, log: Callable[[str], None]
 ) -> tuple[Built, int, Any]:
-    """Loads a trained model that is to score a text of the same vocabulary: (what is built of it, step, parameters)."""
+    """Loads a trained model to score a text of the same vocabulary: (the built model, step, parameters)."""
     check_same_settings(config)
     check_same_text(corpus)
     weights = Weights.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
     trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
-    require(ours == theirs, f"this is {trained}, and {scored} {ours.size} or others; read it in the model's vocabulary")
+    require(
+        ours == theirs, f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary."
+    )
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
-        log(f"note: {corpus.description}, is scored by {weights.description}")
+        log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
     built = weights.build(log=log)
     return built, *weights.params(built, log=log)
 
 
 def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
-    """Builds a trained run with its recorded implementations of attention; all processes call it."""
+    """Builds a trained run with its recorded implementations of attention. All processes call it."""
     recorded = run.attention_for(config)
     built = first_contact.build_on_all(
         lambda: build_for(config, run.text.vocabulary, recorded=recorded, uses=["evaluation"])
@@ -206,17 +208,17 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
     if has_latest:
         latest = load_state(built, run, log=log)
         if latest is not None:
-            log("no best checkpoint to be had; these are the latest parameters")
+            log("note      no best checkpoint is available, so the latest parameters are used")
             return latest[0], latest[1].scored_params
-    raise UserError(f"{run.path} has no checkpoint yet; train it first (--mode=train)")
+    raise UserError(f"{run.path} has no checkpoint yet. Train it first (--mode=train).")
 
 
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest sound training state, before step `before` if given: (step, state, notes), or None.
+    """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
 
-    For an ensemble with a chosen member it is that member's state, with the notes of all members.
+    For a chosen ensemble member it is that member's state, with the notes of all members.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
@@ -229,16 +231,16 @@ def load_state(
 
 
 def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
-    """Averages the scored parameters of the latest checkpoints; returns the last step and the mean."""
+    """Averages the scored parameters of the latest checkpoints. Returns the last step and the mean."""
     steps: list[int] = []
     total = None
     while len(steps) < count:
         restored = load_state(built, run, log=log, before=steps[-1] if steps else None)
         if restored is None:
-            what = f"eval.average_checkpoints is {count} and {run.latest} holds {len(steps)}"
-            raise UserError(f"{what}; train with as many --train.keep_checkpoints, or give a smaller number")
+            what = f"eval.average_checkpoints must be at most {len(steps)} (found in {run.latest}), got {count}"
+            raise UserError(f"{what}. Lower it, or train with more --train.keep_checkpoints.")
         steps.append(restored[0])
         params = restored[1].scored_params
         total = params if total is None else jax.tree.map(jnp.add, total, params)
-    log(f"the mean of the checkpoints of steps {', '.join(map(str, reversed(steps)))}")
+    log(f"note      parameters are the mean of the checkpoints at steps {', '.join(map(str, reversed(steps)))}")
     return steps[0], jax.tree.map(lambda leaf: leaf / count, total)

@@ -1,4 +1,4 @@
-"""Checkpoints that a run can trust after any kind of stop.
+"""Checkpoints that a run can trust after it was stopped in any way.
 
 Orbax writes and reads the arrays: asynchronously, sharded, under a temporary name until all is there. Digests and the
 fallback to an earlier step are added here, because a flipped byte in Orbax's files restores silently:
@@ -52,13 +52,13 @@ _SAVE_TIMEOUT_SECONDS = 30 * 86400
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """The checkpoints in one directory, of which the latest `keep` stay. A context manager, for all processes alike.
 
-    All processes must see the directory, which the first save makes. One process alone may call `latest_step` and
+    All processes must see the directory, which the first save makes. A single process may call `latest_step` and
     `notes`. `log` takes one line, such as why a step was skipped.
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
         if keep < 1:
-            raise UserError(f"keep is {keep} and must be at least 1: the newest checkpoint always stays")
+            raise UserError(f"keep must be at least 1 (the latest checkpoint), got {keep}")
         self._directory = storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
         self._keep = keep
         self._log = log
@@ -81,10 +81,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     # Writing
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
-        """Starts writing a step; returns once the arrays are copied to the host, so they may be donated.
+        """Starts writing a step. Returns once the arrays are copied to the host, so they may be donated.
 
         An existing checkpoint of this step is replaced, and later steps are deleted, once the new one is verified: they
-        belong to a run that was given up when this one fell back.
+        belong to a run that was abandoned when this one fell back.
 
         Raises `CheckpointError` if this save cannot start or the one before it failed, and `RemoteProcessError` if that
         happened in another process.
@@ -99,7 +99,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._pending = step, self._threads.submit(self._finish, self._writer, step, path)
 
     def sweep(self) -> None:
-        """Deletes what killed runs left behind; only for the run that writes here, and not during a save."""
+        """Deletes what killed runs left behind. Only for the run that writes here, and not during a save."""
         if distributed.is_primary():
             with _reading(self._directory):
                 for name in storage.names(self._directory, missing_ok=True):
@@ -119,22 +119,22 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 future.result()
 
     def _prepare(self, step: int) -> str:
-        """Deletes what killed runs left behind, and returns the name of the folder for a step."""
+        """Deletes what killed runs left behind, and returns the name of the directory for a step."""
         with self._writing(step):
             storage.make_folder(self._directory)
             self.sweep()
             found = _steps(self._directory)
             if newer := sorted({other for other, _, _ in found if other > step}):
                 self._log(
-                    f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step} "
-                    "that is being saved: they are of a run that was given up, and are deleted when the new one is "
+                    f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step}, "
+                    "which is now saved: they belong to an abandoned run, and are deleted once the new one is "
                     "verified"
                 )
             again = next((number + 1 for other, number, _ in found if other == step), 0)
             return f"{step}.again-{again}" if again else str(step)
 
     def _finish(self, writer: ocp.AsyncCheckpointer, step: int, path: str) -> None:
-        """Waits for the commit, writes the digests, then deletes steps no longer kept; runs in the background."""
+        """Waits for the commit, writes the digests, then deletes steps no longer kept. Runs in the background."""
         writer.wait_until_finished()
         if not distributed.is_primary():
             return
@@ -151,41 +151,41 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Turns an error of the block into a `CheckpointError`; the next save opens another writer."""
+        """Turns an error of the block into a `CheckpointError`. The next save opens another writer."""
         try:
             yield
         except Exception as error:
             self._writer = None
             wrong = f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)})"
-            advice = "free space or allow writing there, then resume: earlier checkpoints are untouched"
-            raise CheckpointError(f"{wrong}; {advice}") from error
+            advice = "Free space or allow writing there, then resume: earlier checkpoints are intact."
+            raise CheckpointError(f"{wrong}. {advice}") from error
 
     # Reading
 
     def latest_step(self) -> int | None:
-        """Returns the latest step, verified or not, or None if there are no steps."""
+        """Returns the latest step, verified or not, or None if no step exists."""
         self.wait()
         return next((step for step, _ in find_steps(self._directory)), None)
 
     def notes(self) -> dict[str, Any] | None:
-        """Returns the notes of the latest step, or None without one; raises `CheckpointError` if they are damaged."""
+        """Returns the notes of the latest step, or None without one. Raises `CheckpointError` if they are corrupted."""
         self.wait()
         found = find_steps(self._directory)
         if not found:
             return None
         path = os.path.join(found[0][1], "notes", _NOTES)
-        wrong = f"the notes of a checkpoint, {path}, cannot be read (%s)"
+        wrong = f"the notes of a checkpoint, {path}, cannot be read (%s)."
         with rephrased(wrong, OSError, ValueError, TypeError, to=CheckpointError):
             return dict(storage.read_json(path))
 
     def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
-        """Restores the latest undamaged checkpoint (`before` a step): verified ones first, then those without digests.
+        """Restores the latest valid checkpoint (`before` a step): verified ones first, then ones without digests.
 
-        Each step that is skipped is logged in a line. Nothing on disk is changed. `abstract_state` is a pytree like the
+        Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like the
         saved one, of jax.ShapeDtypeStruct with shardings, or of arrays.
 
-        Returns (step, state with the shardings of `abstract_state`, notes), or None if there are no steps. Raises
-        `CheckpointError` if none of the steps restores, or they are of another model.
+        Returns (step, state with the shardings of `abstract_state`, notes), or None if no step exists. Raises
+        `CheckpointError` if no step can be restored, or they belong to another model.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
@@ -202,26 +202,26 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             damage = distributed.broadcast_from_primary(functools.partial(find_damage, path))
             if damage == NO_DIGESTS:
                 unverified.append((step, path))
-                self._log(f"checkpoint {path} is unverified ({damage}): verified ones are tried first")
+                self._log(f"checkpoint {path} is not verified ({damage}), so verified ones are tried first")
             elif damage is not None:
                 self._skip(path, damage, tried)
             elif restored := self._try_restore(path, abstract_state, tried, is_verified=True):
                 return step, *restored
         for step, path in unverified:
-            self._log(f"no verified checkpoint could be restored: trying the unverified {path}")
+            self._log(f"no verified checkpoint could be restored, so {path} is tried, which is not verified")
             if restored := self._try_restore(path, abstract_state, tried, is_verified=False):
                 return step, *restored
         lost = f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)})"
-        raise CheckpointError(f"{lost}; bring back a copy of one, or move them away to start anew")
+        raise CheckpointError(f"{lost}. Restore a copy of one, or move them away to start from scratch.")
 
     def _skip(self, path: str, damage: str, tried: list[str]) -> None:
         tried.append(f"{os.path.basename(path)}: {damage}")
-        self._log(f"checkpoint {path} is skipped, an older one is tried: {damage}")
+        self._log(f"checkpoint {path} is skipped for an older one: {damage}")
 
     def _try_restore(
         self, path: str, abstract_state: Any, tried: list[str], *, is_verified: bool
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Restores (state, notes) of a step; None if Orbax cannot. Raises for another model's step."""
+        """Restores (state, notes) of a step, or None if Orbax cannot. Raises for another model's step."""
         reader, wanted = ocp.Checkpointer(_handler()), _drop_empty(abstract_state)
         restored, difference, failure = None, "", None
         try:
@@ -234,12 +234,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             failure = _short(error)
         if failure := distributed.first_error(failure):
             if is_verified and is_remote(path):  # An older one would undo updates because of the network.
-                raise UserError(f"cannot read {path} ({failure}); start again once it can be reached")
+                raise UserError(f"cannot read {path} ({failure}). Start again once it can be reached.")
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
         if restored is None:  # An older step would not be better.
-            other = f"checkpoint {path} is of another model ({difference})"
-            raise CheckpointError(f"{other}; use the configuration that it was saved with, or another directory")
+            other = f"checkpoint {path} belongs to another model ({difference})"
+            raise CheckpointError(f"{other}. Use the configuration that it was saved with, or another directory.")
         return _restore_empty(restored.state, abstract_state), restored.notes
 
 
@@ -247,14 +247,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
 
 def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
-    """Returns (step, path) of the complete steps: the latest step, and of it the latest folder, is first."""
+    """Returns (step, path) of the complete steps, with the latest step's latest directory first."""
     with _reading(directory):
         found = [each for each in _steps(directory) if not _is_left_over(directory, each[2])]
     return [(step, os.path.join(directory, name)) for step, _, name in found]
 
 
 def delete_step(path: str) -> None:
-    """Deletes a step; a kill halfway does not leave half a step that counts."""
+    """Deletes a step. A kill halfway does not leave half a step that counts."""
     if is_remote(path):
         storage.remove(os.path.join(path, COMMIT))
         storage.remove_tree(path)
@@ -277,12 +277,12 @@ def _is_left_over(directory: AnyPath, name: str) -> bool:
 
 
 def _reading(directory: AnyPath) -> contextlib.AbstractContextManager[None]:
-    wrong = f"the checkpoint directory {directory} cannot be read (%s); it must be a folder that this user may read"
+    wrong = f"the checkpoint directory {directory} cannot be read (%s). It must be a directory that this user may read."
     return rephrased(wrong, OSError, to=CheckpointError)
 
 
 def find_damage(folder: AnyPath) -> str | None:
-    """Compares the digests of all files; returns None, `NO_DIGESTS`, or a clause that names a damaged file.
+    """Compares the digests of all files. Returns None, `NO_DIGESTS`, or a clause that names a corrupted file.
 
     Raises `UserError` if object storage cannot be reached, so that nothing is known.
     """
@@ -297,7 +297,7 @@ def find_damage(folder: AnyPath) -> str | None:
             if name not in found:
                 return f"the file {name} is missing"
             if storage.sha256(path) != digest:
-                return f"the file {name} is damaged (its sha256 is not the one in {DIGESTS})"
+                return f"the file {name} is corrupted (its sha256 is not the one in {DIGESTS})"
     except OSError as error:
         if is_remote(folder) and not isinstance(error, FileNotFoundError):  # An outage is not damage.
             raise storage.access_error("read", path, error) from error
@@ -320,7 +320,7 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """Returns one clause on how two trees differ, naming up to three arrays; empty if they do not."""
+    """Returns one clause on how two trees differ, naming up to three arrays, or an empty string."""
     differ = [
         f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
         for name in sorted(saved.keys() | wanted.keys())
@@ -331,7 +331,7 @@ def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
 
 
 def _drop_empty(tree: Any) -> Any:
-    """Returns the tree with None for each array of size zero, which Orbax refuses: a memory without recurrence."""
+    """Returns the tree with None for each array of size zero, which Orbax rejects: a memory without recurrence."""
     return jax.tree.map(lambda leaf: leaf if np.size(leaf) else None, tree)
 
 
@@ -355,7 +355,7 @@ def _handler() -> ocp.CompositeCheckpointHandler:
 
 
 def _open_writer(name: str) -> ocp.AsyncCheckpointer:
-    """Opens a writer; `name` keeps processes from meeting at the barriers of another writer that is open."""
+    """Opens a writer. `name` keeps processes from meeting at the barriers of another writer that is open."""
     multiprocessing = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
     # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a computer that slept, for a
     # save that hangs. With several processes the limit stays: one that fails leaves the others waiting at a barrier.
@@ -366,7 +366,7 @@ def _open_writer(name: str) -> ocp.AsyncCheckpointer:
 
 
 def _short(error: BaseException) -> str:
-    """Returns an error in one line: Orbax's go on for pages, and name the system's reason far behind the paths."""
+    """Returns an error in one line: Orbax's fill pages, and name the system's reason far behind the paths."""
     if code := re.search(r"\[os_error_code='?(\d+)", str(error)):
         return os.strerror(int(code[1]))
     line = f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""Several processes that run the same program (one per host, as a rule), each on its own devices.
+"""Multiple processes that run the same program (usually one per host), each on its own devices.
 
 Process 0, the primary, reads and writes the files of a run. Every function here but `is_multiprocess`, `is_primary` and
 `is_known_to_all` is a collective: all processes must call it in the same order, and each waits for the others. With one
@@ -26,7 +26,7 @@ _KNOWN_TO_ALL = "known_to_all"
 
 
 def is_multiprocess() -> bool:
-    """Returns whether this process has joined others; jax touches no device to answer no."""
+    """Returns whether this process has joined others. If not, JAX touches no device."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
@@ -36,7 +36,7 @@ def is_primary() -> bool:
 
 
 def broadcast_from_primary(find: Callable[[], T]) -> T:
-    """Runs `find` on process 0 and broadcasts its result, which JSON must hold; other processes get lists for tuples.
+    """Runs `find` on process 0 and broadcasts its result as JSON, so other processes get lists for tuples.
 
     If it fails, process 0 raises its error, and the others `RemoteProcessError`.
     """
@@ -50,7 +50,7 @@ def broadcast_from_primary(find: Callable[[], T]) -> T:
 
 
 def run_on_all(act: Callable[[], T]) -> T:
-    """Runs `act`, which must not be a collective, in every process; returns its result once it succeeded in all.
+    """Runs `act`, which must not be a collective, in every process. Returns its result once it succeeded in all.
 
     If it fails, the processes in which it did raise its error, and the others `RemoteProcessError`.
     """
@@ -64,7 +64,7 @@ def run_on_all(act: Callable[[], T]) -> T:
 
 
 def first_error(own: str | None) -> str | None:
-    """Gathers each process's error message; returns the first with its process's number, or None if there is none."""
+    """Gathers each process's error message. Returns the first, with its process's number, or None if all succeeded."""
     if not is_multiprocess():
         return own
     errors = gather_texts(own or "")
@@ -72,13 +72,13 @@ def first_error(own: str | None) -> str | None:
 
 
 def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
-    """Raises `UserError` in all processes if facts, as JSON, differ from process 0's; names the first that differ."""
+    """Raises `UserError` in all processes if facts, as JSON, differ from process 0's. Names the first that differ."""
     first, *others = map(json.loads, gather_texts(json.dumps(facts))) if is_multiprocess() else [{}]
     for number, other in enumerate(others, start=1):
         names = [name for name in first | other if other.get(name) != first.get(name)][:3]
         if names:
-            found = (f"{name} is {other.get(name)} there and {first.get(name)} in process 0" for name in names)
-            raise _known_to_all(UserError(f"process {number}: {', '.join(found)}; {advice}"))
+            found = (f"{name} must be {first.get(name)}, as in process 0, got {other.get(name)}" for name in names)
+            raise _known_to_all(UserError(f"process {number}: {', '.join(found)}. {advice}"))
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -87,7 +87,7 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
-    """Raises `UserError`, the complaint, in a process that does not see process 0's folder within some seconds."""
+    """Raises `UserError`, the complaint, in a process that does not see process 0's directory within some seconds."""
     if not is_multiprocess():
         return
     marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))
@@ -110,7 +110,7 @@ def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Returns the whole array on the host; one that is sharded over several processes is gathered."""
+    """Returns the whole array on the host. Gathers an array that is sharded over multiple processes."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

@@ -21,7 +21,7 @@ _SECRET = re.compile(r"(?is)^(--?[\w.-]*(?:key|token|secret|password)=).*")  # A
 
 
 def describe() -> dict[str, Any]:
-    """Returns device, versions and date, which are written beside every measured number."""
+    """Returns device, versions and date, which are stored with every measured number."""
     return {
         "device": device_kind(),
         "devices": jax.device_count(),
@@ -46,7 +46,7 @@ def origin() -> list[str]:
 
 
 def device_kind() -> str:
-    """Returns the first device's name; for a CPU the processor's and its cores, as jax only returns "cpu"."""
+    """Returns the first device's name, for a CPU the processor's and its cores, as JAX only returns "cpu"."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

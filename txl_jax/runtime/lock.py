@@ -1,8 +1,8 @@
 """Locks that keep a second run out of a workdir.
 
-On this machine, and on file systems that share their locks, it is a lock of the operating system on `.lock`, which ends
-with its process. On gs:// it is the object `.lock`, created only if there is none and never rewritten. Its holder
-rewrites an object of its own, `.lock-beat-TOKEN`, every 15 s. After a minute without that another run may take over: it
+On this machine, and on file systems that share their locks, it is an operating system lock on `.lock`, which ends
+with its process. On gs:// it is the object `.lock`, created only if missing and never rewritten. Its holder
+rewrites another object, `.lock-beat-TOKEN`, every 15 s. After a minute without that another run may take over: it
 deletes this one `.lock` (by its generation) and creates its own. The holder stops as soon as it finds a `.lock` that is
 not its own. Ages are differences of the server's times. A holder that was killed on this machine is recognised at once.
 """
@@ -50,13 +50,13 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         self._stack = contextlib.ExitStack()  # It releases the lock.
 
     def close(self, *error: object) -> None:
-        """Releases the lock; nothing happens the second time."""
+        """Releases the lock. A second call does nothing."""
         self._stack.close()
 
     __exit__ = close
 
     def acquire(self) -> None:
-        """Takes the lock; on gs:// after up to a minute if its holder seems to be gone.
+        """Takes the lock, on gs:// after up to a minute if its holder seems to be gone.
 
         Raises `UserError` if another run has it, OSError if the bucket cannot be reached.
         """
@@ -65,7 +65,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         elif self._scheme == "gs":
             self._acquire_object()
         else:
-            self.notes.append(f"no lock protects this run, as {self._scheme}:// has none: start it once at a time")
+            self.notes.append(f"this run is not locked, because {self._scheme}:// has no locks: do not start it twice")
 
     def check(self) -> None:
         """Raises `UserError` if this process knows that another run has taken the lock over."""
@@ -73,13 +73,13 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             raise UserError(self._lost)
 
     def confirm(self) -> None:
-        """Makes sure of the lock before something is written; raises `UserError` if another run has it."""
+        """Confirms the lock before a write. Raises `UserError` if another run has it."""
         if self._scheme == "gs":
             self._look()
         self.check()
 
     def _refused(self, holder: str) -> UserError:
-        return UserError(f"another run ({holder}) is training in {self._folder}; stop it, or give another --workdir")
+        return UserError(f"another run ({holder}) is training in {self._folder}. Stop it, or pass another --workdir.")
 
     def _acquire_file(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -92,8 +92,8 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             except OSError as error:  # As on a Google Drive that is mounted in Colab.
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise
-                missing = f"as the file system does not have locks ({error.strerror})"
-                self.notes.append(f"no lock protects this run, {missing}: start it once")
+                missing = f"because the file system has no locks ({error.strerror})"
+                self.notes.append(f"this run is not locked, {missing}: do not start it twice")
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()
@@ -116,7 +116,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             if alive is False or unrenewed > STALE_SECONDS:
                 if self._delete(lock[0]):
                     remove(self._beat_of(record))
-                    self.notes.append(f"the lock of {holder} was taken over: it has ended, or did not renew its lock")
+                    self.notes.append(f"the lock was taken over from {holder}, which has ended or did not renew it")
                 continue
             if first is None:
                 print(
@@ -148,10 +148,10 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         if self._lost is not None or self._is_own():
             return
         record = self._read()
-        other = "somebody has removed it or" if record is None else f"another run ({record.get('holder')}) has"
+        other = "it was removed" if record is None else f"another run ({record.get('holder')}) has taken it over"
         self._lost = (
-            f"the lock of {self._folder} was lost, as it was not renewed for a minute: {other} taken it over; this run "
-            "stops and has written nothing since"
+            f"the lock of {self._folder} was lost, because it was not renewed for a minute: {other}. This run "
+            "stops, and has written nothing since."
         )
 
     def is_renewed(self) -> bool:
@@ -163,7 +163,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         return (_stat(self._beat_of(record)) or lock)[1] <= STALE_SECONDS if alive is None else alive
 
     def _create(self) -> bool:
-        """Creates the object if it does not exist; returns whether it is this run's."""
+        """Creates the object if it does not exist. Returns whether it is this run's."""
         uploads = file_system("gs").base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
         query = {"uploadType": "media", "name": self._path.split("/", 3)[3], "ifGenerationMatch": "0"}
         data, headers = json.dumps(self._record).encode(), {"Content-Type": "application/octet-stream"}
@@ -174,7 +174,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         return True
 
     def _delete(self, generation: str) -> bool:
-        """Deletes the object if it still has this generation; returns whether it had."""
+        """Deletes the object if it still has this generation. Returns whether it had."""
         try:
             _call("DELETE", self._path, ifGenerationMatch=generation)
         except (FileExistsError, FileNotFoundError):
@@ -182,7 +182,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         return True
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns the object's content, which describes its holder; empty if it is damaged, None if it is missing."""
+        """Returns the object's content, which describes its holder: empty if corrupted, None if missing."""
         try:
             record = json.loads(read(self._path))
         except FileNotFoundError:
@@ -199,7 +199,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
 
 def is_held(folder: AnyPath) -> bool:
-    """Returns whether a run has the lock of a folder, as far as this machine can see; it takes no lock."""
+    """Returns whether a run has the lock of a directory, as far as this machine can see. Takes no lock."""
     path = os.path.join(os.fspath(folder), NAME)
     if not is_remote(path):
         with contextlib.suppress(FileNotFoundError), open(path) as handle:
@@ -212,13 +212,13 @@ def is_held(folder: AnyPath) -> bool:
 
 
 def _call(method: str, url: str, place: str = "b/{}/o/{}", **arguments: Any) -> Any:
-    """Calls the server about an object; returns the headers and the content of its answer."""
+    """Calls the server about an object. Returns the headers and the content of its answer."""
     bucket, key = url.split("/", 3)[2:]
     return patiently(lambda: file_system("gs").call(method, place, bucket, key, **arguments), url)
 
 
 def _stat(url: str) -> tuple[str, float] | None:
-    """Returns an object's generation and the seconds since it was written, by the server's clock; None if missing."""
+    """Returns an object's generation and its age in seconds, by the server's clock, or None if missing."""
     try:
         headers, answer = _call("GET", url)
     except FileNotFoundError:
@@ -238,7 +238,7 @@ def _machine() -> str | None:
 
 
 def _is_alive(record: dict[str, Any]) -> bool | None:
-    """Returns whether the holder's process runs on this machine; None if it is on another one."""
+    """Returns whether the holder's process runs on this machine, or None if it is on another machine."""
     if record.get("machine") is None or record["machine"] != _machine():
         return None
     return os.path.exists(f"/proc/{record.get('process')}")

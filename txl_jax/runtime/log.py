@@ -1,7 +1,7 @@
-"""The log of a run: `metrics.jsonl` and `log.txt` in its folder, and its sinks, TensorBoard among them.
+"""The log of a run: `metrics.jsonl` and `log.txt` in its directory, and its sinks, such as TensorBoard.
 
 A resumed run repeats the steps after its last checkpoint. Opening the log drops the records of those steps, so that
-`metrics.jsonl` reads as if the run had never stopped; `log.txt` keeps all lines.
+`metrics.jsonl` reads as if the run had never stopped, while `log.txt` keeps all lines.
 
 On this machine both are plain files. Objects cannot be appended to: in a bucket a thread uploads each text in parts,
 which readers join in the order of their names, and TensorBoard has a file for each checkpoint.
@@ -32,10 +32,10 @@ _PART = re.compile(r"(\d{6,})(\.all)?")
 
 
 def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
-    """Reads the records of a run in the order written; empty if there are none. A torn last line is left out.
+    """Reads the records of a run in the order written, if any. An incomplete last line is skipped.
 
     `folder` is the workdir, or the file metrics.jsonl in it.
-    Numbers that JSON cannot hold come as "nan", "inf" and "-inf": `float()` takes them as it takes numbers.
+    Numbers that JSON cannot store come as "nan", "inf" and "-inf", which `float()` accepts.
     Raises `LogError` if a line before the last is not a record, or the file cannot be read.
     """
     path = storage.as_path(folder)
@@ -45,7 +45,7 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise LogError(f"cannot read {path} ({error.strerror}); allow reading, or move it away") from error
+        raise LogError(f"cannot read {path} ({error.strerror}). Allow reading, or move it away.") from error
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -57,13 +57,13 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
         if line.endswith(b"\n") and isinstance(step, int) and 0 <= step < 1 << 63:
             records.append(record)
         elif number < len(lines):
-            wrong = f"line {number} of {path} is damaged (expected a JSON object with kind and step)"
-            raise LogError(f"{wrong}; repair or delete that line, or move the file away to start a new one")
+            wrong = f"line {number} of {path} is corrupted (it must be a JSON object with kind and step)"
+            raise LogError(f"{wrong}. Repair or delete that line, or move the file away to start a new one.")
     return records
 
 
 def read_appended(path: AnyPath) -> bytes:
-    """Returns the bytes of a text that a run appends to; raises OSError if it is missing or cannot be read."""
+    """Returns the bytes of a text that a run appends to. Raises OSError if it is missing or cannot be read."""
     path = storage.as_path(path)
     while parts := _parts(path):
         first = max((place for place, (_, part) in enumerate(parts) if part.endswith(".all")), default=0)
@@ -73,7 +73,7 @@ def read_appended(path: AnyPath) -> bytes:
 
 
 def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
-    """Replaces a text that nobody appends to meanwhile, whole or not at all; raises `LogError` if it cannot."""
+    """Replaces a text atomically, while nobody appends to it. Raises `LogError` if it cannot."""
     path = os.fspath(path)
     before = _parts(path)
     storage.write_lines(f"{_part(path, _next(before))}.all" if is_remote(path) else path, texts)
@@ -108,13 +108,13 @@ class _Text:
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
-    """Records and lines of one run. `open` returns it as a context manager; before that, lines wait.
+    """Records and lines of one run. `open` returns it as a context manager. Before that, lines wait.
 
-    Without a folder it keeps and prints nothing: with several processes only process 0 logs. TensorBoard and the sinks
+    Without a directory it does not log: with several processes only process 0 logs. TensorBoard and the sinks
     get everything too. `confirm` is called before an upload, and raises if another run writes here.
 
     Every method raises LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A
-    sink that fails is left out, with a line.
+    sink that fails is skipped from then on, with a log line.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
     def open(
         self, step: int = 0, *, redone: Collection[str] = (), header: Sequence[str] = (), opening: Sequence[str] = ()
     ) -> Self:
-        """Opens the files, and writes the lines `header`, to log.txt alone, `opening`, and those that have waited.
+        """Opens the files, and writes the lines `header` (only to log.txt), `opening`, and all earlier lines.
 
         Records after `step`, which the run starts after, are dropped, and at `step` those of the kinds `redone`.
         """
@@ -161,20 +161,20 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         return self
 
     def close(self, *error: object) -> None:
-        """Closes files and sinks; nothing happens the second time."""
+        """Closes files and sinks. A second call does nothing."""
         with storage.writing(self._folder or ""):
             self._closing.close()
 
     __exit__ = close
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Passes settings by dotted names, and facts, on to the sinks."""
+        """Passes settings by dotted names, and metadata, on to the sinks."""
         self._each("settings", values)
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds a line `{"kind": kind, "step": step, "time": now, **values}`, with `member` if it is given."""
+        """Adds a line `{"kind": kind, "step": step, "time": now, **values}`, with `member` if passed."""
         if taken := {"kind", "step", "member"} & values.keys():
-            raise UserError(f"a record's values are named {sorted(taken)}, which the record itself uses; rename them")
+            raise UserError(f"a record's values must not have the reserved names {sorted(taken)}. Rename them.")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
         record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
         record["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())  # A hook's own value of that name wins.
@@ -192,7 +192,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self.print(f"note      {line}")
 
     def print(self, line: str, *, show: bool = True) -> None:
-        """Prints a line if `show`, and adds it to log.txt with date and time; after `close` it only prints."""
+        """Prints a line if `show`, and adds it to log.txt with date and time. After `close` it only prints."""
         if self._waiting is not None:
             self._waiting.append(line)
         elif self._folder is not None:
@@ -203,7 +203,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 self._append(LINES, f"{now}  {each}")
 
     def seal(self) -> None:
-        """Returns once all is kept that was written; called before a checkpoint or a result, which relies on it."""
+        """Returns once all is kept that was written. Called before a checkpoint or a result, which relies on it."""
         self._upload_all()
         for text in self._texts.values():
             if text.lines:
@@ -257,7 +257,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._each("flush")
 
     def _each(self, method: str, *arguments: Any) -> None:
-        """Calls a method of each sink; one that has failed is only closed."""
+        """Calls a method of each sink. A sink that has failed is only closed."""
         for sink in self._sinks if self._texts else ():
             if sink in self._failed and method != "close":
                 continue
@@ -269,12 +269,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 self._failed.append(sink)
                 reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
                 self.note(
-                    f"{type(sink).__name__} failed and gets nothing more in this start; the run goes on ({reason})"
+                    f"{type(sink).__name__} failed and is skipped until the next start. The run continues ({reason})"
                 )
 
 
 def _drop_repeated(folder: str, last_step: int, redone: Collection[str]) -> None:
-    """Removes torn and repeated records of a run; a file without any is not touched."""
+    """Removes torn and repeated records of a run. A file without any is not touched."""
     kept = "".join(
         json.dumps(record) + "\n"
         for record in read_metrics(folder)

@@ -18,16 +18,16 @@ PROFILE = "profile"
 def check_steps(first: int, last: int, *, steps: int) -> None:
     """Raises `UserError` unless a run of `steps` updates makes the updates `first` to `last`, counted from 1."""
     if not 1 <= first <= last <= steps:
-        wrong = f"--profile_steps is {first},{last} and the run makes updates 1 to {steps}"
-        raise UserError(f"{wrong}; give the first and the last update to profile, in this order")
+        wrong = f"--profile_steps must be the first and last step to profile, from 1 to {steps}"
+        raise UserError(f"{wrong}, got {first},{last}")
 
 
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
-    """A train step that profiles some of its calls; a context manager, which ends a trace that is still open.
+    """A training step that profiles some of its calls. As a context manager it ends a trace that is still open.
 
-    The calls that hold one of the updates `profile_steps`, first and last counted from 1, are profiled into a folder.
+    The calls that contain one of the updates `profile_steps`, first and last counted from 1, are profiled.
     Each call is marked with the number of its first update, so that tools show the steps of a trace. Only process 0
-    writes. A trace that cannot be written is reported, and the run goes on. `exclude` takes the seconds that starting
+    writes. A trace that cannot be written is reported, and the run continues. `exclude` takes the seconds that starting
     and writing took.
     """
 
@@ -52,7 +52,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
         self._traced_from: int | None = None  # Set while a trace is open.
         self._trace = contextlib.ExitStack()
         if self._window is not None and self._window[1] <= first_step:
-            log(f"no profile in this start: update {self._window[1]} is done already")
+            log(f"no profile in this start: step {self._window[1]} is already done")
             self._window = None
 
     def __exit__(self, *error: object) -> None:
@@ -75,7 +75,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     def _end(self) -> None:
         first, self._window, self._traced_from = self._traced_from, None, None
         if first is not None and self._attempt(self._trace.close):
-            self._log(f"profile of the updates {first} to {self._done} in {self._folder}")
+            self._log(f"profile of steps {first} to {self._done} written to {self._folder}")
 
     def _attempt(self, act: Callable[[], Any]) -> bool:
         began = time.monotonic()
@@ -83,7 +83,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
             act()
         except Exception as error:  # noqa: BLE001 (jax raises RuntimeErrors of its own, and OSErrors)
             self._window = None
-            self._log(f"no profile in {self._folder} ({first_line(error)}); the run goes on")
+            self._log(f"no profile in {self._folder} ({first_line(error)}). The run continues.")
             return False
         finally:
             self._exclude(time.monotonic() - began)
@@ -92,7 +92,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
 
 @contextlib.contextmanager
 def _traced(folder: str) -> Iterator[None]:
-    """Profiles the block into a folder or a URL."""
+    """Profiles the block into a directory or a URL."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
     place = tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder)

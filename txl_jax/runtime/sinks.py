@@ -1,4 +1,4 @@
-"""Receivers of what a run reports: the protocol, TensorBoard, and Weights & Biases."""
+"""Sinks, which receive a run's records: the protocol, TensorBoard, and Weights & Biases."""
 
 import contextlib
 import hashlib
@@ -28,17 +28,17 @@ MEASURED = (
 
 
 class Sink:
-    """A receiver of what a run reports. Its methods do nothing: override those that you need.
+    """A receiver of a run's records. Its methods do nothing: override the ones you need.
 
-    A run calls them from its own thread, with several processes in process 0 alone. If a method raises, the run logs
-    that in one line, calls the sink no more, and goes on.
+    A run calls them from its own thread, with several processes only in process 0. If a method raises, the run logs
+    that in one line, stops calling the sink, and continues.
     """
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Takes the settings by dotted names, and facts such as device and versions; called first, in every start."""
+        """Takes the settings by dotted names, and metadata such as device and versions. Called first in every start."""
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
-        """Takes one record, after `step` updates; of an ensemble, about one member.
+        """Takes one record, after `step` updates, in an ensemble about one member.
 
         `kind` is "train", "valid", "test" or a hook's own. `values` may be nan or infinite.
         """
@@ -47,10 +47,10 @@ class Sink:
         """Takes a text, such as a sample, after `step` updates."""
 
     def flush(self) -> None:
-        """Makes what was taken durable; called at each checkpoint, and before `close`."""
+        """Makes earlier records durable. Called at each checkpoint, and before `close`."""
 
     def close(self) -> None:
-        """Ends; called last, also when the run fails."""
+        """Ends the sink. Called last, also when the run fails."""
 
 
 def grouped_names(kind: str, values: Mapping[str, float], member: str | None) -> dict[str, float]:
@@ -71,7 +71,7 @@ _RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/bits_per_byte", "test/p
 
 
 class TensorBoard(Sink):
-    """A TensorBoard file, made in a folder when first used. It hides steps after `first_step` in earlier files.
+    """A TensorBoard file, made in a directory when first used. It hides steps after `first_step` in earlier files.
 
     tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
     queue is full and the training loop waits forever. Names contain numbers because TensorBoard reads files in the
@@ -95,7 +95,7 @@ class TensorBoard(Sink):
         self._settings = values
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
-        """Adds a scalar for each value; "=" in the name of a member becomes "_", as TensorBoard wants it."""
+        """Adds a scalar for each value. "=" in a member's name becomes "_", because TensorBoard requires it."""
         scalar = _tensorboard("summary").scalar
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # It warns of each NaN, beside our own lines.
         self._write(step, *(scalar(*named) for named in grouped_names(kind, values, member).items()))
@@ -105,7 +105,7 @@ class TensorBoard(Sink):
         self._write(step, _tensorboard("summary").text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
 
     def flush(self) -> None:
-        """Writes the settings, and uploads files for object storage; a local file is written already."""
+        """Writes the settings, and uploads files for object storage. A local file is written already."""
         self._write_settings()
         if is_remote(self._folder) and self._file is not None:
             self._file.close()
@@ -140,7 +140,7 @@ class TensorBoard(Sink):
         self._add(step=step, summary=_tensorboard("proto.summary_pb2").Summary(value=values))
 
     def _open(self) -> None:
-        """Begins the next file; the first one of a start hides the later steps of earlier files."""
+        """Begins the next file. The first one of a start hides the later steps of earlier files."""
         if is_first := self._number == 0:
             if is_remote(self._folder):
                 self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorboard-"))
@@ -168,17 +168,17 @@ def _tensorboard(module: str) -> Any:
 
 
 class WeightsAndBiases(Sink):
-    """One run of a W&B project (extra `wandb`), named after its workdir; the same workdir continues the same run.
+    """One run of a W&B project (extra `wandb`), named after its workdir. The same workdir continues the same run.
 
     wandb's own variables decide where it sends it (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL).
-    Its files go to `wandb/` in the workdir, or in the current folder if that is a URL. Raises `UserError` if wandb is
+    Its files go to `wandb/` in the workdir, or `./wandb/` if that is a URL. Raises `UserError` if wandb is
     not installed.
     """
 
     def __init__(self, project: str, workdir: AnyPath):
         if importlib.util.find_spec("wandb") is None:
-            missing = f"the W&B project is {project!r} and wandb is not installed"
-            raise UserError(f"{missing}; pip install 'txl_jax[wandb]', or leave --wandb_project out")
+            missing = f"--wandb_project is {project!r}, but wandb is not installed"
+            raise UserError(f"{missing}. Run pip install 'txl_jax[wandb]', or omit --wandb_project.")
         self._project = project
         self._workdir = os.fspath(workdir)
         self._run: Any = None

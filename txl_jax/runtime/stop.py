@@ -34,7 +34,7 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")  # The machine's name in its f
 
 
 def request_stop(reason: str) -> None:
-    """Makes the `StopRequest` that is active, or the next one, true, as SIGTERM would; from any thread.
+    """Makes the active `StopRequest`, or the next, true, like SIGTERM. Call it from any thread.
 
     It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first one and does not end
     the process while it saves. The reason, such as "preempted=TRUE", is printed on the error stream.
@@ -47,13 +47,13 @@ def request_stop(reason: str) -> None:
 
 
 def request_save(reason: str) -> None:
-    """Makes the next `save_requested` true; from any thread."""
+    """Makes the next `save_requested` true. Call it from any thread."""
     _save_requested.set()
-    _print_now(reason, "going on", distributed.is_multiprocess())
+    _print_now(reason, "continuing", distributed.is_multiprocess())
 
 
 def save_requested() -> bool:
-    """Returns whether a checkpoint was requested since the last call, in any process; a collective."""
+    """Returns whether a checkpoint was requested since the last call, in any process. A collective."""
     own = _save_requested.is_set()
     if own:
         _save_requested.clear()
@@ -61,15 +61,15 @@ def save_requested() -> bool:
 
 
 def is_watched_by_all() -> bool:
-    """Returns whether all processes wait for notices, so that `save_requested` may become true; a collective."""
+    """Returns whether all processes wait for notices, so that `save_requested` may become true. A collective."""
     return distributed.first_error(None if _watching.is_set() else "not watched") is None
 
 
 class StopRequest:
-    """A context that notes the first SIGTERM or SIGINT; a second one acts as usual. True once one was noted.
+    """A context that notes the first SIGTERM or SIGINT, after which it is true. A second signal acts as usual.
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
-    (`reached_preemption_sync_point`); every process must ask for the truth value at the same sequence of steps. A
+    (`reached_preemption_sync_point`). Every process must ask for the truth value at the same sequence of steps. A
     second SIGTERM changes nothing then.
 
     With `only_defaults` it leaves handlers of the caller's own, and all signals if this is not the main thread.
@@ -110,7 +110,7 @@ class StopRequest:
         if not self._is_multiprocess:
             self.signal_number = number
         self._previous_handlers.close()
-        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, "; once more stops at once")
+        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second one stops at once")
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -122,10 +122,10 @@ def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None
 
 
 def act_on_notices() -> None:
-    """On a machine of Google Cloud, starts to wait in the background for notices; elsewhere does nothing.
+    """On a machine of Google Cloud, starts to wait in the background for notices. Elsewhere it does nothing.
 
-    Before maintenance that ends the machine the run saves and goes on; a preemption stops it, as SIGTERM does. (A
-    machine that migrates goes on.)
+    Before maintenance that ends the machine the run saves and continues. A preemption stops it, like SIGTERM. (A
+    machine that migrates continues.)
     """
     if server := metadata_server():
         maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
@@ -135,7 +135,7 @@ def act_on_notices() -> None:
 
 
 def metadata_server() -> str | None:
-    """Returns host, or host:port, of this machine's metadata server, or None if it has none, without using a network.
+    """Returns host, or host:port, of this machine's metadata server, or None. Uses no network.
 
     Google's own libraries read the same two environment variables.
     """
@@ -150,7 +150,7 @@ def metadata_server() -> str | None:
 
 
 def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> None:
-    """Calls `act` each time a value of the metadata server becomes `final`; ends if the server has no such key."""
+    """Calls `act` each time a value of the metadata server becomes `final`. Ends if the server has no such key."""
     with requests.Session() as session:
         session.trust_env = False  # A proxy has another machine's metadata, or none.
         session.headers["Metadata-Flavor"] = "Google"

@@ -2,7 +2,7 @@
 
 A path is a string: absolute for this machine, or a URL such as gs://bucket/run. `os.path` joins and splits both.
 Object storage has neither directories nor renames: an object appears whole when its upload ends, and replaces the one
-of its name. Every error of reading is an OSError with one line of text. FileNotFoundError means absence, and only that.
+of its name. Every read error is an OSError with one line of text. FileNotFoundError only means that it does not exist.
 """
 
 import contextlib
@@ -65,11 +65,11 @@ def as_path(text: AnyPath) -> str:
         return str(Path(name).expanduser().resolve())
     rest = re.sub("/+", "/", rest.strip("/"))
     if not is_remote(name) or scheme not in _SCHEMES or not rest:
-        known = " or ".join(f"{each}://bucket/folder" for each in _SCHEMES)
-        raise UserError(f"the path must be a folder of this machine or {known}, got {name}. Correct it")
+        known = " or ".join(f"{each}://bucket/directory" for each in _SCHEMES)
+        raise UserError(f"the path must be a local directory or {known}, got {name}")
     module, extra = _SCHEMES[scheme]
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"the path {name} needs the package {module}; install it with: pip install 'txl_jax[{extra}]'")
+        raise UserError(f"the path {name} needs the package {module}. Run pip install 'txl_jax[{extra}]'")
     return f"{scheme}://{rest}"
 
 
@@ -113,20 +113,20 @@ def read(path: AnyPath) -> bytes:
 
 
 def _ending(path: AnyPath) -> AnyPath:
-    """Returns a local path; raises OSError for a device or a pipe, such as a stranger's link to /dev/zero."""
+    """Returns a local path. Raises OSError for a device or a pipe, such as a stranger's link to /dev/zero."""
     if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return path
 
 
 def read_json(path: AnyPath) -> Any:
-    """Returns the value in a JSON file; raises ValueError if it is not JSON, nests too deeply, or exceeds 16 MiB."""
+    """Returns the value in a JSON file. Raises ValueError if it is not JSON, nests too deeply, or exceeds 16 MiB."""
     if not is_remote(path) and (length := size(path)) > _MAX_JSON_BYTES:
-        raise ValueError(f"it has {length:,} bytes, more than {_MAX_JSON_BYTES:,}")
+        raise ValueError(f"it must have at most {_MAX_JSON_BYTES:,} bytes, got {length:,}")
     try:
         return json.loads(read(path))
     except RecursionError as error:
-        raise ValueError("it nests too deeply") from error
+        raise ValueError("it is nested too deeply") from error
 
 
 def sha256(path: AnyPath) -> str:
@@ -153,7 +153,7 @@ def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
 
 
 def files_below(folder: AnyPath) -> list[str]:
-    """Returns the sorted paths of the files in a directory and those below it; none if it is missing."""
+    """Returns the sorted paths of the files in a directory and its subdirectories, empty if it is missing."""
     if is_remote(folder):
         return matching(folder, "find")
     return sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
@@ -171,7 +171,7 @@ def download(path: AnyPath, local: AnyPath) -> None:
 
 
 def local_copy(path: AnyPath, owner: object) -> str:
-    """Returns a copy of an object on this machine, removed together with `owner`; returns a local path as it is."""
+    """Returns a copy of an object on this machine, removed together with `owner`. Returns a local path as it is."""
     if not is_remote(path):
         return os.fspath(path)
     folder = tempfile.mkdtemp(prefix="txl_jax-")
@@ -191,19 +191,19 @@ def write(path: AnyPath, data: bytes) -> None:
 
 
 def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
-    """Replaces a file by lines, each with its newline, as `write`; there may be more than fit in memory."""
+    """Replaces a file by lines, each with its newline, like `write`. They need not fit in memory."""
     with _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(lines)
 
 
 def write_json(path: AnyPath, value: Any) -> None:
-    """Replaces a file by a value as JSON, as `write`; raises TypeError or ValueError if JSON cannot hold it."""
+    """Replaces a file by a value as JSON, like `write`. Raises TypeError or ValueError if JSON cannot store it."""
     write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 @contextlib.contextmanager
 def new_folder(folder: AnyPath) -> Iterator[Path]:
-    """Yields an empty local directory that takes the name of `folder` when the block ends, whole or not at all.
+    """Yields an empty local directory that is renamed to `folder` when the block ends, as a whole or not at all.
 
     To object storage the files are uploaded in the order in which they were made: the last one is there once all are.
     Raises `UserError` if `folder` exists and is not empty, `LogError` if it cannot be written.
@@ -218,8 +218,8 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
     if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
-        taken = f"{folder} is a file or a folder that is not empty, and nothing is written over"
-        raise UserError(f"{taken}; give the path of a new one")
+        taken = f"{folder} must be a new or empty directory, as nothing is overwritten"
+        raise UserError(f"{taken}. Pass another path.")
 
 
 @contextlib.contextmanager
@@ -264,12 +264,12 @@ def writing(path: AnyPath) -> Iterator[None]:
         yield
     except OSError as error:
         wrong = f"cannot write to {error.filename or path} ({error.strerror or error})"
-        raise LogError(f"{wrong}; free space or allow writing there, or give another folder") from error
+        raise LogError(f"{wrong}. Free space or allow writing there, or pass another directory.") from error
 
 
 @contextlib.contextmanager
 def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
-    """Makes a local directory; an OSError of writing `what` to it becomes a `UserError`."""
+    """Makes a local directory. An OSError while writing `what` to it becomes a `UserError`."""
     try:
         os.makedirs(folder, exist_ok=True)
         yield
@@ -279,8 +279,8 @@ def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
         if error.errno is None or not is_here:  # A library's own sentence, or another file.
             raise
         wrong = f"cannot write {what} to {folder} ({error.strerror or error})"
-        advice = "give --cache_dir=... a folder that you may write to, on a disk with space"
-        raise UserError(f"{wrong}; {advice}") from error
+        advice = "Set --cache_dir to a writable directory on a disk with free space."
+        raise UserError(f"{wrong}. {advice}") from error
 
 
 def probe(folder: AnyPath) -> None:
@@ -301,7 +301,7 @@ def upload(local: AnyPath, path: AnyPath) -> None:
 
 
 def make_folder(folder: AnyPath) -> None:
-    """Makes a directory and those above it; object storage needs none."""
+    """Makes a directory and its parents. Object storage needs none."""
     if not is_remote(folder):
         os.makedirs(folder, exist_ok=True)
 
@@ -322,18 +322,18 @@ def remove_tree(folder: AnyPath) -> None:
 
 @contextlib.contextmanager
 def locked(path: AnyPath) -> Iterator[None]:
-    """Holds an exclusive lock; waits for a process that has it. The lock ends with its process, however that ends."""
+    """Holds an exclusive lock, after waiting for a process that has it. The lock always ends with its process."""
     with open(path, "a") as handle:
         try:
             lock_now(handle, seconds=0)
         except BlockingIOError:
-            print(f"waiting for another process, which holds the lock {path}", flush=True)
+            print(f"waiting   for another process, which holds the lock {path}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def lock_now(handle: IO[str], *, seconds: float) -> None:
-    """Locks an open file until it is closed; raises BlockingIOError if another process has the lock all the time."""
+    """Locks an open file until it is closed. Raises BlockingIOError if another process has the lock all the time."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -363,7 +363,7 @@ def remote_call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def patiently(act: Callable[[], T], url: str) -> T:
-    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`; its errors become OSError."""
+    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`. Its errors become OSError."""
     until, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
     while True:
         try:
@@ -393,18 +393,18 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 
 def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
-    """Returns the sentence for an error of files or objects; `what` cannot be done, such as "read"."""
-    reason, advice = error.strerror or str(error), "start again once it can be reached"
+    """Returns the error for a failed operation on a file or object. `what` is the operation, such as "read"."""
+    reason, advice = error.strerror or str(error), "Start again once it can be reached."
     if not is_remote(path):
-        advice = "check its permissions and the space on its disk, or give another --workdir"
+        advice = "Check its permissions and the free space on its disk, or pass another --workdir."
     elif isinstance(error, FileNotFoundError):
-        reason, advice = "no such bucket or object", "make the bucket, or give the name of one that is there"
+        reason, advice = "no such bucket or object", "Create the bucket, or pass the name of an existing one."
     elif isinstance(error, PermissionError):
         advice = (
-            "log in with `gcloud auth application-default login`, or give the account of this machine the role Storage "
-            "Object User on the bucket"
+            "Log in with `gcloud auth application-default login`, or grant this machine's account the role Storage "
+            "Object User on the bucket."
         )
-    return UserError(f"cannot {what} {path} ({reason}); {advice}")
+    return UserError(f"cannot {what} {path} ({reason}). {advice}")
 
 
 def shorten_storage_logs() -> None:

@@ -4,8 +4,8 @@
     sessions.py    memories that clients keep
     engine.py      the thread that owns the device: texts join and leave rows between calls
     protocol.py    OpenAI's JSON to requests, and results to JSON
-    completion.py  the jobs of one request on the event loop
-    app.py         routes and figures; page.html: a page to type into
+    completion.py  one request's jobs on the event loop
+    app.py         routes and metrics, with page.html to try the model in a browser
 
 `protocol.py`, `completion.py` and `app.py` need the extra `serve`.
 """

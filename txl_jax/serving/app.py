@@ -1,6 +1,6 @@
-"""The routes of the server, in Starlette; `make_app` lists them.
+"""The routes of the server, in Starlette. `make_app` lists them.
 
-Every error has a body of OpenAI's form with one sentence. An unforeseen error is logged, and answered without its
+Every error has a body in OpenAI's format with a message. An unexpected error is logged, and answered without its
 traceback.
 """
 
@@ -100,7 +100,7 @@ class _Server(Collector):
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key, and a POST with JSON if it has a body's model; errors are JSON too.
+        """Returns a route that needs a key, and a POST with JSON if it has a body's model. Errors are JSON too.
 
         The function finds the key's owner and the body in `request.state`.
         """
@@ -119,7 +119,7 @@ class _Server(Collector):
                 response = Response(status_code=499)
             except Exception:  # noqa: BLE001 (clients get a sentence, and the log the traceback)
                 _log.exception("a request failed")
-                response = _error(RequestError("the server could not answer this request", status=500, code="internal"))
+                response = _error(RequestError("internal server error", status=500, code="internal"))
             self._requests.labels(response.status_code).inc()
             return response
 
@@ -171,7 +171,7 @@ class _Server(Collector):
         )
 
     async def make_session(self, request: Request) -> Response:
-        """Makes a session; at the limit, the one idle longest makes room."""
+        """Makes a session. At the limit, the session that was idle longest is evicted."""
         return JSONResponse(self._described(self._store.create(request.state.owner)), status_code=201)
 
     async def list_sessions(self, request: Request) -> dict[str, Any]:
@@ -219,20 +219,20 @@ class _Server(Collector):
         engine, store, counters = self._engine, self._store, self._engine.counters
         yield GaugeMetricFamily("txl_rows", "Rows of the compiled step.", engine.step.batch_size)
         yield GaugeMetricFamily("txl_rows_busy", "Rows in use.", engine.num_busy)
-        yield GaugeMetricFamily("txl_choices_waiting", "Choices that wait for a row.", engine.num_waiting)
+        yield GaugeMetricFamily("txl_choices_waiting", "Choices waiting for a row.", engine.num_waiting)
         yield GaugeMetricFamily("txl_sessions", "Sessions kept.", store.num_sessions)
         yield GaugeMetricFamily("txl_session_bytes", "Memory of the sessions.", store.num_bytes)
-        yield CounterMetricFamily("txl_sessions_evicted", "Sessions that made room for others.", store.num_evicted)
+        yield CounterMetricFamily("txl_sessions_evicted", "Sessions evicted for others.", store.num_evicted)
         yield GaugeMetricFamily("txl_ready", "Whether requests are taken.", engine.ready)
-        yield CounterMetricFamily("txl_tokens_read", "Tokens of prompts that were read.", counters.read)
-        yield CounterMetricFamily("txl_tokens_written", "Tokens that were written.", counters.written)
-        ended = CounterMetricFamily("txl_choices_ended", "Choices that have ended, by reason.", labels=["reason"])
+        yield CounterMetricFamily("txl_tokens_read", "Prompt tokens read.", counters.read)
+        yield CounterMetricFamily("txl_tokens_written", "Tokens generated.", counters.written)
+        ended = CounterMetricFamily("txl_choices_ended", "Choices finished, by reason.", labels=["reason"])
         for reason, count in list(counters.ended.items()):
             ended.add_metric([reason], count)
         yield ended
 
     def _owner(self, request: Request) -> str:
-        """Returns the digest of the request's key, under which its sessions are kept; raises `RequestError` (401)."""
+        """Returns the digest of the request's key, under which its sessions are kept. Raises `RequestError` (401)."""
         if not self._keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -240,16 +240,16 @@ class _Server(Collector):
         # Compared with all of them, in a time that does not depend on where they differ.
         known = [hmac.compare_digest(given, own) for own in self._keys]
         if scheme.lower() != "bearer" or not any(known):
-            message = "the API key is missing or not one of this server's; send it as Authorization: Bearer KEY"
+            message = "the API key is missing or invalid. Send it as Authorization: Bearer KEY."
             raise RequestError(message, status=401, code="invalid_api_key")
         return given
 
     async def _json(self, request: Request) -> bytes:
-        """Returns the body; raises `RequestError` if it is no JSON (415), or is too long (413) or slow (408)."""
+        """Returns the body. Raises `RequestError` if it is not JSON (415), or is too long (413) or slow (408)."""
         # A page of another site can send a form or plain text to this address, but no JSON without being asked first.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            message = f"the body is of type {kind[:80]!r}; send application/json"
+            message = f"the content type must be application/json, got {kind[:80]!r}"
             raise RequestError(message, status=415, code="unsupported_media_type")
         limits, body = self._engine.limits, bytearray()
         try:
@@ -257,10 +257,10 @@ class _Server(Collector):
                 async for part in request.stream():
                     body += part
                     if len(body) > limits.body_bytes:
-                        message = f"the body has more than {limits.body_bytes} bytes"
+                        message = f"the body must have at most {limits.body_bytes} bytes"
                         raise RequestError(message, status=413, code="body_too_large")
         except TimeoutError:
-            message = f"the body did not come within {limits.body_seconds:g} s"
+            message = f"the body must arrive within {limits.body_seconds:g} s"
             raise RequestError(message, status=408, code="timeout") from None
         return bytes(body)
 
@@ -291,11 +291,11 @@ class _Stream(StreamingResponse):
 
 
 class _OwnPagesOnly:
-    """Refuses names of other servers, and what a browser sends for a page of another one.
+    """Rejects other servers' names, and a browser's requests from another server's page.
 
     A web page of anybody can be given a name that resolves to this machine (DNS rebinding). A browser then takes this
-    server for the page's own, and the Host header alone shows it. Starlette's `TrustedHostMiddleware` has neither
-    exceptions for probes nor a refusal that says what to do.
+    server for the page's own, and only the Host header shows it. Starlette's `TrustedHostMiddleware` has neither
+    exceptions for probes nor an error that says what to do.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]):
@@ -308,10 +308,10 @@ class _OwnPagesOnly:
             host, origin = headers.get("host", ""), headers.get("origin", "")  # Only browsers send an origin.
             page = origin.partition("://")[2]
             if self._hosts and _name(host) not in self._hosts:
-                message = f"this server is not {host[:80]!r}; add that name to --allowed_hosts if it is yours"
+                message = f"{host[:80]!r} is not a name of this server. If it should be, add it to --allowed_hosts."
                 app = _error(RequestError(message, status=421, code="unknown_host"))
             elif origin and page != host and _name(page) not in self._hosts - {*LOOPBACK}:
-                message = f"a page of {origin[:80]!r} may not use this server; pages of --allowed_hosts may"
+                message = f"pages from {origin[:80]!r} are not allowed. To allow them, add the name to --allowed_hosts."
                 app = _error(RequestError(message, status=403, code="cross_site"))
         await app(scope, receive, send)
 
@@ -334,7 +334,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     """Answers for paths and methods that do not exist."""
     method, path = request.method[:10], request.url.path[:80]
     if error.status_code != 405:
-        message = f"{path} does not exist; texts are continued at POST /v1/completions"
+        message = f"{path} does not exist. For completions, use POST /v1/completions."
         return _error(RequestError(message, status=error.status_code, code="not_found"))
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     allowed = ", ".join(sorted({name for route in matching for name in route.methods}))  # Of all routes of the path.

@@ -23,7 +23,7 @@ class CompletionRun:
     """The choices of one request, and their pieces on the event loop. Texts and JSON are made in other threads."""
 
     def __init__(self, engine: Engine, body: CompletionBody, *, model: str):
-        """Begins nothing; `submit` does. Raises `RequestError`."""
+        """Does not start anything, unlike `submit`. Raises `RequestError`."""
         self._engine, self._body, self._events = engine, body, asyncio.Queue[tuple[int, Event]]()
         if body.model not in (None, model):
             raise protocol.unknown_model(body.model, model)
@@ -45,7 +45,7 @@ class CompletionRun:
         try:
             state = session.state if session else EMPTY if name is None else store.get(name, owner).state
             if not len(state.pending) and not all(len(prompt.tokens) for prompt in self._prompts):
-                raise RequestError("the session is empty and so is the prompt; give a prompt", param="prompt")
+                raise RequestError("prompt must not be empty for an empty session", param="prompt")
             sinks = (functools.partial(self._put, number * self._body.n) for number in itertools.count())
             self._jobs = [Job(prompt, next(sinks), until, session, state) for prompt in self._prompts]
             self._engine.submit(self._jobs)
@@ -55,7 +55,7 @@ class CompletionRun:
             raise
 
     async def whole(self, request: Request) -> bytes:
-        """Returns the response when all choices have ended; raises `RequestError` if one could not, or nobody waits."""
+        """Returns the response when all choices have ended. Raises `RequestError` if one failed or nobody waits."""
         collecting, leaving = asyncio.ensure_future(self._collect()), asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -68,7 +68,7 @@ class CompletionRun:
             self.cancel()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yields server-sent events; whoever reads them calls `cancel` at the end."""
+        """Yields server-sent events. The reader must call `cancel` at the end."""
         try:
             async for index, piece in self._pieces():
                 if event := await asyncio.to_thread(self._event, index, piece):
@@ -90,7 +90,7 @@ class CompletionRun:
         return found
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields the pieces of all choices as they come; raises an error."""
+        """Yields the pieces of all choices as they come, or raises an error."""
         left = len(self._writers)
         while left:
             index, event = await self._events.get()
@@ -100,7 +100,7 @@ class CompletionRun:
             yield index, event
 
     def _put(self, first: int, sample: int, event: Event) -> None:
-        """Takes an event from the engine's thread, of a sample of the prompt whose first choice is given."""
+        """Takes an event from the engine's thread, for a sample of the prompt with this first choice."""
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
             self._loop.call_soon_threadsafe(self._events.put_nowait, (first + sample, event))
 

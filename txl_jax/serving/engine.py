@@ -123,7 +123,7 @@ class _Row:
         return len(self.left) > 1
 
     def put(self, piece: Piece) -> None:
-        """Passes a piece on; one of the prompt is kept for the samples that wait."""
+        """Passes a piece on. A prompt's piece is kept for the samples that wait."""
         if piece.is_prompt and self.job.waiting:
             self.job.pieces.append(piece)
         self.job.sink(self.sample, piece)
@@ -133,7 +133,7 @@ class Engine:
     """Runs jobs on one device, in the R rows of a `Step`."""
 
     def __init__(self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits):
-        """Begins nothing; `start` does. `store` takes the sessions' memories, `limits.waiting` limits the queue."""
+        """Does not start the thread. `store` keeps the sessions' memories, `limits.waiting` limits the queue."""
         self.step, self.vocabulary, self.store, self.limits = step, vocabulary, store, limits
         self.counters = Counters()
         self._params = params
@@ -151,30 +151,30 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: list[Job]) -> None:
-        """Makes jobs wait for rows; raises `RequestError` (400, 429, 503) and takes none if there are too many."""
+        """Makes jobs wait for rows. Raises `RequestError` (400, 429, 503) and takes no job if there are too many."""
         with self._changed:
             if self._refusal is not None:
                 # A new exception each time: one that is raised again collects the traceback of every request.
                 raise RequestError(self._refusal, status=503, code="unavailable")
             count, most = sum(job.waiting for job in jobs), self.limits.waiting + self.step.batch_size
             if count > most:
-                message = f"the request has {count} choices and this server takes {most} at a time; send fewer"
+                message = f"a request must have at most {most} choices (the server's limit), got {count}"
                 raise RequestError(message, param="n")
             if self.num_waiting + count > most:
-                message = f"{self.num_waiting} choices wait and at most {self.limits.waiting} may; try again later"
+                message = f"the queue is full ({self.num_waiting} of {self.limits.waiting} choices). Try again later."
                 raise RequestError(message, status=429, code="overloaded")
             self._waiting.extend(jobs)
             self._changed.notify()
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Ends jobs whose results nobody wants; their sessions stay as they were."""
+        """Ends jobs whose results nobody wants. Their sessions do not change."""
         with self._changed:
             for job in jobs:
                 job.cancelled = True
             self._changed.notify()
 
     def refuse(self, reason: str) -> None:
-        """Refuses new jobs from now on; those that were taken continue."""
+        """Rejects new jobs from now on. Jobs that were accepted continue."""
         with self._changed:
             self.ready = False
             self._refusal = reason
@@ -216,7 +216,7 @@ class Engine:
         except BaseException:  # noqa: BLE001 (whatever it is, clients must get an answer)
             _log.exception("the engine failed")
             self.failed = True
-            self.refuse("the server has failed and must be started again")
+            self.refuse("the server has failed and must be restarted")
         for job in self._jobs():
             self._fail(job, RequestError(str(self._refusal), status=503, code="unavailable"))
 
@@ -233,7 +233,7 @@ class Engine:
         self._cache = self.step.put(self._cache, 0, self._beginning or self.step.take(self._cache, 0))
 
     def _wait(self) -> bool:
-        """Waits for work; returns whether the thread continues."""
+        """Waits for work. Returns whether the thread continues."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or self._waiting or self._rows)
             return not self._stopping
@@ -248,9 +248,9 @@ class Engine:
         now = time.monotonic()
         for job in self._jobs():
             if job.cancelled:
-                self._fail(job, RequestError("the client has left", status=499, code="cancelled"))
+                self._fail(job, RequestError("the client has disconnected", status=499, code="cancelled"))
             elif now > job.until:
-                message = "the time for a request is over; ask for less"
+                message = "the request timed out. Request fewer tokens."
                 self._fail(job, RequestError(message, status=504, code="timeout"))
 
     @contextlib.contextmanager
@@ -262,11 +262,11 @@ class Engine:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
                 raise
             _log.exception("a request failed")
-            message = "the server could not answer this request"
+            message = "internal server error"
             self._fail(job, RequestError(message, status=500, code="internal"))
 
     def _admit(self) -> None:
-        """Puts waiting samples into free rows; those whose prompt is being read wait for its end."""
+        """Puts waiting samples into free rows. Samples whose prompt is being read wait for its end."""
         for number in sorted(set(range(self.step.batch_size)) - self._rows.keys()):
             with self._changed:
                 job = next((job for job in self._waiting if job.is_read or not job.begun), None)
@@ -294,7 +294,7 @@ class Engine:
             job.state, job.pieces = EMPTY, []
 
     def _read(self, until: float) -> None:
-        """Reads a segment for each row that has one to read; those for which no time was left come first next time."""
+        """Reads a segment for each row that has one to read. Rows for which no time was left come first next time."""
         reading = {number: row for number, row in self._rows.items() if row.reads}
         are_awaited, taken = len(reading) < len(self._rows), 0.0
         for number, row in reading.items():
@@ -326,7 +326,7 @@ class Engine:
             job.is_read = True
 
     def _write(self) -> None:
-        """Draws up to K tokens of each row that has read its prompt; ends those that want none."""
+        """Samples up to K tokens of each row that has read its prompt. Ends rows that want no more."""
         rows, writing = Rows.idle(self.step.batch_size), {}
         for number, row in list(self._rows.items()):
             prompt = row.prompt
@@ -383,7 +383,7 @@ class Engine:
         row.put(last)
 
     def _fail(self, job: Job, error: RequestError) -> None:
-        """Ends a job with an error; its session stays as it was."""
+        """Ends a job with an error. Its session does not change."""
         with self._changed:
             rows = {number: row for number, row in self._rows.items() if row.job is not job}
             self.counters.ended[error.code] += job.waiting + len(self._rows) - len(rows)

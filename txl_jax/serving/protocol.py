@@ -28,9 +28,9 @@ _Ids = Annotated[list[_Id], Field(fail_fast=True)]  # One error is enough: milli
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias", "suffix")
 _MESSAGES = {
-    "prompt": "a prompt must be a text, a list of token ids, or a list of several of either",
+    "prompt": "prompt must be a string, a list of token ids, or a list of strings or of lists of token ids",
     "stop": "stop must be a string or a list of strings",
-} | {name: f"{name} is not supported; omit it" for name in _UNSUPPORTED}
+} | {name: f"{name} is not supported. Omit it." for name in _UNSUPPORTED}
 
 
 class Body(pydantic.BaseModel):
@@ -46,7 +46,7 @@ class Body(pydantic.BaseModel):
             return found
         if unknown := found.keys() - cls.model_fields:  # Not left to pydantic, which makes an error of each.
             known = ", ".join(sorted(cls.model_fields)) or "none"
-            message = f"{min(unknown)[:40]!r} is not a parameter of this request, which takes: {known}"
+            message = f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: {known}"
             raise RequestError(message, code="unknown_parameter")
         return {name: value for name, value in found.items() if value is not None}
 
@@ -114,7 +114,7 @@ def error_json(error: RequestError) -> dict[str, Any]:
 
 
 def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
-    """Returns a body, which may be empty; raises `RequestError` with one sentence for anything else."""
+    """Returns a body, which may be empty. Raises `RequestError` for anything else."""
     try:
         found = json.loads(content.decode() or "{}", parse_constant=_refuse_constant, object_pairs_hook=_object)
         return kind.model_validate(found)
@@ -129,30 +129,30 @@ def _error_of(error: Any) -> RequestError:
     if not error["loc"]:
         return RequestError("the body must be a JSON object", code="malformed_json")
     name = ".".join(map(str, error["loc"][: 1 if error["loc"][0] in _MESSAGES else None]))
-    said = error["msg"].replace("Input", "it")
-    message = _MESSAGES.get(name, f"{name} is {reprlib.repr(error['input'])}; {said[:1].lower()}{said[1:]}")
+    said = error["msg"].replace("Input should", "must")
+    message = _MESSAGES.get(name, f"{name} {said[:1].lower()}{said[1:]}, got {reprlib.repr(error['input'])}")
     return RequestError(message, param=name)
 
 
 def unknown_model(given: str, model: str) -> RequestError:
     """Returns the error of a request for another model."""
-    message = f"model is {given[:80]!a}, and this server has only {model!r}"
+    message = f"model must be {model!r}, got {given[:80]!a}"
     return RequestError(message, status=404, param="model", code="model_not_found")
 
 
 def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> list[Prompt]:
-    """Returns the prompts of a body; raises `RequestError`."""
+    """Returns the prompts of a body. Raises `RequestError`."""
     if body.best_of not in (None, body.n):
         raise RequestError(f"best_of must be n ({body.n}), got {body.best_of}", param="best_of")
     if body.fork and body.session is None:
-        raise RequestError("fork is true without a session; pass the session to fork", param="fork")
+        raise RequestError("fork requires a session. Pass the session to fork.", param="fork")
     if body.stream_options != _StreamOptions() and not body.stream:
-        raise RequestError("stream_options is only for stream = true", param="stream_options")
+        raise RequestError("stream_options requires stream = true", param="stream_options")
     if body.max_tokens > limits.new_tokens:
         message = f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}"
         raise RequestError(message, param="max_tokens")
     if not body.max_tokens and not body.echo:
-        raise RequestError("max_tokens is 0 and echo is false, so that nothing would come back", param="max_tokens")
+        raise RequestError("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
     given: Any = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     count = len(several) * body.n
@@ -160,7 +160,7 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
         message = f"a request must have 1 to {limits.choices} choices, got {len(several)} prompts with n = {body.n}"
         raise RequestError(message, param="prompt")
     if body.session is not None and not body.fork and count > 1:
-        message = f"a session goes on as one text, got {len(several)} prompts with n = {body.n}; set fork for several"
+        message = f"a session continues as one text, got {len(several)} prompts with n = {body.n}. Set fork for more."
         raise RequestError(message, param="session")
     found = [_ids(each, vocabulary) for each in several]
     if body.session is None:
@@ -175,21 +175,21 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns the text of the token that texts begin after, if it has one; no token ends a text."""
+    """Returns the text of the token that texts start after, if it has a text. No token ends a text."""
     start, text = vocabulary.start, vocabulary.decode(vocabulary.start).decode(errors="replace")
     bos = text if np.array_equal(_ids(text, vocabulary), start) else None
     return {"bos_token": bos, "bos_token_id": int(start[0]), "eos_token": None, "vocab_size": vocabulary.size}
 
 
 def tokenize(body: TokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
-    """Returns the ids of a text; raises `RequestError`."""
+    """Returns the ids of a text. Raises `RequestError`."""
     ids = _ids(body.prompt, vocabulary)
     _check_total(len(ids), limits)
     return {"tokens": ids.tolist(), "count": len(ids)}
 
 
 def detokenize(body: DetokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
-    """Returns the text of ids; raises `RequestError`."""
+    """Returns the text of ids. Raises `RequestError`."""
     _check_total(len(body.tokens), limits)
     return {"prompt": vocabulary.decode(_ids(body.tokens, vocabulary)).decode(errors="replace")}
 
@@ -232,9 +232,9 @@ class ChoiceWriter:
         return found
 
     def _top(self, scores: Any, place: int, own: int) -> dict[str, float]:
-        """Returns the most likely tokens in place of one, by their texts.
+        """Returns the most likely tokens at a place, by their texts.
 
-        The logprob of that one itself is the one beside it, to the last bit: lm-evaluation-harness compares them.
+        The generated token's logprob equals `token_logprobs` to the last bit: lm-evaluation-harness compares them.
         """
         count = min(self._logprobs or 0, self._vocabulary.size)
         tokens, logprobs = scores.top_tokens[place, :count].tolist(), scores.top_logprobs[place, :count].tolist()
@@ -254,16 +254,16 @@ class ChoiceWriter:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object; raises `ValueError` for a key that it has twice."""
+    """Returns an object. Raises `ValueError` for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         [(name, times)] = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name[:40]!r} is given {times} times")
+        raise ValueError(f"{name[:40]!r} appears {times} times")
     return found
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
@@ -277,9 +277,9 @@ def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
 def _check_total(total: int, limits: Limits) -> None:
     """Raises `RequestError` if a request has more tokens than a request may have."""
     if total > limits.tokens:
-        most = f"the prompts, and max_tokens of all choices, may have {limits.tokens} tokens together, got {total}"
-        advice = "shorten the prompts, lower max_tokens or n, or continue a session over several requests"
-        raise RequestError(f"{most}; {advice}", param="prompt", code="too_many_tokens")
+        most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
+        advice = "Shorten the prompts, lower max_tokens or n, or continue a session over several requests."
+        raise RequestError(f"{most}. {advice}", param="prompt", code="too_many_tokens")
 
 
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:

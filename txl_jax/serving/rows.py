@@ -1,13 +1,13 @@
-"""The rows of the server: the functions of `inference.decode` for R rows, each at a position of its own.
+"""The rows of the server: the functions of `inference.decode` for R rows, each at its own position.
 
-A row has its own ring of slots, indexed by the number of tokens that it has read, which the host keeps. So what it
-computes depends on its own tokens alone, to the last bit, whenever it joined and whatever the others do:
+A row has its own ring of slots, indexed by the number of tokens that it has read, which the host keeps. So its results
+depend only on its own tokens, to the last bit, whenever it joined and whatever the others do:
 
 - A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet another's.
 - A call that reads takes one row out of the rings, for a segment of one of two widths, which the row's tokens decide.
 - Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
 
-A ring has M + K slots or more, of which the latest M can be seen; K is `block`, a row's tokens per call. So a row that
+A ring has M + K slots or more, of which the latest M can be seen. K is `block`, a row's tokens per call. So a row that
 has nothing to do needs no branch: it overwrites its oldest slot, which cannot be seen. A row can go back by up to K - 1
 tokens, exactly, by setting its position back, as after a stop string in the middle of a call.
 """
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arguments of a call that writes; arrays [R]."""
+    """Arguments of a call that writes: arrays [R]."""
 
     last: Any  # int32, the latest token, which is read first.
     position: Any  # int32, tokens read before.
@@ -73,18 +73,18 @@ class Step:
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
         """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
 
-        Raises `UserError` if the mesh has several devices or the model keeps documents apart; whether it can generate
+        Raises `UserError` if the mesh has several devices or the model keeps documents apart. Whether it can generate
         at all is checked by `runs.generate.check_can_generate`.
         """
         if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.
             raise UserError(
                 f"the model keeps documents apart by the token {components.config.data.reset_at!r}, which the "
-                "server does not; generate with txl_jax.load"
+                "server does not support. Generate with txl_jax.load."
             )
         if components.mesh.size > 1:
             raise UserError(
-                f"the mesh has {components.mesh.size} devices and rows are served by one; start the server where JAX "
-                "finds one device, as with CUDA_VISIBLE_DEVICES=0, or with JAX_NUM_CPU_DEVICES=1"
+                f"the server must run on one device, got a mesh of {components.mesh.size}. Start it where JAX finds "
+                "one device, for example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1."
             )
         assert isinstance(components.model, TransformerXL)
         self._components, self._model = components, components.model
@@ -119,7 +119,7 @@ class Step:
         return None if masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
-        """Draws up to K tokens of each row; the cache is donated.
+        """Samples up to K tokens of each row. The cache is donated.
 
         Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first `steps` count.
         """
@@ -132,9 +132,9 @@ class Step:
     def read(
         self, weights: Weights, cache: KVCache, row: int, position: int, tokens: np.ndarray, *, scored: bool
     ) -> tuple[KVCache, Scores]:
-        """Reads the next tokens of one row at its position; the cache is donated.
+        """Reads the next tokens of one row at its position. The cache is donated.
 
-        `tokens` [T] are those that are left, the last of which is not read. Returns the cache, and the scores of the
+        `tokens` [T] are the remaining ones, the last of which is not read. Returns the cache, and the scores of the
         tokens that follow the n that were read: n is the largest of `WIDTHS` that is at most T - 1, or T - 1.
         """
         left = len(tokens) - 1
@@ -148,7 +148,7 @@ class Step:
         return cache, Scores(*(np.asarray(each)[:count] for each in scores))
 
     def put(self, cache: KVCache, row: int, state: KVCache) -> KVCache:
-        """Returns the cache with `state` [1, ..] in a row; the cache is donated."""
+        """Returns the cache with `state` [1, ..] in a row. The cache is donated."""
         return self._put(cache, np.int32(row), state)
 
     def take(self, cache: KVCache, row: int) -> KVCache:

@@ -21,7 +21,7 @@ from txl_jax.inference.cache import KVCache
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a row knows when it has read all but the latest token; never changed, only replaced."""
+    """A row's state after all but the latest token. Never changed, only replaced."""
 
     rings: KVCache | None  # Of one row, [1, ..], or None if nothing was read yet.
     position: int  # Of the row (`serving.rows.Rows`).
@@ -45,12 +45,12 @@ class Session:
 
 
 class SessionStore:
-    """The sessions of a server. One thread may use it; the engine's thread calls `release`."""
+    """The sessions of a server. One thread may use it, and the engine's thread calls `release`."""
 
     def __init__(
         self, *, limit: int, seconds: float, limit_per_owner: int | None = None, clock: Callable[[], float] = time.time
     ):
-        """Begins with no sessions, of at most `limit` over all owners; each expires `seconds` after its last use."""
+        """Starts without sessions. Keeps at most `limit` of all owners, each until `seconds` after its last use."""
         self.seconds, self._clock = seconds, clock
         self._limit, self._limit_per_owner = limit, limit if limit_per_owner is None else limit_per_owner
         self._sessions: dict[str, Session] = {}
@@ -68,7 +68,7 @@ class SessionStore:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(rings))
 
     def create(self, owner: str) -> Session:
-        """Makes an empty session, in place of an idle one if there are too many; raises `RequestError` (429)."""
+        """Makes an empty session, replacing an idle one if there are too many. Raises `RequestError` (429)."""
         self._expire()
         self._make_room([each for each in self._all() if each.owner == owner], self._limit_per_owner)
         self._make_room(self._all(), self._limit)
@@ -78,12 +78,12 @@ class SessionStore:
         return session
 
     def get(self, name: str, owner: str) -> Session:
-        """Returns a session; raises `RequestError` (404) if the owner has none of this name, or no more."""
+        """Returns a session. Raises `RequestError` (404) if the owner has no such session, or it has expired."""
         self._expire()
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
-            gone = f"it may have made room for others, or have expired {self.seconds:g} s after its last use"
-            message = f"you have no session {name[:40]!r}: {gone}; make a new one and send the text again"
+            gone = f"It may have been evicted for others, or have expired {self.seconds:g} s after its last use."
+            message = f"session {name[:40]!r} does not exist. {gone} Make a new session and send the text again."
             raise RequestError(message, status=404, code="session_not_found")
         session.used = self._clock()
         return session
@@ -94,10 +94,10 @@ class SessionStore:
         return [session for session in self._all() if session.owner == owner]
 
     def begin(self, name: str, owner: str) -> Session:
-        """Returns a session for one request, until `release`; raises `RequestError` (404, 409)."""
+        """Returns a session for one request, until `release`. Raises `RequestError` (404, 409)."""
         session = self.get(name, owner)
         if session.busy:
-            message = f"the session {name} is used by another request; wait for its end"
+            message = f"session {name} is used by another request. Wait until it ends."
             raise RequestError(message, status=409, code="session_busy")
         session.busy = True
         return session
@@ -109,7 +109,7 @@ class SessionStore:
         session.busy = False
 
     def delete(self, name: str, owner: str) -> None:
-        """Removes a session; raises `RequestError` (404, 409)."""
+        """Removes a session. Raises `RequestError` (404, 409)."""
         del self._sessions[self.begin(name, owner).name]
 
     def _all(self) -> list[Session]:
@@ -120,7 +120,7 @@ class SessionStore:
         if len(sessions) >= limit:
             idle = [session for session in sessions if not session.busy]
             if not idle:
-                message = f"{limit} sessions may be kept, and requests use all of them; wait until one ends"
+                message = f"all {limit} sessions are used by requests. Wait until a request ends."
                 raise RequestError(message, status=429, code="too_many_sessions")
             del self._sessions[min(idle, key=lambda session: session.used).name]
             self.num_evicted += 1

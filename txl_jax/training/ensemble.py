@@ -1,7 +1,7 @@
-"""The members of an ensemble, and their update: several runs vmapped into one program over a leading member axis.
+"""Ensemble members and their training step: multiple runs, vmapped into one over a leading member axis.
 
 A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over the members each
-kernel does the work of all of them. What they differ in changes no shape: it is passed beside the config, as arrays.
+kernel does the work of all of them. What they differ in changes no shape: it is passed with the config, as arrays.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Members:
     """Members of an ensemble by name.
 
-    Without names there is no member axis: one run, whose arrays, files and records are those of a run by itself. Code
+    Without names there is no member axis: one run, whose arrays, files and records are like a single run's. Code
     that goes through `labels` serves both.
     """
 
@@ -68,11 +68,11 @@ class Members:
         return jax.tree.map(with_axis, tree) if self.names else tree
 
     def to_json(self, values: Sequence[T]) -> Any:
-        """Returns one value per member as an object by name, or the only value of a run by itself."""
+        """Returns one value per member as an object by name, or a single run's only value."""
         return dict(zip(self.names, values, strict=True)) if self.names else values[0]
 
     def from_json(self, stored: Any) -> list[Any]:
-        """Inverts `to_json`; None (nothing was stored) gives None for each member."""
+        """Inverts `to_json`. None (nothing was stored) gives None for each member."""
         if stored is None:
             return [None] * len(self)
         return [stored[name] for name in self.names] if self.names else [stored]
@@ -83,7 +83,7 @@ class Members:
 
 
 class Variation(NamedTuple):
-    """The values in which members differ from their base: an array [n] for each, or none where all are as the base."""
+    """The values in which members differ from their base: an array [n] for each setting in which members differ."""
 
     seed: jax.Array | None  # uint32, of the initial parameters and of dropout.
     learning_rate: jax.Array | None  # The peak.
@@ -111,14 +111,14 @@ class _TracedRates(DropoutConfig):
 
 
 def with_rates(model: AnyModel, rates: Mapping[str, jax.Array]) -> AnyModel:
-    """Returns the model with other rates of dropout, by the names in `RATES`; they may be traced."""
+    """Returns the model with other dropout rates, by the names in `RATES`. Rates may be traced."""
     dropout = model.config.dropout
     every: Any = {**_rates(dropout), **rates}
     return model.clone(config=dataclasses.replace(model.config, dropout=_TracedRates(**every, locked=dropout.locked)))
 
 
 def _rates(dropout: DropoutConfig) -> dict[str, float]:
-    """Returns the rates by name; those of input and output follow the others' if they are None."""
+    """Returns the rates by name. Input and output rates that are None follow the others."""
     rates = {name: getattr(dropout, name) for name in RATES}
     return rates | {"input": dropout.input_rate, "output": dropout.output_rate}
 
@@ -130,7 +130,7 @@ def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | No
 def make_ensemble_step(
     model: AnyModel, base: ExperimentConfig
 ) -> Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
-    """Returns S updates of n members; each is that of `make_train_step` with the member's values, up to rounding.
+    """Returns S updates of n members, each the same as `make_train_step` with the member's values, up to rounding.
 
     The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
     """

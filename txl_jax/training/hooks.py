@@ -31,7 +31,7 @@ class HookContext:
         self.run_log.print(line)
 
     def record(self, kind: str, values: dict[str, float], *, member: str | None = None) -> None:
-        """Adds a record of this step to metrics.jsonl; `member` names the member of an ensemble that it is about."""
+        """Adds a record of this step to metrics.jsonl. `member` is the ensemble member's name, if any."""
         self.run_log.record(kind, self.step, values, member=member)
 
     def text(self, tag: str, text: str) -> None:
@@ -39,7 +39,7 @@ class HookContext:
         self.run_log.text(self.step, tag, text)
 
     def request_stop(self) -> None:
-        """Ends training at this step, after the other hooks; everything is saved."""
+        """Ends training at this step, after the other hooks. A checkpoint is saved."""
         self.stopping = True
 
 
@@ -47,7 +47,7 @@ class HookContext:
 class Hook:
     """An action that is due after every `every` updates, and after the last one.
 
-    It may return a new state to continue with; None keeps the state. After a kill a hook may run again for steps that
+    It may return a new state to continue with, or None to keep it. After a kill a hook may run again for steps that
     it has already run for.
     """
 
@@ -55,12 +55,12 @@ class Hook:
     action: Callable[[HookContext], TrainState | None]
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, f"a hook's interval is {self.every}; it must be at least 1 update")
+        require(self.every >= 1, f"a hook's interval must be at least 1 step, got {self.every}")
 
     def check_interval(self, segments_per_call: int) -> None:
         """Raises `UserError` unless the interval is a multiple of the updates of a call, after which hooks are run."""
-        wrong = f"a hook's interval is {self.every}, no multiple of train.segments_per_call, {segments_per_call}"
-        require(self.every % segments_per_call == 0, f"{wrong}; hooks are run between calls")
+        wrong = f"a hook's interval must be a multiple of train.segments_per_call ({segments_per_call})"
+        require(self.every % segments_per_call == 0, f"{wrong}, got {self.every}")
 
 
 def check_hooks(hooks: Any, segments_per_call: int) -> None:

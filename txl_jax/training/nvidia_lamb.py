@@ -28,7 +28,7 @@ LARGEST_NORM = 10.0
 
 
 def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns m / (sqrt(v) + eps) with Adam's moments, not corrected for their bias; the state is Adam's."""
+    """Returns m / (sqrt(v) + eps) with Adam's moments, not corrected for their bias. The state is Adam's."""
     b2, eps = optimizer.adam_b2, optimizer.adam_eps
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -42,7 +42,7 @@ def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation
 
 
 def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors; times 1 where a norm is 0."""
+    """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors, or times 1 if a norm is 0."""
     eps, joined = optimizer.adam_eps, _joined_projections(model)
 
     def norms(tree: Any) -> dict[tuple[Any, ...], jax.Array]:
@@ -76,7 +76,7 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
 
 
 def _joined_projections(model: ModelConfig) -> dict[str, str]:
-    """Returns the tensor that holds each projection of attention; one that is left out is a tensor by itself."""
+    """Returns the tensor that contains each projection of attention. A projection not listed is its own tensor."""
     if model.network is Network.LSTM:
         return {}
     nets = encoding_of(model).original_projections

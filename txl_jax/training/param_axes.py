@@ -29,7 +29,7 @@ def is_stacked(names: tuple[str, ...]) -> bool:
 
 
 def matrix_axes(names: tuple[str, ...]) -> MatrixAxes | None:
-    """Returns the axes of a layer's matrix that go in and out, counted from the last; None: no matrix of a layer.
+    """Returns the axes of a layer's matrix that go in and out, counted from the last, or None for others.
 
     Heads and their width are together one side of a projection: a query is [D, H * E]. Embeddings, the softmax and its
     projections are none.
@@ -89,7 +89,7 @@ def as_matrices(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the stacked layers, {} if there are none, and the other parameters, both by their whole paths."""
+    """Returns the stacked layers, if any, and the other parameters, both by their whole paths."""
     outer, inner = _LAYERS
     if inner not in tree.get(outer, {}):
         return {}, tree

@@ -22,7 +22,7 @@ _SECONDS_TO_TIME = 3.0  # Of the first steps, before a run states how long it ta
 
 @dataclasses.dataclass
 class RunningTotals:
-    """Sums since the last progress line; part of a checkpoint, so that resuming changes no line."""
+    """Sums since the last progress line. They are part of a checkpoint, so that resuming changes no line."""
 
     nats: float = 0.0
     tokens: float = 0.0
@@ -105,7 +105,7 @@ class Progress:
     def _forecast(self, done: int) -> None:
         """Prints how long the run takes, once, when its first steps are timed.
 
-        The first call is left out: it fills buffers, and on GPUs loads kernels.
+        The first call is not counted: it fills buffers, and on GPUs loads kernels.
         """
         now = self._now()
         if self._first_call is None:
@@ -116,8 +116,8 @@ class Progress:
         self._has_forecast = True
         each, memory = seconds / updates, self.device_memory()
         self.log.print(
-            f"time      {environment.brief_number(each)} s per step: about "
-            f"{environment.brief_duration((self.steps - done) * each)} for the other {self.steps - done:,} steps, "
+            f"time      {environment.brief_number(each)} s per step, about "
+            f"{environment.brief_duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
             "without evaluations" + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
         )
 
@@ -133,7 +133,7 @@ class Progress:
         self._since, self._timed_updates, self._waited = now, 0, 0.0
 
     def _measured(self, seconds: float) -> dict[str, float]:
-        """Returns the values of a record that this process has measured; the names are those of `MEASURED`."""
+        """Returns the values of a record that this process has measured, by the names in `MEASURED`."""
         cost, updates = self.cost, self._timed_updates
         found = {
             "tokens_per_second": updates * cost.tokens / seconds,
@@ -174,4 +174,4 @@ def _check_finite(first_step: int, metrics: UpdateMetrics, prefix: str) -> None:
         bad = int(np.argmin(finite))
         found = f"summed loss {metrics.nats[bad]}, gradient norm {metrics.grad_norm[bad]}"
         rate = f"learning rate {metrics.learning_rate[bad]:.2e}"
-        raise NonFiniteError(f"{prefix}update {first_step + bad + 1}: {found}, {rate}; training stops here")
+        raise NonFiniteError(f"{prefix}update {first_step + bad + 1}: {found}, {rate}. Training stops here")

@@ -1,4 +1,4 @@
-"""The train step: state, losses and update; S updates are one pure function.
+"""The training step: state, losses and update. S updates are one pure function.
 
 There is one optimizer update per segment, as in the paper.
 """
@@ -22,7 +22,7 @@ from txl_jax.training.weight_averaging import Average
 
 @flax.struct.dataclass
 class TrainState:
-    """The training state, which a checkpoint holds as a whole.
+    """The training state, which a checkpoint stores as a whole.
 
     The position in the text and the random keys are functions of `step`: neither has state. In an ensemble every leaf
     has a leading member axis.
@@ -51,7 +51,7 @@ def init_state(
 ) -> TrainState:
     """Returns the state before the first update of training that begins with these parameters.
 
-    The optimizer's state is boxed like the parameters; bare parameters give a bare state.
+    The optimizer's state is boxed like the parameters. Bare parameters give a bare state.
     """
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -63,7 +63,7 @@ def init_state(
 
 
 class UpdateMetrics(NamedTuple):
-    """Metrics of one update; stacked to [S] by a call."""
+    """Metrics of one update. A call stacks them to [S]."""
 
     nats: jax.Array  # Summed over the scored tokens of the global batch.
     tokens: jax.Array  # Number of those.
@@ -85,7 +85,7 @@ def make_train_step(
 ) -> TrainStep:
     """Returns a function of (state, S segments) that is ready for `jax.jit` with the state donated.
 
-    `seed` is that of dropout, which may be traced, or None for the config's.
+    `seed` is the dropout seed, which may be traced, or None for the config's.
     """
     train = config.train
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
@@ -129,7 +129,7 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Returns the minimized loss, as a part of the batch's mean over `tokens`; and (summed nats, new memory)."""
+        """Returns the minimized loss, as a part of the batch's mean over `tokens`, and (summed nats, new memory)."""
         variables, weights = {"params": params}, jnp.asarray(segment.weights)
         (hidden, memory), kept = model.apply(
             variables,

@@ -2,7 +2,7 @@
 
 Parameters that have a row per token are the embedding's `table_c`, and the softmax's `table_c` and `bias`. With div_val
 1 there is one table for all clusters, so that a token may be in another cluster than before. With div_val > 1 each
-cluster has a table of its own width, and in it its own projection: the row of a token that moved fits nowhere, and the
+cluster has a table of another size, and its own projection: the row of a token that moved fits nowhere, and the
 token counts as new.
 """
 
@@ -37,7 +37,7 @@ class RowMap(NamedTuple):
 
 
 def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
-    """Returns the id in `old` of each token of `new` by its spelling, int32 [V new]; -1: `old` lacks it.
+    """Returns the id in `old` of each token of `new` by its spelling, int32 [V new], or -1 if `old` does not have it.
 
     The token for unknown words and the mark of a line's end are matched by their use where their spellings differ.
     """
@@ -84,7 +84,7 @@ def transfer(
 
 
 def _tokens_of(name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray) -> tuple[int, int, int] | None:
-    """Returns the tokens of a parameter's rows: (first, one past the last, first in the old one); None: it has none."""
+    """Returns the tokens of a parameter's rows: (first, one past the last, first in the old one), or None."""
     found = _TABLE.fullmatch(name)
     if name == _BIAS or (found and config.div_val == 1):
         return 0, int(new[-1]), 0
@@ -100,7 +100,7 @@ def _clusters(tokens: Any, config: ModelConfig) -> np.ndarray:
 
 
 def shape_differences(old: Any, new: Any) -> Sequence[str]:
-    """Describes the parameters of two trees that differ in name or shape, those with a row per token left out."""
+    """Describes the parameters of two trees that differ in name or shape, except ones with a row per token."""
     shapes = []
     for tree in (old, new):
         leaves = jax.tree.leaves_with_path(tree)

@@ -44,12 +44,12 @@ def add(average: Average, params: Any, step: jax.Array, config: AverageConfig) -
 
 
 def has_begun(average: Average, member: int = 0) -> bool:
-    """Returns whether the mean of a run, or of a member of an ensemble, has begun or its beginning is set."""
+    """Returns whether the mean of a run or ensemble member has begun or its beginning is set."""
     return int(np.atleast_1d(average.begun)[member]) != _NEVER
 
 
 def begin(average: Average, step: int, member: int = 0) -> Average:
-    """Starts the mean of a run, or of a member of an ensemble, after `step` updates."""
+    """Starts the mean of a run or ensemble member after `step` updates."""
     if not average.begun.ndim:
         return dataclasses.replace(average, begun=jnp.full_like(average.begun, step))
     begun = average.begun.at[member].set(step)
@@ -57,6 +57,6 @@ def begin(average: Average, step: int, member: int = 0) -> Average:
 
 
 def is_due(losses: Sequence[float], trigger: int) -> bool:
-    """Returns whether the newest validation loss is worse than the best but for the last `trigger` (NT-ASGD)."""
+    """Returns whether the latest validation loss is worse than the best except for the last `trigger` (NT-ASGD)."""
     before = losses[:-1]
     return len(before) > trigger and losses[-1] > min(before[: len(before) - trigger])

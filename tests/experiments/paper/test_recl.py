@@ -135,7 +135,7 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
         ({"lengths": (2, 8, 0)}, r"\b2,8,0\b"),
         ({"lengths": (5, 9, 5)}, r"\b5,9,5\b"),
         ({"ratios": (0.0,)}, r"\b0\.0\b"),
-        ({"lengths": (100, 200, 100)}, r"\b200\b.*\b56\b"),
+        ({"lengths": (100, 200, 100)}, r"\b56\b.*\b200\b"),
     ):
         with pytest.raises(ValueError, match=pattern):
             run(group, tmp_path, dataclasses.replace(PLAN, **changes))

@@ -28,7 +28,7 @@ def test_implementations_are_written_and_read():
         assert Implementation.parse(gone) is None
     wrong = ("", "tiled 128x", "reference  128x128", "tiled", "tiled 0x128", "fused 16x16", "fused mosaic_roll")
     for text in (*wrong, "other 8x8"):
-        with pytest.raises(ValueError, match="no implementation"):
+        with pytest.raises(ValueError, match="not an attention implementation"):
             Implementation.parse(text)
 
 

@@ -1,6 +1,6 @@
 """Position encodings: one file and one object each, and the registry of them.
 
-    encoding.py    `PositionEncoding`, what the model, inference, `flops` and `interop` ask of an encoding
+    encoding.py    `PositionEncoding`, the interface that the model, inference, `flops` and `interop` use
     relative.py    the paper's: sinusoids of the distance, u and v (Dai et al., 2019)
     shaw.py        learned keys of distances (Shaw et al., 2018)
     sinusoidal.py  sinusoids added to the embedding (Vaswani et al., 2017)

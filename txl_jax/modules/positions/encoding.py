@@ -1,4 +1,4 @@
-"""The interface of a position encoding. Its defaults are those of a model without positions.
+"""The interface of a positional encoding. Its defaults are for a model without positions.
 
 Methods of the training pass are called inside flax modules, in this order; parameters and dropouts that they create
 belong to the calling module.
@@ -27,10 +27,10 @@ class Projections(NamedTuple):
 
 
 class PositionTerms(NamedTuple):
-    """Terms of the training scores that come from positions, not yet divided by sqrt(E); None: without that term.
+    """Terms of the training scores that come from positions, not yet divided by sqrt(E). None means no such term.
 
     Keys and biases have the compute type. Scores are added in at least float32 and may have that type: bfloat16 does
-    not separate neighbouring distances above 256. A bias per distance is `position_score` alone.
+    not separate neighbouring distances above 256. A bias per distance is only `position_score`.
     """
 
     position_key: jax.Array | None = None  # [H, K, E], of the distances K - 1, .., 0.
@@ -42,9 +42,9 @@ class PositionTerms(NamedTuple):
 
 
 class PositionKeys(flax.struct.PyTreeNode):
-    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0; `key`, `score` or both.
+    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0: `key`, `score` or both.
 
-    They are added to scores that are already divided by sqrt(E), as the query is.
+    They are added to scores that are already divided by sqrt(E), like the query.
     """
 
     bias: jax.Array | None  # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
@@ -53,7 +53,7 @@ class PositionKeys(flax.struct.PyTreeNode):
 
 
 class DecodeTerms(NamedTuple):
-    """Position terms of one layer at inference; None: without that term."""
+    """Position terms of one layer at inference. None means no such term."""
 
     content_bias: jax.Array | None = None  # u, [H, E], divided by sqrt(E).
     position_keys: PositionKeys | None = None
@@ -61,7 +61,7 @@ class DecodeTerms(NamedTuple):
 
 
 class OriginalTensor(NamedTuple):
-    """A tensor of the authors' PyTorch release that holds parameters of an encoding."""
+    """A tensor of the authors' PyTorch release with parameters of an encoding."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class PositionEncoding:
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array | None:
-        """Returns what all layers read of the distances K - 1, .., 0: codes [K, D], int [K], or None.
+        """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], int [K], or None.
 
         Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here.
         """
@@ -110,18 +110,18 @@ class PositionEncoding:
         return embedded
 
     def shared_parameters(self) -> Any:
-        """Creates parameters that all layers share; called in the module of the stack.
+        """Creates parameters that all layers share. Called in the module of the stack.
 
         Inference finds them under the name "biases".
         """
         return None
 
     def layer_parameters(self, shared: Any) -> Any:
-        """Creates parameters of one layer, or returns the shared ones; called in the module of the layer."""
+        """Creates parameters of one layer, or returns the shared ones. Called in the module of the layer."""
         return shared
 
     def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
-        """Adds positions to the inputs of a layer, [B, L, D]; called in the module of the layer."""
+        """Adds positions to the inputs of a layer, [B, L, D]. Called in the module of the layer."""
         return inputs
 
     def position_terms(
@@ -145,7 +145,7 @@ class PositionEncoding:
         `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
         `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
 
-        `layer` has the parameters of the layer, `shared` those that `shared_parameters` created, or None.
+        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None.
         """
         return DecodeTerms()
 
@@ -155,6 +155,6 @@ class PositionEncoding:
         """Returns the correspondence of the encoding's other parameters than `original_projections`.
 
         Raises:
-          UserError: If the config's model has parameters that other implementations lack.
+          UserError: If other implementations do not support the config's model.
         """
         return ()

@@ -1,6 +1,6 @@
 """Absolute positions as learned vectors added to the inputs of each layer (Al-Rfou et al., 2018).
 
-They are counted back from the segment's end. What a layer keeps in its memory are its inputs with the vectors added.
+They are counted back from the segment's end. A layer keeps its inputs with the vectors added in its memory.
 """
 
 from collections.abc import Callable

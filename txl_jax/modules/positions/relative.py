@@ -106,8 +106,8 @@ class RelativePositions(PositionEncoding):
         c = self.config
         if c.tie_positions:
             raise UserError(
-                "model.tie_positions is on, but other implementations have u, v and a matrix of positions. Train "
-                "with it turned off."
+                "model.tie_positions must be off: other implementations have u, v and a matrix of positions. Train "
+                "with it off."
             )
         shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
         parent = "stack/layers/biases" if c.untie_r else "stack/biases"

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention: shapes, dtypes, and the description of what is visible.
+"""Checks of the arguments of attention: shapes, dtypes, and visibility.
 
 Without them wrong arguments would end in an error of XLA about shapes that the caller never wrote or, as with integers,
 in numbers without a meaning.
@@ -34,17 +34,15 @@ _CACHED_AXES = {
 
 
 def operands_fit(operands: Operands, visibility: Visibility) -> None:
-    """Raises `ValueError` for arrays that do not fit each other or the description of what is visible."""
+    """Raises `ValueError` for arrays that do not match each other or the visibility."""
     given = _given(operands._asdict())
     biases = [name for name in ("content_bias", "position_bias") if name in given]
     if biases and "position_key" not in given:
-        raise ValueError(
-            f"{' and '.join(biases)} given and position_key is None; give position_key [H, P, E] too, or no bias"
-        )
+        raise ValueError(f"position_key must be an array [H, P, E] with {' and '.join(biases)}, got None")
     sizes = _sizes(given["query"].shape, visibility.segment_len)
     if visibility.mem_len < 0:
         raise ValueError(
-            f"visibility.mem_len is {visibility.mem_len}; it must be at least 0: keys include the segment's"
+            f"visibility.mem_len must be at least 0 (keys include the segment's), got {visibility.mem_len}"
         )
     sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
     lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
@@ -56,12 +54,10 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
 
 
 def cached_operands_fit(operands: CachedOperands, visibility: CachedVisibility) -> None:
-    """Raises `ValueError` for arguments of `cached_attention` that do not fit each other."""
+    """Raises `ValueError` for arguments of `cached_attention` that do not match."""
     position_query, position_key, position_score = operands.position or (None, None, None)
     if operands.position is not None and position_key is None and position_score is None:
-        raise ValueError(
-            "position has neither keys nor scores; give keys [H, E, P], scores [H, P] or both, or position=None"
-        )
+        raise ValueError("position must have keys [H, E, P], scores [H, P] or both, or be None")
     arrays = *operands[:3], *operands.ring, position_query, position_key, position_score
     given = _given(dict(zip(_CACHED_AXES, arrays, strict=True)))
     table = position_score if position_key is None else position_key
@@ -79,18 +75,16 @@ def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: array for name, array in arrays.items() if array is not None}
     for name, array in given.items():
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise ValueError(f"{name} is a {type(array).__name__}; it must be an array")
+            raise ValueError(f"{name} must be an array, got {type(array).__name__}")
     return given
 
 
 def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
     """Returns the lengths of the query's axes by letters."""
     if len(query) != 4 or 0 in query:
-        raise ValueError(f"query has the shape {query}; it must be [B, H, L, E], none of them 0")
+        raise ValueError(f"query must have shape [B, H, L, E], none of them 0, got {query}")
     if query[2] != segment_len:
-        raise ValueError(
-            f"query has the shape {query}, [B, H, L, E], thus L {query[2]}; visibility.segment_len is {segment_len}"
-        )
+        raise ValueError(f"query {query} must have L = visibility.segment_len ({segment_len}), got {query[2]}")
     return dict(zip("BHLE", query, strict=True))
 
 
@@ -98,25 +92,24 @@ def _check_shapes(given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: M
     for name, array in given.items():
         expected = tuple(sizes[axis] for axis in of_axes[name])
         if array.shape != expected:
-            raise ValueError(f"{name} has the shape {array.shape}; {because} it must be {expected}")
+            raise ValueError(f"{name} must have shape {expected} {because}, got {array.shape}")
 
 
 def _check_types(given: Mapping[str, Any], *, free: tuple[str, ...]) -> None:
-    """Checks that all have the query's type, except those that are converted: scores of distances, and a ring."""
+    """Checks that all have the query's dtype, except arrays that are converted: scores of distances, and a ring."""
     of_query = given["query"].dtype
     for name, array in given.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} has the type {array.dtype.name}; it must be a floating-point type")
+            raise ValueError(f"{name} must have a floating-point dtype, got {array.dtype.name}")
         if array.dtype != of_query and name not in free:
             raise ValueError(
-                f"{name} has the type {array.dtype.name} and query {of_query.name}; they must be the same: cast one "
-                "with .astype"
+                f"{name} must have the query's dtype {of_query.name}, got {array.dtype.name}. Cast one with .astype."
             )
 
 
 def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
     if visibility.window is not None and visibility.window < 1:
-        raise ValueError(f"visibility.window is {visibility.window}; it must be at least 1, the query's own key")
+        raise ValueError(f"visibility.window must be at least 1 (the query's own key), got {visibility.window}")
     _check_integers("valid", visibility.valid, (batch,))
     if visibility.document_start is not None:
         _check_integers("document_start", visibility.document_start, (batch, visibility.segment_len))
@@ -128,7 +121,7 @@ def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
     if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         text = type(given).__name__ if dtype is None else f"{dtype.name} {list(found or ())}"
         each = ("", ", one number for each row", ", one number for each query")[len(shape)]
-        raise ValueError(f"visibility.{name} is {text}; it must be int32 {list(shape)}{each}")
+        raise ValueError(f"visibility.{name} must be int32 {list(shape)}{each}, got {text}")
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
@@ -138,13 +131,13 @@ def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropou
     if isinstance(dropout, tuple) and len(dropout) == 2:
         dropout = Dropout(dropout[0], _seed(dropout[1]), n_head=n_head)
     if not isinstance(dropout, Dropout):
-        raise ValueError(f"dropout is {dropout!r}; it must be (rate, seed), such as (0.1, jnp.uint32(7)), or None")
+        raise ValueError(f"dropout must be (rate, seed), such as (0.1, jnp.uint32(7)), or None, got {dropout!r}")
     # A traced rate has no value yet.
     if isinstance(dropout.rate, int | float | np.number) and not 0 <= dropout.rate < 1:
-        raise ValueError(f"the rate of dropout is {dropout.rate}; it must be at least 0 and below 1")
+        raise ValueError(f"the dropout rate must be at least 0 and below 1, got {dropout.rate}")
     if dropout.n_head < n_head:  # Rows of the batch would share masks.
         raise ValueError(
-            f"dropout.n_head is {dropout.n_head} and query has {n_head} heads; it counts those of all devices"
+            f"dropout.n_head must be at least the query's {n_head} heads (of all devices), got {dropout.n_head}"
         )
     return dropout
 
@@ -156,6 +149,6 @@ def _seed(seed: Any) -> jax.Array:
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
         found = type(seed).__name__ if dtype is None else f"{dtype} {list(shape or ())}"
         raise ValueError(
-            f"the seed of dropout is {found}; it must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
+            f"the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32), got {found}"
         )
     return jnp.asarray(seed).astype(jnp.uint32)

@@ -10,7 +10,7 @@ from txl_jax.ops.attention.tpu import geometry as tpu
 AUTO = "auto"
 _STORED = Implementation("stored")
 # Reading the KV cache is all the work then, and the reference converts it while it reads.
-_ONE_TOKEN = "one token at a time has nothing to tile"
+_ONE_TOKEN = "a single token has nothing to tile"
 _DOCUMENTS = "only the reference and stored have a mask for documents that are kept apart (data.reset_at)"
 _INFERENCE = "stored is for training: nothing is kept for gradients over a KV cache"
 _MOST_STRIPS = 8
@@ -23,7 +23,7 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
     """Chooses an implementation: (implementation, the reason for it).
 
     Args:
-      path: One of `PATHS`, or "auto" for what is expected to be the fastest of those that can serve.
+      path: One of `PATHS`, or "auto" for the path that is expected to be the fastest.
       problem: The call. Over a KV cache "stored" means the reference.
       without: Paths that "auto" must not take, as they failed on this device (`runs.first_contact`).
 
@@ -31,7 +31,7 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
       UserError: If the path is unknown or cannot serve this call.
     """
     if path not in (AUTO, *PATHS):
-        raise UserError(f"the path of attention is {path!r}; it must be of {AUTO}, {', '.join(PATHS)}")
+        raise UserError(f"the attention path must be one of {AUTO}, {', '.join(PATHS)}, got {path!r}")
     if problem.is_one_token:
         return REFERENCE, _ONE_TOKEN
     if path == AUTO:
@@ -42,13 +42,13 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
     if refused is not None:
         what = "attention over a KV cache" if problem.cached else "attention"
         raise UserError(
-            f"{what} cannot be {path} (--model.attention, implementation=): {refused}; choose another, or {AUTO}"
+            f"{what} cannot be {path} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}."
         )
     return _make(path, problem), "by model.attention"
 
 
 def refusal(path: str, problem: Problem) -> str | None:
-    """Returns why a path cannot serve a call, with the limit and the given number, or None if it can."""
+    """Returns why a path cannot serve a call, with the limit and the number found, or None if it can."""
     if path == "reference":
         return None
     if problem.is_one_token:
@@ -61,8 +61,8 @@ def refusal(path: str, problem: Problem) -> str | None:
         return None
     if problem.platform == "tpu":
         return tpu.refusal(problem)
-    instead = ", which has stored in their place" if problem.platform == "gpu" else ""
-    return f"its kernels are for TPU, and the platform is {problem.platform}{instead}"
+    instead = ", where you can use stored" if problem.platform == "gpu" else ""
+    return f"its kernels are for TPU, but the platform is {problem.platform}{instead}"
 
 
 def can_serve(implementation: Implementation, problem: Problem) -> bool:
@@ -89,22 +89,22 @@ def resolve(implementation: Implementation | str, problem: Problem) -> Implement
 
 def _choose_fastest(problem: Problem, without: Collection[str]) -> tuple[Implementation, str]:
     if problem.dtype == "float64":
-        return REFERENCE, "float64 is for checks, and this is what others are checked against"
+        return REFERENCE, "float64 is for checks, and other paths are checked against the reference"
     instead = f"no kernels for the platform {problem.platform}"
     if problem.platform == "tpu":
         not_fused = "it failed here" if "fused" in without else refusal("fused", problem)
         if not_fused is None:
             return _make("fused", problem), f"kernels for {problem.device_kind}"
-        instead = f"no kernel, as {not_fused}"
+        instead = f"no kernel, because {not_fused}"
     if problem.platform in ("tpu", "gpu"):
         if problem.cached or "stored" in without:
             return REFERENCE, instead
-        return _STORED, f"{instead}; it moves fewer scores than the reference"
+        return _STORED, f"{instead}, and stored moves fewer scores than the reference"
     if problem.documents:
         return REFERENCE, _DOCUMENTS
     if not tiles_are_faster(problem):
-        return REFERENCE, f"{instead}; tiles are not faster at these sizes"
-    return _make("tiled", problem), f"{instead}; tiles are faster than whole scores"
+        return REFERENCE, f"{instead}, and tiles are not faster at these sizes"
+    return _make("tiled", problem), f"{instead}, and tiles are faster than whole scores"
 
 
 def _make(path: str, problem: Problem) -> Implementation:

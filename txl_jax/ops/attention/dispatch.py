@@ -3,7 +3,7 @@
     reference  whole scores [B, H, L, K] (`reference.py`): the definition of correct
     tiled      XLA loops over tiles of the scores (`tiled/`), on any platform
     stored     plain XLA with its own backward pass (`stored.py`), in training on any platform; "auto" takes it on
-               GPUs, as it moves fewer scores than the reference
+               GPUs, because it moves fewer scores than the reference
     fused      Pallas kernels for TPUs (`tpu/`)
 
 All give the same numbers up to rounding, and draw the same dropout masks. The others are imported when they are first
@@ -58,11 +58,11 @@ def attention(
       visibility: Which keys a query sees. One that sees none gets zeros.
       dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update,
         or None.
-      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or what was chosen before
+      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
         (`choose.resolve`).
 
     Raises:
-      ValueError: If shapes or types do not fit each other, a bias has no position keys, or a rate is not in [0, 1).
+      ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in [0, 1).
       UserError: If the path is unknown, or cannot serve this call.
     """
     operands = Operands(query, key, value, position_key, content_bias, position_bias, position_score)
@@ -103,21 +103,21 @@ def cached_attention(
     *,
     implementation: Implementation | str = choose.AUTO,
 ) -> jax.Array:
-    """Computes weighted sums of the values of a KV cache and of the segment: [B, H, L, E]; for inference only.
+    """Computes weighted sums of the values of a KV cache and of the segment: [B, H, L, E]. For inference only.
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).
       key: [B, H, L, E], of the segment.
       value: [B, H, L, E].
       ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per slot included.
-      position: Queries [B, H, L, E] with v in place of u, position keys [H, E, P] or None, and scores [H, P] to add,
+      position: Queries [B, H, L, E] with v instead of u, position keys [H, E, P] or None, and scores [H, P] to add,
         divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which the largest stands
         for all beyond it. None without relative positions.
       visibility: Which keys a query sees.
-      implementation: A path, or what was chosen before. A segment of one token is always the reference's.
+      implementation: A path, or an earlier choice. A segment of one token always uses the reference.
 
     Raises:
-      ValueError: If shapes or types do not fit each other, or `position` has neither keys nor scores.
+      ValueError: If shapes or dtypes do not match, or `position` has neither keys nor scores.
       UserError: If the path is unknown, or cannot serve this call.
     """
     operands = CachedOperands(query, key, value, ring, position)
@@ -197,7 +197,7 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
     """Returns how B rows and H heads are divided, or None if they are not divided here.
 
     They are not if there is one device, if the ambient mesh is the caller's with axes of other names, or if the call is
-    inside the caller's own `shard_map`, where arrays already are those of one device.
+    inside the caller's own `shard_map`, where arrays are already one device's.
     """
     mesh = ambient_mesh()
     if mesh is None:

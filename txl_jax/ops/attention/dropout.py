@@ -3,7 +3,7 @@
 Whether a probability is kept depends on (seed, row of the batch, head, query, key) and on nothing else. So the forward
 and the backward pass, every tile size, every mesh and every platform draw the same mask, and none of them stores it.
 A generator with a state, or one keyed by the shape of the array as `jax.random.bernoulli`, has a mask per array: a
-kernel that never holds the whole array cannot reproduce it.
+kernel that never has the whole array cannot reproduce it.
 
 The hash finishes twice with the multiply-xorshift rounds of Wellons's lowbias32 (https://nullprogram.com/blog/2018/07/31/):
 once for what a row of the scores shares, once per pair.
@@ -25,10 +25,10 @@ class Dropout(flax.struct.PyTreeNode):
     """Dropout on the probabilities of one attention.
 
     Attributes:
-      rate: part that is left out, at least 0 and below 1; a number or a traced scalar.
-      seed: uint32 []; each layer and update draws its own.
+      rate: Fraction that is dropped, at least 0 and below 1. A number or a traced scalar.
+      seed: uint32 []. Each layer and update draws its own.
       first_row: int32 [], place of the first row in the batch of all devices.
-      first_head: int32 [], place of the first head among those of all devices.
+      first_head: int32 [], index of the first head among all devices' heads.
       n_head: heads of all devices.
     """
 

@@ -20,14 +20,14 @@ class Visibility:
     The keys are [memory; segment]. Without memory: `Visibility(jnp.zeros(B, jnp.int32), L, 0)`.
 
     Attributes:
-      valid: int32 [B], filled memory slots of each row, right-aligned (newest last).
+      valid: int32 [B], filled memory slots of each row, right-aligned (latest last).
       segment_len: L.
       mem_len: M.
-      window: keys that a query sees at most, itself included (`same_length`), on each side; None: no limit.
+      window: Maximum keys that a query attends to, itself included (`same_length`), on each side, or None.
       causal: whether keys behind the query are hidden.
-      lengths: int32 [B], tokens of each row's segment; what is behind them is padding that no query sees. None: L.
-      document_start: int32 [B, L], the position of the segment from which each query sees keys; 0: from the memory on.
-        None: 0.
+      lengths: int32 [B], tokens of each row's segment, or None for L. Later positions are padding that no query sees.
+      document_start: int32 [B, L], the position of the segment from which each query sees keys. 0 includes the memory.
+        None means 0.
     """
 
     valid: jax.Array
@@ -49,7 +49,7 @@ class Visibility:
         return self.n_keys if self.causal else self.n_keys + self.segment_len - 1
 
     def distances(self, *, clamp_len: int | None = None) -> jax.Array:
-        """Returns the distances K - 1, .. that position keys belong to, int32 [P]; negative ones are ahead.
+        """Returns the distances K - 1, .. that position keys belong to, int32 [P]. Negative distances are ahead.
 
         Those farther than `clamp_len`, on either side, become `clamp_len`.
         """
@@ -90,14 +90,14 @@ class Visibility:
 
 @flax.struct.dataclass
 class CachedVisibility:
-    """Description of the keys of a KV cache that the queries of a segment see; all layers share it.
+    """Description of the keys of a KV cache that the queries of a segment see. All layers share it.
 
     Attributes:
-      valid: int32 [B], how many of the newest slots count.
+      valid: int32 [B], how many of the latest slots count.
       write_index: int32 [], the oldest slot.
       segment_len: L.
       capacity: R.
-      window: As in `Visibility`; None means no limit but `valid`.
+      window: As in `Visibility`. None means no limit except `valid`.
       document_start: As in `Visibility`, where 0 means from the slots on.
     """
 
@@ -109,7 +109,7 @@ class CachedVisibility:
     document_start: jax.Array | None = None
 
     def age(self) -> jax.Array:
-        """Returns the age of each slot, int32 [R]; 1 is the position just before the segment."""
+        """Returns the age of each slot, int32 [R]. 1 is the position just before the segment."""
         if not self.capacity:
             return jnp.zeros(0, jnp.int32)
         return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
@@ -126,7 +126,7 @@ class CachedVisibility:
         return visible_BxLxR
 
     def own_mask(self) -> jax.Array:
-        """Returns the visible pairs within the segment, bool [B, L, L]; [1, L, L] where rows do not differ."""
+        """Returns the visible pairs within the segment, bool [B, L, L], or [1, L, L] if rows do not differ."""
         row_L = jnp.arange(self.segment_len, dtype=jnp.int32)
         own_LxL = row_L[:, None] >= row_L[None, :]
         if self.window is not None:

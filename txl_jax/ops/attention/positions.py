@@ -1,6 +1,6 @@
 """Distances between queries and keys, their sinusoid codes, and the relative shift.
 
-A query at row i of the segment and a key at column j of [memory; segment] lie M + i - j apart (Dai et al., 2019,
+A query at row i of the segment and a key at column j of [memory; segment] are M + i - j apart (Dai et al., 2019,
 section 3.3). Codes exist once per distance, not once per pair: the scores of all distances are computed first and then
 shifted into place, which is linear in K (appendix B).
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def key_distances(n_keys: int, *, clamp_len: int | None = None) -> jax.Array:
-    """Distances K - 1, .., 1, 0, as int32 [K]; those above `clamp_len` become `clamp_len`."""
+    """Distances K - 1, .., 1, 0, as int32 [K]. Distances above `clamp_len` become `clamp_len`."""
     distances = jnp.arange(n_keys - 1, -1, -1, dtype=jnp.int32)
     return jnp.minimum(distances, clamp_len) if clamp_len is not None else distances
 
@@ -26,7 +26,7 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
       ValueError: If D is odd.
     """
     if d_model % 2:
-        raise ValueError(f"d_model is {d_model}; sinusoids have pairs of sine and cosine, so it must be even")
+        raise ValueError(f"d_model must be even (sinusoids are pairs of sine and cosine), got {d_model}")
     wide = jnp.promote_types(dtype, jnp.float32)
     frequencies = jnp.asarray(10000.0 ** -(np.arange(0, d_model, 2) / d_model), wide)
     angles_KxF = distances.astype(wide)[:, None] * frequencies[None, :]
@@ -34,7 +34,7 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
 
 
 def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
-    """Returns P, the number of position keys that a segment needs: of the distances P - 1, .., 0."""
+    """Returns P, the number of position keys that a segment needs, for the distances P - 1, .., 0."""
     longest = capacity + segment_len - 1
     return (min(clamp_len, longest) if clamp_len is not None else longest) + 1
 
@@ -53,7 +53,7 @@ def relative_shift(scores: jax.Array) -> jax.Array:
          scores           padded          re-read         result
 
     Row 0 keeps 02 (distance 0), row 1 keeps 11, 12 (distances 1, 0). Entries right of the diagonal j = M + i belong to
-    future keys; they hold leftovers and the causal mask must hide them.
+    future keys. They hold leftovers and the causal mask must hide them.
     """
     *lead, n_query, n_key = scores.shape
     padded = jnp.pad(scores, [(0, 0)] * (len(lead) + 1) + [(1, 0)])
@@ -110,4 +110,4 @@ def unskew(scores: jax.Array, width: int) -> jax.Array:
 def _check_columns(n_query: int, n_key: int, width: int) -> None:
     needed = n_key if n_query == 1 else n_key + 1
     if width < needed:
-        raise ValueError(f"{width} columns for {n_query} queries and {n_key} keys, which need {needed}")
+        raise ValueError(f"{n_query} queries and {n_key} keys must have {needed} columns, got {width}")

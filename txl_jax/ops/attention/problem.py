@@ -18,7 +18,7 @@ Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
 
 
 class Operands(NamedTuple):
-    """The arrays of attention over [memory; segment], or their gradients. Absent ones are None."""
+    """The arrays of attention over [memory; segment], or their gradients. Missing arrays are None."""
 
     query: Any  # [B, H, L, E]
     key: jax.Array  # [B, H, K, E], memory first.
@@ -40,7 +40,7 @@ class CachedOperands(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Size of the piece of the scores that an implementation holds at a time."""
+    """Size of the piece of the scores that an implementation keeps at a time."""
 
     query: int
     key: int
@@ -85,7 +85,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute attention; `str` and `parse` are inverse. Raises `ValueError` for parts that do not fit."""
+    """A way to compute attention. `str` and `parse` are inverse. Raises `ValueError` for invalid parts."""
 
     path: str  # One of `PATHS`.
     kernel: str | None = None  # One of `KERNELS` for "fused", otherwise None.
@@ -93,18 +93,18 @@ class Implementation:
     interpret: bool = False  # Whether kernels are interpreted, on any device and slowly, as tests do.
 
     def __post_init__(self) -> None:
-        """Checks that the parts fit each other; the record of a run may be damaged."""
+        """Checks that the parts match. A run's record may be corrupted."""
         wrong = None
         if self.path not in PATHS:
-            wrong = f"the path must be of {', '.join(PATHS)}"
+            wrong = f"the path must be one of {', '.join(PATHS)}"
         elif (self.kernel in KERNELS) != (self.path == "fused"):
-            wrong = f"fused has a kernel of {', '.join(KERNELS)}, other paths have none"
+            wrong = f"fused must have one of the kernels {', '.join(KERNELS)}, and other paths no kernel"
         elif self.tile is None and self.path in ("tiled", "fused"):
-            wrong = "it needs a tile, such as 128x256"
+            wrong = "it must have a tile, such as 128x256"
         elif self.tile is not None and min(self.tile) < 1:
-            wrong = "the sides of a tile are at least 1"
+            wrong = "the sides of a tile must be at least 1"
         if wrong is not None:
-            raise ValueError(f"{str(self)!r} is no implementation of attention: {wrong}")
+            raise ValueError(f"{str(self)!r} is not an attention implementation: {wrong}")
 
     def __str__(self) -> str:
         words = [self.path, self.kernel, self.tile, "interpreted" if self.interpret else None]
@@ -112,12 +112,12 @@ class Implementation:
 
     @classmethod
     def parse(cls, text: str) -> "Implementation | None":
-        """Returns what a string describes, or None for a kernel that is gone; raises `ValueError` for another one."""
+        """Returns the implementation in a string, or None for a removed kernel. Raises `ValueError` for others."""
         if _GONE.fullmatch(text):
             return None
         found = re.fullmatch(r"(\w+)(?: ([a-z]\w*?))??(?: (\d+)x(\d+))?( interpreted)?", text)
         if not found:
-            raise ValueError(f"{text!r} is no implementation of attention; expected such as 'tiled 128x256'")
+            raise ValueError(f"{text!r} is not an attention implementation such as 'tiled 128x256'")
         tile = Tile(int(found[3]), int(found[4])) if found[3] else None
         return cls(found[1], found[2], tile, bool(found[5]))
 
@@ -126,7 +126,7 @@ REFERENCE = Implementation("reference")
 
 
 class Implementations(NamedTuple):
-    """The implementations of a model: each a path, or what was chosen for its lengths and device."""
+    """The implementations of a model: each a path, or the choice for its lengths and device."""
 
     training: Implementation | str
     cached: Implementation | str

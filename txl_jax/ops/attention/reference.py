@@ -33,7 +33,7 @@ from txl_jax.ops.matmul import Int8, multiply, row_product
 
 
 def attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; a query that sees no key gets zeros."""
+    """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     o = operands
     wide = jnp.promote_types(o.query.dtype, jnp.float32)
     content_query = _biased(o.query, o.content_bias)
@@ -57,7 +57,7 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
 
 
 class ScoreTerms(NamedTuple):
-    """The four terms of the scores [B, H, L, K], each divided by sqrt(E); their sum is what the softmax takes."""
+    """The four terms of the scores [B, H, L, K], each divided by sqrt(E). Softmax takes their sum."""
 
     a: jax.Array  # Content with content.
     b: jax.Array  # Content with distance.
@@ -68,7 +68,7 @@ class ScoreTerms(NamedTuple):
 def score_terms(
     query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
 ) -> ScoreTerms:
-    """Computes the four terms of causal scores, of which `attention` shifts the sum of two; future keys get leftovers.
+    """Computes the four terms of causal scores. `attention` shifts the sum of two. Future keys get leftovers.
 
     The arrays are as in `Operands`.
     """
@@ -87,7 +87,7 @@ def score_terms(
 
 
 def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; the ring may have any type."""
+    """Computes weighted sums of the values: [B, H, L, E]. The ring may have any type."""
     query, key, value, (ring_key, ring_value), position = operands
     wide = jnp.promote_types(query.dtype, jnp.float32)
     own = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
@@ -160,7 +160,7 @@ def _by_columns(position_key: jax.Array | Int8 | None, wide: jnp.dtype) -> Multi
 
 
 def _position_scores(query: jax.Array, product: Multiply | None, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
-    """Computes scores by distance, before the shift: [B, H, L, P]; without a product [1, H, L, P], as all rows' are.
+    """Computes scores by distance, before the shift: [B, H, L, P], or [1, H, L, P] for all rows without a matmul.
 
     One [B L, E] x [E, P] product per head: left to itself, XLA's CPU backend turns the einsum bhle,hke->bhlk into B
     small products.
@@ -176,7 +176,7 @@ def _position_scores(query: jax.Array, product: Multiply | None, more: jax.Array
 
 
 def _own_positions(table: jax.Array) -> jax.Array:
-    """Computes position scores of the segment's own keys: [..., L, P] -> [..., L, L]; future keys get leftovers."""
+    """Computes position scores of the segment's own keys: [..., L, P] -> [..., L, L]. Future keys get leftovers."""
     segment_len, n_position = table.shape[-2:]
     missing = max(segment_len - n_position, 0)
     pad = [(0, 0)] * (table.ndim - 1)
@@ -210,7 +210,7 @@ def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) ->
 def _rotate(columns: jax.Array, write_index: jax.Array, capacity: int) -> jax.Array:
     """Puts the columns of the ages n, .., 1 where those slots are in the ring, zeros elsewhere: [..., n] -> [..., R].
 
-    The newest slot is write_index - 1 (modulo R). Columns of several queries are written once, running over the ring's
+    The latest slot is write_index - 1 (modulo R). Columns of several queries are written once, running over the ring's
     end, and what ran over is added where the ring begins: `jnp.roll` would write an array of twice the ring's length
     first, which takes a quarter longer with 128 queries. Those of one query are written twice and cut out: under
     `vmap`, with an index for each row, the write would be a scatter (wt103_base's attention with 16 rows: 26.9 ms, and

@@ -31,7 +31,7 @@ _ALIGNED = 8  # Columns: rows that begin at multiples of 16 bytes suit the libra
 
 
 def stored_attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]; a query that sees no key gets zeros."""
+    """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     heads_first = {name: getattr(operands, name).swapaxes(0, 1) for name in ("query", "key", "value")}
     return _attend(operands._replace(**heads_first), visibility, dropout).swapaxes(0, 1)
 
@@ -92,7 +92,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _scores_by_distance(o: Operands) -> jax.Array | None:
-    """Returns scores by distance [H, B or 1, L, W], or None if there are neither position keys nor scores."""
+    """Returns scores by distance [H, B or 1, L, W], or None without position keys and scores."""
     n_head, batch, n_query, _ = o.query.shape
     score = None if o.position_score is None else _padded(o.position_score).astype(_wide(o.query))[:, None, None, :]
     if o.position_key is None:

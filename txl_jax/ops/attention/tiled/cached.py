@@ -5,12 +5,12 @@ wherever the ring begins.
 
 The ring is read by age, oldest first, in blocks of slots: where a block begins in the ring follows from the write
 index, everything else about it is static. So the blocks that a window or the clamp cuts are known when the program is
-made; they are written out, with what they need, and the others run in loops that need nothing:
+made. They are written out, with what they need, and the others run in loops that need nothing:
 
     ages    A ......................... C ................ 1 | segment
     blocks  [window][far][far] .. [far][clamp][near] .. [near] [own]
 
-A far block lies beyond the clamp for every query, and its position score is one number per query. Near blocks multiply
+A far block is beyond the clamp for every query, and its position score is one number per query. Near blocks multiply
 with the position keys of their own distances, and shift the product on the tile (`skew`). Softmax is online: the
 largest score so far, the sum and the weighted values are rescaled after each block (Milakov and Gimelshein, 2018).
 
@@ -36,7 +36,7 @@ _REGISTER = 16  # float32 numbers of the widest register of a CPU; several block
 
 
 class _Partial(NamedTuple):
-    """Softmax over the keys met so far; wide."""
+    """Softmax over the keys met so far, in a wide dtype."""
 
     summed: jax.Array  # [B, H, L, E], weighted values.
     top: jax.Array  # [B, H, L, 1], largest score.
@@ -144,7 +144,7 @@ def _add_block(
 
 
 class _Region(NamedTuple):
-    """Blocks of one kind, oldest first; static.
+    """Blocks of one kind, oldest first. Static.
 
     Block number t has the ages from `youngest + (n_block - t) * size - 1` down, `size` of them.
     """
@@ -165,7 +165,7 @@ def _fold(
     add: Callable[[_Partial, int | jax.Array], _Partial],
     partial: _Partial,
 ) -> _Partial:
-    """Adds the blocks of a region; those that are not cut in a loop, which begins where any row has valid slots."""
+    """Adds the blocks of a region, uncut blocks in a loop, which begins where any row has valid slots."""
     for index in range(region.n_cut):
         partial = add(partial, region.oldest(index))
     if region.n_cut == region.n_block:
@@ -176,7 +176,7 @@ def _fold(
 
 
 def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tuple[_Region, _Region]:
-    """Returns the blocks that lie beyond the clamp for all queries, and the others.
+    """Returns the blocks that are beyond the clamp for all queries, and the others.
 
     Without positions, where `clamp` is None, all are beyond it.
     """
@@ -191,7 +191,7 @@ def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tup
 
 
 def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility, clamp: int | None) -> _Region:
-    """Returns blocks of about `n_key` keys for the ages from `youngest` up; with None the clamp does not cut them."""
+    """Returns blocks of about `n_key` keys for the ages from `youngest` up. With None the clamp does not cut them."""
     if n_age <= 0:
         return _Region(0, 0, youngest, 0)
     n_block = max(1, round(n_age / n_key))
@@ -210,7 +210,7 @@ def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility,
 
 
 def _is_cut(oldest: int | jax.Array, n_query: int, window: int | None) -> bool:
-    """Returns whether a window hides pairs of a block; those of a loop are whole."""
+    """Returns whether a window hides pairs of a block. A loop's blocks are whole."""
     return window is not None and isinstance(oldest, int) and oldest + n_query - 1 >= window
 
 
@@ -235,7 +235,7 @@ class _Positions:
         return skew(self._scores(lambda table: _columns(table, largest, n_column)), n_key)
 
     def own(self) -> jax.Array:
-        """Computes the scores of the segment's own keys: [B or 1, H, L, L]; future keys get leftovers."""
+        """Computes the scores of the segment's own keys: [B or 1, H, L, L]. Future keys get leftovers."""
         n_query = self.query.shape[2]
         return positions.relative_shift(self._scores(lambda table: _columns(table, n_query - 1, n_query)))
 
@@ -261,7 +261,7 @@ class _Positions:
         return jnp.where((distance > self.clamp)[None, None], scores[..., :1], shifted)
 
     def _scores(self, select: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Computes the scores of a selection of distances: [B, H, L, W]; without keys [1, H, L, W]."""
+        """Computes the scores of a selection of distances: [B, H, L, W], or [1, H, L, W] without keys."""
         batch, n_head, n_query, width = self.query.shape
         score: Any = None if self.score is None else select(self.score).astype(self.wide)[None, :, None, :]
         if self.key is None:

@@ -6,11 +6,11 @@ gradients with it.
 A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries (`Layout`), each with
 blocks of keys: a product for content, one for positions, the shift of the tile (`positions.skew`), an online softmax
 (Milakov and Gimelshein, 2018) over the blocks, the product with the values. Kept for the backward pass are the result
-and the logarithm of each query's sum; it computes the scores again (Dao et al., 2022).
+and the logarithm of each query's sum. It computes the scores again (Dao et al., 2022).
 
-Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64; the reference
+Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64. The reference
 takes 290 ms, this 145, its products alone 110:
-    masks left out                                          the same: they are part of passes that are there anyway
+    no masks                                                the same: they are part of passes that are there anyway
     sums of the softmax by a column of ones in the values   the same
     keys in blocks of 256 with an online softmax            205 ms: rescaling, and more distances per pair
     strips of 64, 256 and 512 queries in place of 128       152, 143 and 159 ms
@@ -256,7 +256,7 @@ def _even(length: int, most: int) -> int:
 
 
 def _over_blocks(strip: Strip, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """Runs `body` over the blocks of a strip; a single one without a loop, with fixed bounds."""
+    """Runs `body` over the blocks of a strip, without a loop if there is one block with fixed bounds."""
     return body(0, carry) if strip.n_blocks == 1 else jax.lax.fori_loop(0, strip.n_blocks, body, carry)
 
 
@@ -475,7 +475,7 @@ def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _transposed(rows: jax.Array) -> jax.Array:
-    """[.., n, E] -> [.., E, n], as an array of its own.
+    """[.., n, E] -> [.., E, n], as a separate array.
 
     Without the barrier XLA makes the transposition part of the product, for which its CPU backend has no fast routine:
     64 x 128 times 128 x 1024 takes 297 us with it and 116 us without (AMD EPYC, 2 cores).

@@ -1,11 +1,11 @@
-"""Attention over a KV cache as a Pallas kernel for inference: the ring is read where it lies, no scores are written.
+"""Attention over a KV cache as a Pallas kernel for inference: the ring is read in place, and no scores are written.
 
 The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py compares with it,
 interpreted.
 
 A key's place is its rank by age: 0 is the ring's oldest slot, R the segment's first key; query i meets place j at the
 distance R + i - j. Softmax does not ask for an order, so the ring's blocks are read as they lie. The slots before
-`write_index` are the newer ones. Places rise by one from slot to slot, but fall by R at the write index; the block that
+`write_index` are the newer ones. Places rise by one from slot to slot, but fall by R at the write index. The block that
 has both kinds of slots is added once for each. For R = 12 in blocks of 4, write index 6:
 
     slot    0  1  2  3 | 4  5  6  7 | 8  9 10 11
@@ -85,7 +85,7 @@ def _pad_rows(array: jax.Array, size: int) -> jax.Array:
 def _call(
     operands: dict[str, jax.Array], visibility: CachedVisibility, sizes: CachedSizes, *, interpret: bool
 ) -> jax.Array:
-    """Runs the kernel over (head, row, block of queries, step); heads first, so that a table is read once per head."""
+    """Runs the kernel over (head, row, block of queries, step), heads first, so that a table is read once per head."""
     batch, n_head, padded, width = operands["query"].shape
     specs = _block_specs(sizes)
     scratch: dict[str, Any] = {
@@ -121,7 +121,7 @@ def _call(
 
 
 def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
-    """Returns what each step reads; a block that stays the same is not fetched again."""
+    """Returns what each step reads. A block that stays the same is not fetched again."""
     width = sizes.width
 
     def ring_block(step: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
 
 
 def _cost(operands: dict[str, jax.Array], sizes: CachedSizes) -> pl.CostEstimate:
-    """Returns the work of the kernel, into which the compiler cannot look; keys are read once per block of queries."""
+    """Returns the work of the kernel, into which the compiler cannot look. Keys are read once per block of queries."""
     batch, n_head, padded, width = operands["query"].shape
     pairs = batch * n_head * padded * (sizes.capacity + sizes.n_own * sizes.own_block)
     by_distance = batch * n_head * padded * sizes.n_positions

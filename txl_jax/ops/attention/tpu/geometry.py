@@ -1,4 +1,4 @@
-"""Sizes of the kernels' calls, what the kernels can serve, and their tiles; it imports no Pallas.
+"""Sizes of the kernels' calls, what the kernels can serve, and their tiles. It imports no Pallas.
 
 Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the position keys. In training queries are padded
 behind to whole tiles, keys too, and position keys in front by as many rows as queries behind, which keeps this rule.
@@ -49,16 +49,16 @@ def refusal(problem: Problem) -> str | None:
     """Returns why the kernels cannot serve a call, with the limit and the number, or None if they can."""
     generation, vmem = _generation(problem.device_kind), _vmem(problem.device_kind)
     if generation is not None and generation < _OLDEST_GENERATION:
-        return f"the kernels are for TPU v{_OLDEST_GENERATION} and later, and the device is {problem.device_kind}"
+        return f"the kernels are for TPU v{_OLDEST_GENERATION} and later, but the device is {problem.device_kind}"
     if problem.dtype not in _ITEMSIZES:
-        return f"the kernels are for {' and '.join(_ITEMSIZES)}, and the type is {problem.dtype}"
+        return f"the kernels are for {' and '.join(_ITEMSIZES)}, but the dtype is {problem.dtype}"
     if problem.has_position_score:
-        return "the kernels add no score per distance (position_score), and one is given"
+        return "the kernels do not support a score per distance (position_score)"
     pairs = problem.segment_len * problem.n_keys
     if pairs < _FEWEST_PAIRS:
         return (
             f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {_FEWEST_PAIRS}, from "
-            "which on kernels gain"
+            "which kernels are faster"
         )
     refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
     return refused or _libtpu_refusal()
@@ -67,8 +67,8 @@ def refusal(problem: Problem) -> str | None:
 def _training_refusal(problem: Problem, vmem: int) -> str | None:
     if (need := _backward_bytes(problem, default_tile(problem))) > vmem:
         return (
-            f"{problem.n_keys} keys of width {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
-            f"kernel, and a core of {problem.device_kind} has {vmem // _MIB}"
+            f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
+            f"kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
         )
     return None
 
@@ -76,13 +76,13 @@ def _training_refusal(problem: Problem, vmem: int) -> str | None:
 def _cached_refusal(problem: Problem, vmem: int) -> str | None:
     stored = problem.cache_dtype or problem.dtype
     if stored not in _ITEMSIZES:
-        return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, and its type is {stored}"
+        return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, but its dtype is {stored}"
     if problem.d_head > _WIDEST_CACHED_HEAD:
-        return f"the head width is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
+        return f"the head size is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
     need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
     if need > most:
         return (
-            f"{problem.n_positions} position keys of width {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
+            f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
             f"{most / _MIB:.1f}"
         )
     return None
@@ -95,12 +95,12 @@ def _libtpu_refusal() -> str | None:
         return None
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers and numbers <= _TOO_OLD_LIBTPU:
-        return f"libtpu is {version}, which compiles no kernels of jax {jax.__version__}"
+        return f"libtpu is {version}, which cannot compile kernels of jax {jax.__version__}"
     return None
 
 
 def default_tile(problem: Problem) -> Tile:
-    """Returns the tile for a call; in training the largest that fits into VMEM, in equal parts of L and K.
+    """Returns the tile for a call, in training the largest that fits into VMEM, in equal parts of L and K.
 
     Larger tiles take less time per pair, by more than smaller ones gain by skipping what is masked. Instructions of the
     compiler's static schedule for a row and head of enwik8_24l, forward and backward, with bfloat16:
@@ -133,7 +133,7 @@ def _part(size: int, largest: int, step: int) -> int:
 def kernel_of(problem: Problem) -> str:
     """Returns the name of the kernel that serves a call: by how it skews a tile, a rotation or a gather of lanes.
 
-    The rotation needs TPU v5, where it saves an eighth of the forward kernel; the gather compiles on every generation.
+    The rotation needs TPU v5, where it saves an eighth of the forward kernel. The gather compiles on every generation.
     """
     if problem.cached:  # Its columns begin anywhere, which takes two rotations (TPU v5e: 2600 instructions, not 2410).
         return "mosaic_gather"
@@ -246,7 +246,7 @@ class Geometry:
 
     @property
     def n_position_rows(self) -> int:
-        """Rows of the padded position keys; the last strip reads up to 128 more than there are."""
+        """Rows of the padded position keys. The last strip reads up to 128 more than there are."""
         return self.padded_queries + self.padded_keys + LANES
 
     @property
@@ -297,7 +297,7 @@ class Geometry:
 
     @functools.cached_property
     def n_tile(self) -> int:
-        """Tiles of a row and head with visible pairs, if its memory is full; as `key_tiles`, in Python's integers.
+        """Tiles of a row and head with visible pairs, if its memory is full, like `key_tiles` in Python's integers.
 
         An array's value cannot be asked for here: where a mesh of devices that are not at hand is the ambient one, jax
         would compute it on those.

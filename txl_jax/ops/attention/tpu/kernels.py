@@ -91,7 +91,7 @@ def tpu_attention(
 
 
 class _Operands(NamedTuple):
-    """Arrays of a call, or their gradients; in a kernel references to their blocks."""
+    """Arrays of a call, or their gradients. In a kernel, references to their blocks."""
 
     query: Any  # [B, H, L, E]
     key: Any  # [B, H, K, E]
@@ -102,7 +102,7 @@ class _Operands(NamedTuple):
 
 
 class _Scalars(NamedTuple):
-    """Numbers that the kernels read from scalar memory; `draws` with dropout only."""
+    """Numbers that the kernels read from scalar memory. `draws` only with dropout."""
 
     start: Any  # int32 [B], first key that the queries of a row may see.
     stop: Any  # int32 [B], end of these keys.
@@ -463,7 +463,7 @@ class _Blocks(NamedTuple):
 
 
 def _make_blocks(geometry: Geometry) -> _Blocks:
-    """Returns the blocks; a step that is skipped names the keys of its nearest needed one, which fetches nothing."""
+    """Returns the blocks. A step that is skipped names the keys of its nearest needed one, which fetches nothing."""
     (n_query, n_key), width = geometry.tile, geometry.d_head
 
     def key_block(head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any) -> Any:
@@ -525,7 +525,7 @@ def _run(
     scratch: Any,
     backward: bool,
 ) -> Any:
-    """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid; returns its outputs.
+    """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid. Returns its outputs.
 
     Heads come first in the grid, so that a head's position keys are fetched once and their gradient adds up over all
     rows.
@@ -628,7 +628,7 @@ def widen(rows: jax.Array, width: int) -> jax.Array:
 
 
 def _lane_sums(array: jax.Array) -> jax.Array:
-    """Adds up the registers of each row, lane by lane: [n, m] -> [n, 128]; the lanes themselves wait for the end."""
+    """Adds up the registers of each row, lane by lane: [n, m] -> [n, 128]. The lanes themselves wait for the end."""
     total = array[:, :LANES]
     for at in range(LANES, array.shape[1], LANES):
         total = total + array[:, at : at + LANES]
