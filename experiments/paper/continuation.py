@@ -1,4 +1,4 @@
-"""The model's continuations of a text beside the text's own: appendix E of the paper.
+"""Compares the model's continuations of a text with the original: appendix E of the paper.
 
     python -m experiments.paper.continuation --workdir=runs/wt103 --generate.length=1000
     python -m experiments.paper.continuation --workdir=runs/wt103 --starts=1000,52000 --context=500
@@ -40,7 +40,7 @@ class Plan(cli.TrainedRun):
     def validate(self) -> None:
         """Raises `UserError` if there is no start, or a setting is out of range."""
         super().validate()
-        require(self.starts, "no start was given; give numbers of tokens, such as 1000,52000")
+        require(self.starts, "starts must be one or more token positions, such as 1000,52000, got none")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -68,8 +68,8 @@ def write(
     for start in plan.starts:
         require(
             0 <= start <= len(tokens) - context - length,
-            f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
-            f"{plan.split} split has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}",
+            f"starts must be 0 to {len(tokens) - context - length:,}, so that a context of {context:,} tokens and "
+            f"{length:,} after it are within the {len(tokens):,} of the {plan.split} split, got {start:,}",
         )
     parts, step, params = load_to_score(config, corpus, trained, log=print)
     generator = parts.generator(parts.prepare_params(params))

@@ -3,12 +3,12 @@
     python -m experiments.paper.table9
     python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800
 
-A model without recurrence that sees A tokens encodes all A again for each token that it predicts;
-ours reads each token once and has the A before it in its memory. The sizes are the same; the
+A model without recurrence that attends to A tokens encodes all A again for each predicted token.
+Ours reads each token once and has the A before it in its memory. The sizes are the same. The
 positions are absolute there and relative here.
 
-Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and our
-model reads segments of 128 tokens; of the other settings only --model.*, --compat,
+The defaults are the sizes of enwik8_12l, 12 layers of size 512, and its clamp, and our model
+reads segments of 128 tokens. Of the other settings only --model.*, --compat,
 --eval.segment_len, --eval.clamp_len and --eval.cache_dtype matter here.
 Weights are untrained, tokens random, and both sides run in turns, one row of text on one device.
 It prints a markdown table of seconds per token, the median of the timed calls with the slowest and
