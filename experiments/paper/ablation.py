@@ -292,7 +292,7 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
     test_text = ", on the test split" if plan.table == Table.LM1B else ""
     caption = (
         f"Table {plan.table} in miniature or in full: {corpus.description}, validation {measure.value}; mean over "
-        'seeds (standard deviation, number of seeds); "vs. first" is best minus the first row\'s best, '
+        'seeds (standard deviation, number of seeds); "vs. first row" is best minus the first row\'s best, '
         f"seed by seed; windows of models without recurrence score {plan.stride} tokens each, or their length; "
         f"{facts['device']}, {facts['date']}. The paper's numbers are for the full size{test_text}."
     )
@@ -305,7 +305,7 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
 
 def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
     """Yields the table with the paper's numbers."""
-    columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "vs. first"]
+    columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "vs. first row"]
     columns += ["attention length", "paper: init", "best", "length"]
     lines, firsts = [], found.get(rows[0].name, [])
     for row in rows:

@@ -89,7 +89,7 @@ def test_presets_name_settings_and_change_them():
 
 
 def test_a_learned_encoding_needs_a_table():
-    with pytest.raises(UserError, match=r"model\.num_positions is none and model\.encoding is shaw"):
+    with pytest.raises(UserError, match=r"model\.num_positions must be set for model\.encoding=shaw, got none"):
         ModelConfig(encoding=Encoding.SHAW).clamp(5)
 
 
