@@ -56,7 +56,7 @@ def _row(flag: flags.Flag, *, is_required: bool) -> tuple[str, str]:
     if choices := getattr(flag.parser, "enum_values", None):
         if text.startswith("<"):  # absl puts "<a|b>: " before the help of its own enums.
             text = text.partition(">: ")[2]
-        text = f"{text.removesuffix('.')} ({', '.join(choices)})."
+        text = f"{text} Choices: {', '.join(choices)}."
     if is_required:
         return f"--{flag.name}=NAME", f"Required. {text}"
     unset = flag_tree.NONE if isinstance(flag.parser, flag_tree.SettingParser) else ""

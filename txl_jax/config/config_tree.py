@@ -141,8 +141,8 @@ class Config:
             if value == field.default:
                 continue
             for other, readers in declared.only_with.items():
-                advice = f"The former requires {self.prefix}{other} {' or '.join(map(str, readers))}"
-                self.expect(getattr(self, other) in readers, f"{field.name} {other}", advice)
+                wanted = f"{self.prefix}{other} must be {' or '.join(map(str, readers))} for {self.prefix}{field.name}"
+                require((got := getattr(self, other)) in readers, f"{wanted}={format_value(value)}, got {got}")
             for other in declared.not_with:
                 self.expect(not getattr(self, other), f"{field.name} {other}", "Set only one of them")
 

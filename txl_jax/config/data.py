@@ -111,15 +111,15 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
     )
     hf_file: str | None = free_setting(
         None,
-        "Subword tokens: a tokenizer.json; none trains one on the training split. Ready-made ids: the tokenizer.json "
+        "Subword tokens: a tokenizer.json. none trains one on the training split. Ready-made ids: the tokenizer.json "
         "that made them.",
         path=True,
         only_with=_SUBWORDS,
     )
     vocab_size: int | None = setting(
         None,
-        f"Vocabulary size. Subwords trained here: none means {DEFAULT_SUBWORDS:,}. Ready-made ids: none means the "
-        "largest id and one, or the size of the tokenizer.json.",
+        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for ready-made ids the largest id "
+        "plus one, or the size of the tokenizer.json.",
         at_least=1,
         shapes_tokens=True,
         only_with=_SUBWORDS,

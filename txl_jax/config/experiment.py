@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config.config_tree import Config, did_you_mean, format_value, from_dict, get, replace, setting
+from txl_jax.config.config_tree import Config, did_you_mean, format_value, from_dict, get, replace, require, setting
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
 from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
@@ -122,7 +122,7 @@ class ExperimentConfig(Config):
         expect(
             self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
             "data.reset_at model.compat.memory_start",
-            f"Resets require {MemoryStart.MASKED}",
+            f"Resets require {MemoryStart.MASKED} memory",
         )
         expect(
             self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
@@ -142,11 +142,8 @@ class ExperimentConfig(Config):
         )
         end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
         expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
-        expect(
-            optimizer.warmup_steps < end,
-            f"optimizer.warmup_steps {name}",
-            "The warm-up must be shorter. Lower --optimizer.warmup_steps",
-        )
+        wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
+        require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps")
 
 
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
