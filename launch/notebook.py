@@ -58,7 +58,7 @@ def device_line() -> str:
 
 
 def device_settings() -> dict[str, object]:
-    """Returns the settings of a small model that devices change: none on a CPU; a larger bfloat16 model on TPU and GPU.
+    """Returns the settings of a small model that devices change: none on a CPU, a larger bfloat16 model on TPU and GPU.
 
     The rows of a batch divide over one device as over eight.
     """

@@ -178,7 +178,7 @@ class Worker:
         return lines
 
     def _patiently(self, act: Callable[[], T], seconds: float) -> T:
-        """Calls `act`; again while the database cannot be reached, for so long or until a signal arrives."""
+        """Calls `act`, and retries for `seconds` or until a signal while the database is unreachable."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -203,7 +203,7 @@ class Worker:
             training.close()
 
     def _step(self, bar: Any) -> bool:
-        """Looks after the trainings, and starts others; returns whether there are some left, here or elsewhere."""
+        """Looks after the trainings, and starts others. Returns whether there are some left, here or elsewhere."""
         self._beat()
         for training in list(self._trainings):
             self._look_after(training)
@@ -239,7 +239,7 @@ class Worker:
         return trial.number not in self._outdated and not has_stopped
 
     def _queue(self) -> bool:
-        """Queues a trial for a place that has none; returns whether there is such a place."""
+        """Queues a trial for an empty place. Returns whether there is such a place."""
         trials = self._trials()
         places = [place for place in self._sweep.queue if place not in trials or not self._counts(trials[place])]
         if self._was_late:  # Workers that start together should not all want the same place.
@@ -256,7 +256,7 @@ class Worker:
         return False
 
     def _take(self) -> bool:
-        """Takes a trial, and starts its run unless that has finished; returns whether there was a trial to take."""
+        """Takes a trial, and starts its run unless that has finished. Returns whether there was a trial to take."""
         if not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING]) and not self._queue():
             return False
         with warnings.catch_warnings(action="ignore"):  # The heartbeat is kept, though not by `optimize`.

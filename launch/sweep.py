@@ -87,7 +87,7 @@ class Run:
         storage.write_json(os.path.join(self.folder, _NOTES), notes)
 
     def end(self, code: int, seconds: float, *, pruned: bool) -> str:
-        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed; returns it."""
+        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed. Returns it."""
         if self.results is not None:
             state = records.state_of(self.results)
         elif not code or code in _STOP_CODES:
@@ -117,8 +117,8 @@ class Run:
 class Sweep:
     """The content of a file: what its runs share, and the values in which they differ.
 
-    Reading it checks runs as their program would, and raises `UserError` if one would fail or two are the same. Of runs
-    that are drawn while others are trained it checks those at the ends of the ranges.
+    Reading it checks runs like their command, and raises `UserError` if one would fail or two are the same. For runs
+    that are drawn while others are trained it checks the ends of the ranges.
     """
 
     def __init__(self, path: Path, out: str):
@@ -144,7 +144,7 @@ class Sweep:
             study.made(kind, content[kind]) if kind in content else None for kind in ("sampler", "pruner")
         )
         online = self.sampler is not None
-        require(ranges or not online, f"[sampler] has no range to draw from in [random]; {_RANGE}")
+        require(ranges or not online, f"[sampler] has no range to draw from in [random]. Add {_RANGE}")
         points = study.drawn(ranges, samples, seed) if ranges else [{}]
         if online:
             points = [{name: getattr(each, end) for name, each in ranges.items()} for end in ("low", "high")]
@@ -161,7 +161,7 @@ class Sweep:
         self.queue = draws if online else {name: run.values for name, run in found.items()}  # By places in the queue.
 
     def run(self, values: Mapping[str, Any]) -> Run:
-        """Returns the run with these values; raises `UserError` as its program would."""
+        """Returns the run with these values. Raises `UserError` as its program would."""
         settings, rounded = dict(self._entries[values.get("runs", next(iter(self._entries)))]), dict[str, Any]()
         given = settings.pop("name", None)
         for name, of in self.space.items():
@@ -185,7 +185,7 @@ class Sweep:
         return Run(name, folder, values, settings, command, config)
 
     def write(self) -> int:
-        """Writes the table of all (or all drawn) runs; returns the exit code, 1 if a run has failed."""
+        """Writes the table of all (or all drawn) runs. Returns the exit code, 1 if a run has failed."""
         runs: Iterable[Run] = self.runs.values()
         if not runs and storage.is_dir(self.out):
             found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))
@@ -247,7 +247,7 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
         of: Any = IntDistribution if name in whole else FloatDistribution
         with rephrased(f"{wrong} (%s)", TypeError, ValueError):
             found[name] = of(*ends, log=kind == "log")
-    require(found or not table, f"random has no range to draw from; {_RANGE}")
+    require(found or not table, f"random has no range to draw from. Add {_RANGE}")
     return found, samples, seed
 
 
@@ -360,7 +360,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
-    """Returns a command for each managed job: a worker of the study on a machine of its own."""
+    """Returns a command for each managed job: a worker of the study on a separate machine."""
     shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
     require(shared, "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage")
     run = ["python", "-m", "launch.sweep", *given.files, f"--out={given.out}", f"--storage={given.storage}"]

@@ -104,7 +104,7 @@ class HarnessModel(LM):
         return self._cached("generate_until", requests, found)
 
     def _generation(self, given: dict[str, Any]) -> tuple[GenerateConfig, tuple[str, ...]]:
-        """Returns settings and stop strings of a request; without do_sample the text is greedy."""
+        """Returns settings and stop strings of a request. Without do_sample the text is greedy."""
         if unknown := sorted(set(given) - _GENERATION):
             known = ", ".join(sorted(_GENERATION))
             raise UserError(f"generation settings of a task must be of {known}, got {', '.join(unknown)}")

@@ -1,7 +1,7 @@
 """The memory that a Transformer-XL carries from segment to segment.
 
 Layer l reads the inputs that it had at the M positions before the segment (Dai et al., 2019, section
-3.2). Shapes are fixed; `valid` is the number of filled slots of each row. The only `stop_gradient` of the
+3.2). Shapes are fixed, and `valid` is the number of filled slots of each row. The only `stop_gradient` of the
 recurrence is in `update`.
 
 Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Segments(NamedTuple):
-    """S consecutive segments of L tokens for B rows of a batch (those of one process).
+    """S consecutive segments of L tokens for B rows of a batch (one process's rows).
 
     Attributes:
       inputs: int32 [S, B, L]. 0 in padding.

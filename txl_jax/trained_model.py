@@ -65,7 +65,7 @@ class Continuation(NamedTuple):
 class LanguageModel:
     """A trained model, made by `load`. Memory and segment lengths are the ones in `config.eval`.
 
-    A document is a text (str, or bytes of UTF-8; a model of bytes takes any bytes) or a sequence of token ids. Each
+    A document is a text (str, or bytes of UTF-8, or any bytes for a byte model) or a sequence of token ids. Each
     starts from an empty memory, and its results do not depend on the others. `batch_size` documents are read side by
     side, in one compiled function for any number and lengths. Each needs a KV cache of `config.eval.mem_len` slots.
 
@@ -115,11 +115,11 @@ class LanguageModel:
         Args:
           documents: Texts or token ids, of any lengths. They may be empty.
           per_token: Whether to return the losses of single tokens instead of sums.
-          first: The token before each document, an id or the text of one token, so that all T tokens are scored; or
+          first: The token before each document, an id or the text of one token, so that all T tokens are scored, or
             None to score T - 1 tokens, all but the first.
 
         Returns:
-          Per document the summed nats and the number of scored tokens and of their bytes, if the vocabulary knows them;
+          Per document the summed nats and the number of scored tokens and of their bytes, if the vocabulary knows them,
           or the nats, floats [T - 1] or [T].
 
         Raises:
@@ -165,7 +165,7 @@ class LanguageModel:
 
         Args:
           pairs: (context, continuation). Two texts are encoded together, so that a word may begin in the context. The
-            continuation's tokens are the ones after as many as the context has alone.
+            continuation's tokens are the ones after as many as the context encodes to by itself.
           first: The token before a continuation without context, an id or the text of one token, or None for the token
             that generation without a prompt continues.
         """

@@ -163,7 +163,7 @@ class Plan(cli.TextPlan):
         return [row_named(self.table, name) for name in self.rows] or list(TABLES[self.table])
 
     def validate(self) -> None:
-        """Raises `UserError` if there is no seed, seeds are equal, or a setting is out of range."""
+        """Raises `UserError` if seeds are empty or equal, or a setting is out of range."""
         super().validate()
         require(
             len(set(self.seeds)) == len(self.seeds) > 0,
@@ -208,7 +208,7 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores what is not done yet; writes ablation.md, .csv and .json into `plan.out` after each run.
+    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
 
     Returns the scores by row, one per seed. Settings of all rows are checked before the first is trained. After
     `Interrupted` the same call resumes.
@@ -236,7 +236,7 @@ def train_and_score(
 def _score_lengths(
     config: ExperimentConfig, corpus: Corpus, trained: Run, plan: Plan, step: int, stop_requested: Callable[[], Any]
 ) -> dict[int, float]:
-    """Returns the validation measure at each attention length; earlier scores are in ablation.json of the run."""
+    """Returns the validation measure at each attention length. Earlier scores are in ablation.json of the run."""
     path = os.path.join(trained.path, "ablation.json")
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
@@ -277,7 +277,7 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
-    """Writes ablation.json, .csv and .md of the scores so far; returns the last. The first row is compared with."""
+    """Writes ablation.json, .csv and .md of the scores so far. Returns the last. The first row is the baseline."""
     measure, path = corpus.vocabulary.measure, os.path.join(plan.out, "ablation")
     facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
     facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}
@@ -334,7 +334,7 @@ def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measur
 
 
 def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
-    """Formats the mean, with standard deviation and number if there is more than one value."""
+    """Formats the mean, with standard deviation and number for multiple values."""
     digits = 2 if measure is Measure.PPL else 4
     if not values:
         return ""

@@ -3,11 +3,11 @@
     python -m experiments.paper.attention --workdir=runs/mine
     python -m experiments.paper.attention --workdir=runs/mine --heads=0.1,3.2 --positions=4000,5210
 
-It writes into --out average.png, the mean attention of every head to each distance (figure 5);
-heads-T.png, the weights of three heads for the query at token T (figure 6); terms-T.png, the terms
-(a), (b) and (d) of the first of them, each with its own softmax (figure 7); attention.md with the
-tokens, and all arrays. Default heads are those with the largest mean distance. Lengths are those
-of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length,
+It writes to --out average.png, the mean attention of every head to each distance (figure 5),
+heads-T.png, the weights of three heads for the query at token T (figure 6), terms-T.png, the terms
+(a), (b) and (d) of the first of them, each with its own softmax (figure 7), attention.md with the
+tokens, and all arrays. By default it draws the heads with the largest mean distance. Lengths are
+--eval.segment_len, --eval.mem_len and --eval.clamp_len, with batch size 1 and same_length,
 so that every query attends to A keys. Queries whose memory is not full yet are omitted from the average.
 """
 
@@ -149,7 +149,7 @@ def draw(
 class AttentionWeights(NamedTuple):
     """The attention weights of one segment's queries by distance 0 .. A - 1 (A: the window).
 
-    A key at distance d is d positions before the query; 0 is the query's own.
+    A key at distance d is d positions before the query, and 0 is the query's own.
     """
 
     probabilities: jax.Array  # [N, B, H, L, A].
@@ -197,7 +197,7 @@ class Query(NamedTuple):
 def _read(
     parts: Built, params: Any, tokens: np.ndarray, first: int, positions: Sequence[int], show: Callable[..., Any]
 ) -> tuple[np.ndarray, list[Query]]:
-    """Reads whole segments; returns mean probabilities from token `first` on, and the queries at `positions`."""
+    """Reads whole segments. Returns mean probabilities from token `first` on, and the queries at `positions`."""
     eval_config, model = parts.config.eval, cast(TransformerXL, parts.model)
     length = eval_config.segment_len
 

@@ -5,7 +5,7 @@
 
 It writes context_length.csv and, with matplotlib, context_length.png into the workdir. At
 attention length A the memory has A slots and every token sees the same number of keys
-(--eval.mem_len and --eval.same_length are set so, and segments are at most A long); the other
+(it sets --eval.mem_len and --eval.same_length, and segments are at most A long). The other
 --eval flags are as in training, unless you pass others: a run trained with --eval.clamp_len
 still clamps. The text is split into --eval.batch_size rows, each of which should be many times as
 long as A: for a short text pass --eval.batch_size=1. A model without recurrence
@@ -64,7 +64,7 @@ def score_lengths(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[int, Totals]:
-    """Scores a split at each length; writes context_length.csv after each, and context_length.png at the end.
+    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end.
 
     The text may be another than the run's if its vocabulary is the same. Before `Interrupted` rows are written.
     """

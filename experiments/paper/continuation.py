@@ -38,7 +38,7 @@ class Plan(cli.TrainedRun):
     out: str | None = setting(None, "Markdown file. If none, continuation.md in the workdir.", path=True)
 
     def validate(self) -> None:
-        """Raises `UserError` if there is no start, or a setting is out of range."""
+        """Raises `UserError` if starts are empty, or a setting is out of range."""
         super().validate()
         require(self.starts, "starts must be one or more token positions, such as 1000,52000, got none")
 
@@ -112,7 +112,7 @@ def quoted(corpus: Corpus, ids: np.ndarray) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escapes the characters that markdown interprets, and those that would begin a list or a heading."""
+    """Escapes the characters that markdown interprets, and characters that would begin a list or a heading."""
     text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
     text = re.sub(r"^( *(?=[-+=])| *\d+(?=[.)]))", r"\1\\", text, flags=re.MULTILINE)
     text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
@@ -135,7 +135,7 @@ _RULES = [
 
 
 def detokenize(text: str) -> str:
-    r"""Removes the spaces that a tokenizer put in; other text comes back unchanged.
+    r"""Removes the spaces that a tokenizer inserted. Other text is unchanged.
 
     >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \'t it ? "')
     'He said: "It is 3.5 miles, isn\'t it?"'

@@ -102,10 +102,10 @@ def run(plan: Plan, job: cli.Job) -> None:
 def compare(
     runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[int | None]]:
-    """Scores what is not scored yet and writes recl.json, .csv, .md and two plots into `plan.out`.
+    """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
 
     Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
-    what was scored stays.
+    finished scores are kept.
     """
     plan.validate()
     tokens = getattr(corpus, plan.split)
@@ -201,7 +201,7 @@ class Gain(NamedTuple):
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
     """Computes, for each model, the gain of every step from a context length to the next.
 
-    `losses` are [models, T] by context length, in increasing order; `ratio` is r, above 0 and at most 1.
+    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and at most 1.
     """
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
@@ -215,7 +215,7 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
 
 
 def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
-    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline; at least one."""
+    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline, at least one."""
     count = max(round(ratio * len(baseline)), 1)
     # Stable, so that of equal positions the earlier ones are taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
@@ -227,7 +227,7 @@ def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) 
 
 
 def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
-    """Returns RECL, the context from which the next step gains less than the threshold; None if all gain as much."""
+    """Returns RECL, the context from which the next step gains less than the threshold, or None if no step does."""
     return next((step.context for step in steps if step.relative < threshold), None)
 
 

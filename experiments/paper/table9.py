@@ -49,7 +49,7 @@ class Plan(cli.Plan):
     calls: int = setting(5, "Timed calls of each side, in turns.", at_least=1)
 
     def validate(self) -> None:
-        """Raises `UserError` if there is no length, or a setting is out of range."""
+        """Raises `UserError` if lengths are empty, or a setting is out of range."""
         super().validate()
         require(
             self.lengths and min(self.lengths) >= 1,
@@ -58,7 +58,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Times both sides at each length; prints a Markdown table row by row."""
+    """Times both sides at each length. Prints a Markdown table row by row."""
     config = job.config()
     for side in (sliding_window_config(config), *(our_config(config, length) for length in plan.lengths)):
         side.validate()
@@ -84,7 +84,7 @@ def _row(config: ExperimentConfig, length: int, calls: int) -> list[str]:
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one attention length, on one device; calls take turns, so that a slow minute affects both.
+    """Times both at one attention length, on one device. Calls are interleaved, so that a slow minute affects both.
 
     Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
     is not timed.

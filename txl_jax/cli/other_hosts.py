@@ -192,8 +192,8 @@ def prefix() -> str:
 def lost_another(error: BaseException) -> bool:
     """Returns whether an error, of any type (Gloo raises ValueErrors), means that another process is unreachable.
 
-    An error that all processes know went through collectives, so that none was lost; files have connections of their
-    own.
+    An error that all processes know went through collectives, so that none was lost. Files have separate
+    connections.
     """
     origin = error
     while origin.__cause__ is not None:

@@ -55,7 +55,7 @@ class Setting:
 
 
 def setting(default: Any, help: str, **properties: Any) -> Any:
-    """Declares a field of a config; `properties` are the fields of `Setting`."""
+    """Declares a field of a config. `properties` are the fields of `Setting`."""
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
 
 

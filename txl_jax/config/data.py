@@ -118,8 +118,8 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
     )
     vocab_size: int | None = setting(
         None,
-        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for ready-made ids the largest id "
-        "plus one, or the size of the tokenizer.json.",
+        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for ready-made ids the largest "
+        "id plus one, or the size of the tokenizer.json.",
         at_least=1,
         shapes_tokens=True,
         only_with=_SUBWORDS,

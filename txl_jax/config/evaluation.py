@@ -57,7 +57,7 @@ class EvalConfig(Recurrence, prefix="eval."):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
-        self.expect(self.mem_len or not self.cache_dtype, "cache_dtype mem_len", "Without a memory there is no cache")
+        self.expect(self.mem_len or not self.cache_dtype, "cache_dtype mem_len", "A cache requires a memory")
         # Distances are int32, and XLA ends the process if the size of an array overflows.
         fits = self.batch_size * (self.segment_len + self.mem_len) < 1 << 40 and (self.clamp_len or 0) < 1 << 31
         self.expect(fits, "batch_size segment_len mem_len clamp_len", "No device has memory for so many positions")
