@@ -48,8 +48,8 @@ def test_runs_of_several_seeds_are_one_line_over_the_steps_that_all_have(tmp_pat
     expected = {step: [dict(run.scores("valid"))[step] for run in runs[:2]] for step in (200, 400, 600)}
     assert lines["learning_rate 0.001, mean of 2 seeds"] == expected
     code, printed, _ = programs.run("experiments.report", tmp_path)
-    assert code == 0 and "| 0.001+2 | 2 | 0.001 | ppl" in printed and "| 700 of 1,000 updates |" in printed
-    assert "| 0.001+3 | 3 | 0.001 |  |  | 0 |  |  | 0 of 1,000 updates |" in printed
+    assert code == 0 and "| 0.001+2 | 2 | 0.001 | ppl" in printed and "| 700 of 1,000 training steps |" in printed
+    assert "| 0.001+3 | 3 | 0.001 |  |  | 0 |  |  | 0 of 1,000 training steps |" in printed
 
 
 def test_the_figure_has_the_means_of_the_best_lines_and_their_deviations(monkeypatch):
