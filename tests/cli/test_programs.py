@@ -204,6 +204,6 @@ def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for words, name in ((["--flagfile=small"], "small"), ([], "text")):
         code, out, err = run("text", *words, f"--data.file={tmp_path / 'none'}")
-        assert code == 1 and f"workdir   {tmp_path / 'runs' / name};" in out and str(tmp_path / "none") in err
+        assert code == 1 and f"workdir   {tmp_path / 'runs' / name} (" in out and str(tmp_path / "none") in err
     code, _, err = run("text", "--mode=eval")
     assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()
