@@ -571,7 +571,7 @@ def exit_code_for(error: BaseException) -> int | None:
         case UserError() | OSError():
             fail(error)
         case RuntimeError() | AssertionError() if "xla_bridge" in str(traceback.extract_tb(error.__traceback__)[-1:]):
-            fail(f"jax cannot use JAX_PLATFORMS={jax.config.jax_platforms} ({first_line(error)}). Unset or change it")
+            fail(f"jax cannot use JAX_PLATFORMS={jax.config.values['jax_platforms']} ({first_line(error)}). Change it")
         case _:
             return None
     return 1
