@@ -1,4 +1,4 @@
-"""Lists the programs, each with the first line of its docstring: `python -m experiments`."""
+"""Lists the commands, each with the first line of its docstring: `python -m experiments`."""
 
 import ast
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HEADINGS = {
-    "experiments": "Programs",
+    "experiments": "Commands",
     "experiments/paper": "Tables and figures of the paper",
     "experiments/bench": "Benchmarks",
     "launch": "Launchers",
@@ -15,7 +15,7 @@ HEADINGS = {
 
 
 def programs(folder: str) -> dict[str, str]:
-    """Returns the programs in a folder by name, with the first lines of their docstrings."""
+    """Returns the commands in a directory by name, with the first lines of their docstrings."""
     found = {}
     for path in sorted((ROOT / folder).glob("*.py")):
         text = path.read_text()
@@ -26,8 +26,8 @@ def programs(folder: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints the programs."""
-    lines = ["python -m NAME --help lists the flags of a program."]
+    """Prints the commands."""
+    lines = ["python -m NAME --help lists the flags of a command."]
     for folder, heading in HEADINGS.items():
         lines += ["", f"{heading}:", *(f"  {name}\n      {text}" for name, text in programs(folder).items())]
     try:

@@ -1,16 +1,16 @@
-r"""Converts trained weights between the formats of this project and of other implementations.
+r"""Converts trained weights between this project's formats and other implementations'.
 
     python -m experiments.convert --from=transfo-xl-wt103 --to=wt103
     python -m experiments.convert --from=runs/mine --to=mine
     python -m experiments.convert --from=runs/mine --to=mine-hf --to_format=huggingface
     python -m experiments.convert --from=runs/mine --to=mine-original --to_format=original
 
---from is a run's workdir, a portable folder, or a file or folder of another implementation, which is recognised
-(--from_format names it). Pickles run nothing: tensors and plain values are read, all else is refused.
+--from is a run's workdir, a portable checkpoint, or a file or directory from another implementation, whose format is
+detected unless you set --from_format. Unpickling executes no code: it accepts only tensors and plain values.
 
---to is a new folder. Its formats: native, the portable folder that `txl_jax.load` opens and that can be published;
-huggingface, which TransfoXLLMHeadModel of transformers 4.35.2 opens; original, the names of the authors' PyTorch
-release. What was written is read back and compared, tensors and losses, before the folder gets its name.
+--to is a new directory, in one of three formats: native, a portable checkpoint for `txl_jax.load`, which you can
+publish; huggingface, for TransfoXLLMHeadModel of transformers 4.35.2; or original, with the names of the authors'
+PyTorch release. The files are read back and compared, tensors and losses, before the directory is renamed into place.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from txl_jax.runs.convert import SourceFormat, TargetFormat, convert
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.Plan):
-    """What is converted, and to what."""
+    """Source and target of the conversion."""
 
     from_: str = setting(
-        "", "What is converted: a workdir, a portable folder, or foreign weights.", path=True, required=True
+        "", "Workdir, portable checkpoint, or another implementation's weights.", path=True, required=True
     )
-    to: str = setting("", "The new folder.", path=True, required=True)
+    to: str = setting("", "Directory to create.", path=True, required=True)
     to_format: TargetFormat = setting(TargetFormat.NATIVE, "Format of --to.")
-    from_format: SourceFormat | None = setting(None, "Format of --from; none: recognised.")
-    ensemble_member: str | None = setting(None, "Member of an ensemble, if --from is the workdir of one.")
+    from_format: SourceFormat | None = setting(None, "Format of --from. none detects it.")
+    ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
 
 
 def run(plan: Plan, job: cli.Job) -> None:

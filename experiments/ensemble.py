@@ -1,4 +1,4 @@
-r"""Trains an ensemble: several runs that differ in seed, learning rate or dropout, as one program.
+r"""Trains an ensemble: multiple runs that differ in seed, learning rate or dropout, in one process.
 
     python -m experiments.ensemble --flagfile=ptb --data_dir=data --workdir=runs/ptb \
         --ensemble_member="seed=1" --ensemble_member="seed=2" --ensemble_member="seed=3"
@@ -7,13 +7,13 @@ r"""Trains an ensemble: several runs that differ in seed, learning rate or dropo
         --ensemble_member="optimizer.learning_rate=1e-3 model.dropout.rate=0.1"
     python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2" --to=runs/ptb-seed2
 
-A small model leaves most of an accelerator idle; several together take little longer than one. All members are in one
-workdir, with one checkpoint. Stopped, the same command resumes, and so does --workdir alone. results.json and
-members.md have the scores of all.
+A small model leaves most of an accelerator idle, so training several together takes little longer than training one.
+All members share one workdir and one checkpoint. To resume, rerun the same command, or pass only --workdir.
+results.json and members.md contain the scores of all members.
 
-The other programs take one member with --workdir and --ensemble_member=NAME, where a name is as above without "model."
-and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split makes a member a workdir of its own,
-in which the program of its corpus trains on.
+Other commands use one member with --workdir and --ensemble_member=NAME, where NAME is as above without "model."
+and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split copies a member to a separate workdir,
+in which its corpus's command can continue training.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from txl_jax.runs.train import train_run
 
 
 class Mode(enum.StrEnum):
-    """The job of this program."""
+    """What this command does."""
 
     TRAIN = "train"
     SPLIT = "split"
@@ -37,25 +37,25 @@ class Mode(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.WatchPlan, cli.TextPlan):
-    """The folder and the members."""
+    """The directory and the ensemble members."""
 
-    mode: Mode = setting(Mode.TRAIN, "Train all members, or split one off.")
+    mode: Mode = setting(Mode.TRAIN, "Train all ensemble members, or split one off.")
     workdir: str = setting(
-        "", "Folder of the ensemble: checkpoints, logs, results. Created if missing.", path=True, required=True
+        "", "Directory for the ensemble's checkpoints, logs and results. Created if missing.", path=True, required=True
     )
     ensemble_member: tuple[str, ...] = setting(
         (),
-        'One flag per member: its settings, such as "seed=2 model.dropout.rate=0.3". For --mode=split its name.',
+        'Settings of a member, one flag each, such as "seed=2 model.dropout.rate=0.3". For --mode=split, its name.',
         repeated=True,
     )
-    to: str | None = setting(None, "For --mode=split: the workdir of the member.", path=True)
+    to: str | None = setting(None, "For --mode=split: new workdir for the member.", path=True)
 
 
 def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains the members, or splits one off."""
     if plan.mode is Mode.SPLIT:
         if len(plan.ensemble_member) != 1 or plan.to is None:
-            found = f"{len(plan.ensemble_member)} of them and --to={plan.to or ''}"
+            found = f"{len(plan.ensemble_member)} members and --to={plan.to or ''}"
             raise UserError(f"--mode=split needs one --ensemble_member and --to=PATH, got {found}")
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
@@ -71,15 +71,15 @@ def run(plan: Plan, job: cli.Job) -> int | None:
 
 
 def _parse_member(text: str) -> dict[str, float]:
-    """Parses one --ensemble_member; raises `UserError` if it is not a list of names with numbers."""
+    """Parses one --ensemble_member. Raises `UserError` if it is not a list of names with numbers."""
     found: dict[str, float] = {}
     for word in text.split():
         name, _, value = word.removeprefix("--").partition("=")
         try:
             found[name] = int(value) if name == "seed" else float(value)
         except ValueError:
-            advice = 'give names with numbers, as "seed=2 optimizer.learning_rate=0.001"'
-            raise UserError(f"--ensemble_member is {text!r}; {advice}") from None
+            wanted = 'names with numbers, such as "seed=2 optimizer.learning_rate=0.001"'
+            raise UserError(f"--ensemble_member must be {wanted}, got {text!r}") from None
     return found
 
 

@@ -2,8 +2,8 @@
 
     python -m experiments.enwik8 --flagfile=enwik8_12l --workdir=runs/enwik8_12l --data_dir=data
 
-`data_dir` holds enwik8 or enwik8.zip (http://mattmahoney.net/dc/enwik8.zip). A part of it runs
-with --data.file=PATH.
+--data_dir must contain enwik8 or enwik8.zip (http://mattmahoney.net/dc/enwik8.zip). To use a part
+of the corpus, pass --data.file=PATH.
 """
 
 from txl_jax.cli.program import train_main

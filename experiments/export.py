@@ -1,12 +1,12 @@
-r"""Exports a trained model with jax.export, for programs without this project, on CPU, TPU and GPU.
+r"""Exports a trained model with jax.export, to run on CPU, TPU and GPU without this project.
 
     python -m experiments.export --from=runs/mine --to=mine-exported
     python -m experiments.export --from=runs/mine --to=mine-exported --rows=8
 
---from is a run's workdir or a portable folder. --to is a new folder: scoring of segments and a generation step as
-StableHLO, with the memory as argument and result, the weights as safetensors, and a manifest. The lengths are those of
-eval in the run's settings. What was written is read back and compared with the model before the folder gets its name.
-docs/export.md has a program that runs it with jax, numpy, safetensors and flatbuffers alone.
+--from is a run's workdir or a portable checkpoint. --to is a new directory with functions for scoring and generation as
+StableHLO, with the memory as argument and result, the weights as safetensors, and a manifest. Lengths come from the
+run's eval settings. The files are read back and compared with the model before the directory is renamed into place.
+docs/export.md shows how to run them with only jax, numpy, safetensors and flatbuffers.
 """
 
 import dataclasses
@@ -38,19 +38,19 @@ _CALLS = 3  # Calls of each function when the exported files are compared with t
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.StoredTypes):
-    """What is exported, and where to."""
+    """Source and target of the export."""
 
-    from_: str = setting("", "What is exported: a workdir or a portable folder.", path=True, required=True)
-    to: str = setting("", "The new folder.", path=True, required=True)
-    rows: int = setting(1, "Rows of a batch, fixed in what is exported.", at_least=1)
-    ensemble_member: str | None = setting(None, "Member of an ensemble, if --from is the workdir of one.")
+    from_: str = setting("", "Model to export: a workdir or a portable checkpoint.", path=True, required=True)
+    to: str = setting("", "Directory to create.", path=True, required=True)
+    rows: int = setting(1, "Batch size, which is fixed in the exported functions.", at_least=1)
+    ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Writes a model's scoring and generation step, reads them back, and compares them with the model."""
     del job
     if importlib.util.find_spec("flatbuffers") is None:
-        raise MissingPackageError("jax.export serializes with the package flatbuffers; pip install '.[export]'")
+        raise MissingPackageError("jax.export requires the package flatbuffers. Run pip install '.[export]'")
     target = as_path(plan.to)
     check_new_folder(target)
     found = open_weights(
@@ -75,7 +75,7 @@ def run(plan: Plan, job: cli.Job) -> None:
         exported.write(folder, model, found.vocabulary, metadata)
         difference = _verify(folder, model, found.vocabulary.size)
         print(f"written   {', '.join(model.functions)}: {sum(map(size, folder.iterdir())) / 1e6:,.1f} MB")
-    print(f"verified  read back, largest difference {difference:.1g} on {jax.default_backend()}")
+    print(f"verified  read back, maximum difference {difference:.1g} on {jax.default_backend()}")
     print(f"to        {target}, for {', '.join(exported.PLATFORMS)}")
 
 
@@ -100,7 +100,7 @@ def _functions_of(components: Built, params: Any) -> Functions:
 
 
 def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
-    """Returns the largest difference of the exported functions from the model's own on this machine's device.
+    """Returns the maximum difference between the exported functions and the model on this machine's device.
 
     It must be at most 1e-6, relative for values above 1 (below float32, a rounding).
     """
@@ -116,8 +116,8 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
             difference = np.abs(one - other).max(initial=0)
             if not difference <= rounding * np.abs(one).max(initial=1):
                 what = jax.tree_util.keystr(path, simple=True, separator=" ")
-                found_other = f"the exported {name} gives another {what} than the model, by {difference:.3g}"
-                raise CheckpointError(f"{found_other}; nothing is written")
+                different = f"the {what} of the exported {name} differs from the model's by {difference:.3g}"
+                raise CheckpointError(f"{different}. Nothing was written")
             largest = max(largest, float(difference))
     return largest
 
@@ -125,7 +125,7 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
 def _results(
     call: Callable[..., Any], function: Function, weights: Arrays, memory: Arrays, vocab_size: int
 ) -> list[Any]:
-    """Calls a function with random tokens, beginning with an empty memory; returns all results."""
+    """Calls a function with random tokens, starting from an empty memory. Returns all results."""
     rng, call = np.random.default_rng(0), jax.jit(call)
     state: Any = {name: np.zeros(array.shape, array.dtype) for name, array in memory.items()}
     placed, results = jax.device_put(weights), []

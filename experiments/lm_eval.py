@@ -4,8 +4,8 @@ r"""Evaluates a trained model with EleutherAI's lm-evaluation-harness.
     python -m experiments.lm_eval --model_path=runs/wt103 --tasks=lambada_openai,wikitext
     python -m experiments.lm_eval --model_path=runs/mine --tasks=mine --include_path=tasks --output=scores.json
 
-It registers the model "txl_jax" and calls the harness. A document begins with an empty memory and
-the token --first; docs/lm-eval.md has the details, and tasks on files of yours.
+Registers the model "txl_jax" and calls the harness. A document starts with an empty memory and
+the token --first. docs/lm-eval.md has the details, and shows how to define tasks on your own files.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from txl_jax.runtime import storage
 class Plan(cli.Plan):
     """The model and the tasks."""
 
-    model_path: str = setting("", "Workdir of a run, or folder of converted weights.", path=True, required=True)
-    ensemble_member: str | None = setting(None, "Member of an ensemble, by name.")
-    tasks: tuple[str, ...] = setting((), "Tasks and groups of the harness, or paths of YAML files.", required=True)
-    include_path: str | None = setting(None, "Folder with YAML files of more tasks.", path=True)
-    num_fewshot: int | None = setting(None, "Examples in the context; default: as the task has it.", at_least=0)
-    limit: float | None = setting(None, "Documents of each task: a number, or a part below 1; default: all.")
-    batch_size: int = setting(8, "Texts that are scored or continued side by side.", at_least=1)
-    first: str | None = setting(None, "Text of the token that precedes a document; default: a line mark or a newline.")
-    output: str | None = setting(None, "File for the results, as JSON; default: the table alone.", path=True)
+    model_path: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
+    ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
+    tasks: tuple[str, ...] = setting((), "The harness's tasks and groups, or paths of YAML files.", required=True)
+    include_path: str | None = setting(None, "Directory with YAML files of more tasks.", path=True)
+    num_fewshot: int | None = setting(None, "Examples in the context. By default the task's own number.", at_least=0)
+    limit: float | None = setting(None, "Documents per task: a number, or a fraction below 1. By default all.")
+    batch_size: int = setting(8, "Documents scored or continued in parallel.", at_least=1)
+    first: str | None = setting(None, "Text of the token before a document. By default a line mark or a newline.")
+    output: str | None = setting(None, "JSON file for the results. By default only the table is printed.", path=True)
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Runs the tasks."""
     del job
     if storage.is_remote(plan.include_path or ""):
-        raise UserError(f"--include_path is {plan.include_path}, and the harness reads folders of this machine alone")
-    with rephrased("the harness is not installed (%s); run pip install '.[lm-eval]'", ImportError):
+        raise UserError(f"--include_path must be a local directory, got {plan.include_path}")
+    with rephrased("the harness is not installed (%s). Run pip install '.[lm-eval]'", ImportError):
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
@@ -47,7 +47,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     manager = TaskManager(include_path=plan.include_path)
     unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]
     if unknown:
-        raise UserError(f"there is no task {', '.join(unknown)}; give names of the harness, or --include_path=FOLDER")
+        raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY")
     results = simple_evaluate(
         model,
         tasks=list(plan.tasks),

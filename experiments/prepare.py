@@ -1,11 +1,11 @@
-"""Read, check and encode a corpus ahead of time, so that a run starts at once.
+"""Read, check and encode a corpus ahead of time, so that runs start immediately.
 
     python -m experiments.prepare --corpus=wikitext103 --data_dir=data
     python -m experiments.prepare --flagfile=lm1b_large --corpus=lm1b --cache_dir=/scratch/text
 
-It does the same as the corpus's program at its start, with that program's tokenizer; --data.*
-flags change it. Hosts that share no disk may each run it; where they share one, the first prepares
-and the others wait.
+It does what the corpus's own command does at its start, with the same tokenizer, which you can
+change with --data.* flags. Run it on each host that has its own disk. On hosts that share a disk,
+the first prepares and the others wait.
 """
 
 import time
@@ -19,11 +19,11 @@ from txl_jax.errors import UserError
 
 
 def run(plan: cli.TextPlan, job: cli.Job) -> None:
-    """Reads, and prints what was read."""
+    """Reads a corpus and prints its sizes."""
     del plan
     if not {"corpus", "data.corpus"} & job.places.keys():
         known = ", ".join(sorted(set(CorpusName) - {CorpusName.PYTHON_STDLIB}))
-        raise UserError(f"no corpus was given; set --corpus=NAME, one of {known}")
+        raise UserError(f"--corpus is required. Pass --corpus=NAME, one of {known}")
     config, start = job.config(), time.monotonic()
     corpus = job.corpus(config)
     print(f"{'text':<12}{corpus.description}")

@@ -3,9 +3,9 @@
     python -m experiments.ptb --flagfile=ptb       --workdir=runs/ptb --data_dir=data
     python -m experiments.ptb --flagfile=ptb_small --workdir=runs/ptb_small --data_dir=data  # CPU
 
-`data_dir` holds ptb.train.txt, ptb.valid.txt and ptb.test.txt, or the archive that has them,
+--data_dir must contain ptb.train.txt, ptb.valid.txt and ptb.test.txt, or their archive,
 simple-examples.tgz (http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz). `python -m
-experiments.prepare --corpus=ptb` reads it ahead of time.
+experiments.prepare --corpus=ptb` prepares it.
 """
 
 from txl_jax.cli.program import train_main

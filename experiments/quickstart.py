@@ -2,9 +2,9 @@
 
     python -m experiments.quickstart
 
-Nothing is downloaded. It prints bits per byte beside those of zlib and lzma on the same test
-bytes, and without the memory; draws the learning curve; and writes a sample. Stopped with Ctrl-C,
-the same command resumes.
+Nothing is downloaded. It compares the model's bits per byte, with and without memory, with zlib's
+and lzma's on the same test bytes, draws the learning curve, and prints a sample. After Ctrl-C,
+rerun the same command to resume.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ COMPRESSORS = {"zlib -9": lambda data: zlib.compress(data, 9), "lzma -9": lambda
 
 
 def compare_compressors(config: ExperimentConfig, corpus: Corpus, run: Run, *, with_memory: float) -> dict[str, float]:
-    """Returns bits per byte of the test text by name: of the compressors, and of the model with and without memory.
+    """Returns bits per byte of the test split by name: for the compressors, and the model with and without memory.
 
-    `with_memory` is the trained run's own result on the test text.
+    `with_memory` is the trained run's own result on the test split.
     """
     text = corpus.vocabulary.decode(corpus.test)
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
@@ -84,15 +84,15 @@ DEFAULTS = ExperimentConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.Plan):
-    """The folder."""
+    """The directory."""
 
-    workdir: str = setting("runs/quickstart", "Folder of the run.", path=True)
+    workdir: str = setting("runs/quickstart", "Directory of the run.", path=True)
 
 
 def run(plan: Plan, job: cli.Job) -> int | None:
-    """Trains, compares, draws and writes a sample."""
+    """Trains, compares, draws and prints a sample."""
     if is_remote(plan.workdir):
-        raise UserError(f"--workdir is {plan.workdir}, and the quick start keeps its text there; give a local folder")
+        raise UserError(f"--workdir must be a local directory, which also stores the text, got {plan.workdir}")
     prepared = os.path.join(plan.workdir, "prepared")
     cli.keep_compiled(cache_dir=prepared, given=plan.compilation_cache)
     with Run.open(plan.workdir) as run:
@@ -101,14 +101,14 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
         print(f"{corpus.description}\nsha256 {corpus.digest}")
         if config.train.steps == DEFAULTS.train.steps:
-            print(f"for a quarter of the time give --train.steps={config.train.steps // 4} --workdir=runs/quick")
+            print(f"for a quarter of the time pass --train.steps={config.train.steps // 4} --workdir=runs/quick")
         with job.stop:
             outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop)
     if not outcome.finished or outcome.results is None:
         return None
     trained = Run.read(plan.workdir)
     rows = compare_compressors(config, corpus, trained, with_memory=outcome.results["test"]["bpc"])
-    print("\nbits per byte of the test text")
+    print("\nbits per byte of the test split")
     for name, bpc in rows.items():
         print(f"  {name:<32} {bpc:.3f}")
     if plots.can_draw():
@@ -117,7 +117,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         plots.learning_curve(read_metrics(trained.path), path, title=title, levels=levels)
         print(f"learning curve {path}\n")
     else:
-        print("no learning curve drawn: matplotlib is not installed (pip install '.[plots]')\n")
+        print("no learning curve: matplotlib is not installed (pip install '.[plots]')\n")
     generate_text(config, trained)
     return 0
 

@@ -46,7 +46,7 @@ class Plan(cli.Plan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Prints the tables and writes the files."""
     if not job.words:
-        raise UserError("no run was given; name workdirs, as python -m experiments.report runs/mine --out=report")
+        raise UserError("no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report")
     runs = records.read_runs(job.words)
     measures = {run.measure for run in runs}
     names = records.swept_settings(runs)
@@ -68,7 +68,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
     if len(measures) > 1:
-        print("no figure drawn: the runs have bpc and ppl, which one axis cannot show; compare their bits per byte")
+        print("no figure: some runs have bpc and others ppl, which one axis cannot show. Compare their bits per byte")
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
     storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())
@@ -97,8 +97,8 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
     """Draws the lines, with bands of one standard deviation around means. Returns whether there is a figure."""
     if not lines or not plots.can_draw():
-        reason = "matplotlib is not installed (pip install '.[plots]')" if lines else "no scores are recorded yet"
-        print(f"no figure drawn: {reason}")
+        reason = "matplotlib is not installed (pip install '.[plots]')" if lines else "no scores have been recorded yet"
+        print(f"no figure: {reason}")
         return False
     means = {name: {step: statistics.fmean(found) for step, found in line.items()} for name, line in lines.items()}
     best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]
@@ -106,7 +106,7 @@ def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str)
         {name: points for name, points in means.items() if name in best},
         path,
         title="Learning curves" + (f", the best {len(best)} of {len(lines)}" if len(best) < len(lines) else ""),
-        xlabel="updates",
+        xlabel="training steps",
         ylabel=plots.UNITS[measure],
         deviations={
             name: {step: statistics.stdev(found) for step, found in line.items()}

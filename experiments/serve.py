@@ -4,8 +4,8 @@ r"""Serves a trained model over HTTP: OpenAI's completions, and sessions that ke
     python -m experiments.serve --model=runs/mine --port=8000
     TXL_API_KEYS=secret python -m experiments.serve --model=runs/mine --host=0.0.0.0
 
-docs/serving.md has the requests and the limits. SIGTERM or Ctrl-C: no new requests are taken, those that run may end
-for --drain_seconds, then the rest are cut off; a second signal cuts them off at once.
+docs/serving.md describes the requests and the limits. On SIGTERM or Ctrl-C the server rejects new requests and gives
+running ones --drain_seconds to finish before it cuts them off. A second signal cuts them off at once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import SessionStore
 from txl_jax.trained_model import load
 
-_KEYS = "TXL_API_KEYS"  # Environment variable: keys, with commas.
+_KEYS = "TXL_API_KEYS"  # Environment variable with comma-separated keys.
 _USUAL = Limits()
 
 
@@ -36,28 +36,28 @@ _USUAL = Limits()
 class Plan(cli.StoredTypes):
     """The model, the address and the limits."""
 
-    model: str = setting("", "Workdir of a run, or portable folder.", path=True, required=True)
-    ensemble_member: str | None = setting(None, "Member of an ensemble, by name.")
-    host: str = setting("127.0.0.1", f"Address to listen on; others than loopback need {_KEYS}.")
+    model: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
+    ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
+    host: str = setting("127.0.0.1", f"Address to listen on. Other than loopback, it requires {_KEYS}.")
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Names in the Host header that are answered, besides --host and loopback. Any name is, if --host is a wildcard "
-        "address and this is not set.",
+        "Accepted names in the Host header, in addition to --host and loopback. If empty, a wildcard --host accepts "
+        "any name.",
     )
-    port: int = setting(8000, "Port; 0: a free one, which is printed.", at_least=0, at_most=65535)
-    rows: int = setting(8, "Texts that are written side by side; each needs a KV cache.", at_least=1)
+    port: int = setting(8000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535)
+    rows: int = setting(8, "Texts generated in parallel, each with its own KV cache.", at_least=1)
     max_request_tokens: int = setting(
-        _USUAL.tokens, "Maximum tokens of a request: its prompts, and max_tokens of each choice.", at_least=1
+        _USUAL.tokens, "Maximum tokens per request: its prompts plus max_tokens of each choice.", at_least=1
     )
-    max_new_tokens: int = setting(_USUAL.new_tokens, "Most that max_tokens may be.", at_least=1)
-    max_waiting: int = setting(_USUAL.waiting, "Choices that may wait for a row.", at_least=0)
-    request_seconds: float = setting(float(_USUAL.seconds), "Time of a request.", at_least=0)
+    max_new_tokens: int = setting(_USUAL.new_tokens, "Maximum value of max_tokens.", at_least=1)
+    max_waiting: int = setting(_USUAL.waiting, "Maximum number of choices that wait for a row.", at_least=0)
+    request_seconds: float = setting(float(_USUAL.seconds), "Request timeout in seconds.", at_least=0)
     max_sessions: int = setting(
-        16, "Sessions at a time; each needs a KV cache on the host. Keys share them.", at_least=1
+        16, "Maximum number of sessions, each with a KV cache in host memory. API keys share it.", at_least=1
     )
-    max_session_gib: float = setting(4.0, "Memory of all sessions in GiB, which may allow fewer.", at_least=0)
-    session_seconds: float = setting(3600.0, "Time after its last use at which a session expires.", at_least=0)
-    drain_seconds: float = setting(30.0, "Time after SIGTERM in which running requests may end.", at_least=0)
+    max_session_gib: float = setting(4.0, "Maximum memory of all sessions in GiB, which may allow fewer.", at_least=0)
+    session_seconds: float = setting(3600.0, "Seconds after its last use until a session expires.", at_least=0)
+    drain_seconds: float = setting(30.0, "Seconds that running requests have to finish after SIGTERM.", at_least=0)
 
 
 def run(plan: Plan, _job: cli.Job) -> int:
@@ -66,12 +66,12 @@ def run(plan: Plan, _job: cli.Job) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
     _check_host(plan.host, keys)
-    with _bind(plan.host, plan.port) as bound:  # Before the model is read, which takes longer.
+    with _bind(plan.host, plan.port) as bound:  # Before the model is loaded, which takes longer.
         return _serve(plan, keys, bound)
 
 
 def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
-    with rephrased("the server is not installed (%s); run pip install '.[serve]'", ImportError):
+    with rephrased("the server is not installed (%s). Run pip install '.[serve]'", ImportError):
         import uvicorn
 
         from txl_jax.serving.app import LOOPBACK, make_app
@@ -80,22 +80,22 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
 
     class Server(uvicorn.Server):
-        """A server that cuts off what has not ended some time after a signal."""
+        """A server that cuts off running requests some time after a signal."""
 
         should_exit = False
 
         def handle_exit(self, _sig: int, _frame: Any) -> None:
-            """Takes no new requests; a second signal ends the running ones at once."""
+            """Rejects new requests. A second signal ends the running ones at once."""
             engine.refuse("the server is shutting down")
             seconds = 0.0 if self.should_exit else plan.drain_seconds
             loop.call_soon_threadsafe(loop.call_later, seconds, engine.cut_off)
             if not self.should_exit:  # Not printed here: the signal may have come in the midst of another print.
-                line = f"stopping  running requests have {seconds:g} s to end; a second signal ends them now"
+                line = f"stopping  running requests have {seconds:g} s to finish, a second signal ends them now"
                 loop.call_soon_threadsafe(lambda: print(line, flush=True))
             self.should_exit = True
 
         async def on_tick(self, counter: int) -> bool:
-            """Ends with the engine, so that whatever has started this program can start it again."""
+            """Ends with the engine, so that a supervisor can restart this process."""
             return await super().on_tick(counter) or engine.failed
 
         async def startup(self, sockets: Any = None) -> None:
@@ -115,10 +115,10 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address; raises `UserError` for one that cannot be had."""
-    what = f"--host={host} --port={port} cannot be listened on (%s)"
-    advice = "give another port, as --port=0 for a free one, or another address of this machine"
-    with rephrased(f"{what}; {advice}", OSError):
+    """Returns a socket bound to the address. Raises `UserError` if the address is unavailable."""
+    what = f"cannot listen on --host={host} --port={port} (%s)"
+    advice = "Choose another port, such as --port=0 for a free one, or another address of this machine"
+    with rephrased(f"{what}. {advice}", OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as on_error:
             found = on_error.enter_context(socket.socket(family, kind))
@@ -129,7 +129,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _engine(plan: Plan, *, num_keys: int) -> Engine:
-    """Returns the engine of the model; raises `UserError` if the rows need more memory than the device has."""
+    """Returns the engine of the model. Raises `UserError` if the rows need more memory than the device has."""
     model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
     check_can_generate(model.config)
     types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
@@ -137,13 +137,13 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     step = Step(model.components, batch_size=plan.rows)
     size, memory = step.row_bytes(model.params), environment.memory_bytes()
     each = environment.megabytes(size)
-    fitting = f"--rows={plan.rows} needs a KV cache of {each} for each row, and the device has memory for"
-    require(plan.rows * size < memory, f"{fitting} {memory // size}; take fewer")
-    print(f"model     {plan.model}, step {model.step}{named}; {plan.rows} rows of {each}")
+    fitting = f"--rows must be at most {memory // size}, because each row has a KV cache of {each}"
+    require(plan.rows * size < memory, f"{fitting}, got {plan.rows}")
+    print(f"model     {plan.model}, step {model.step}{named}, {plan.rows} rows of {each}")
     limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
     per_key = limit // max(1, num_keys)
     none = f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow {limit} sessions"
-    require(per_key, f"{none} of {each}, and {max(1, num_keys)} are needed, one per key; raise them")
+    require(per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them")
     print(f"sessions  at most {limit} of {each}, {per_key} per key")
     limits = Limits(
         body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
@@ -157,13 +157,13 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
 
 
 def _check_host(host: str, keys: set[str]) -> None:
-    """Raises `UserError` for an address that others can reach, without a key."""
+    """Raises `UserError` if other machines can reach the address and no key is set."""
     is_loopback = host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
         is_loopback |= ipaddress.ip_address(host).is_loopback
-    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, as headers are; choose other keys")
-    reachable = f"--host is {host}, which other machines can reach, and no key is set"
-    require(is_loopback or keys, f"{reachable}; set {_KEYS}=KEY[,KEY..], or leave --host out")
+    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys")
+    reachable = f"--host must be loopback unless {_KEYS} is set, because other machines can reach it, got {host}"
+    require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host")
 
 
 if __name__ == "__main__":

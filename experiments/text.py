@@ -7,10 +7,10 @@ r"""Train, evaluate and sample on your own text: bytes, characters, words, subwo
         --data.tokenizer.vocab_size=4000 --data.file=book.txt
     python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id --train=train.bin --valid=val.bin
 
-One file is split 90/5/5 by position, three or more in a directory or pattern between files. Lists are
-joined in the order given, patterns in the order of names. --train, --valid, --test and --tokenizer are
-short for --data.train, .., and --data.tokenizer.kind. Without a flagfile and --model.*,
-this is --flagfile=small.
+One file is split 90/5/5 by position. A directory or glob pattern with three or more files is split
+between files. Lists are joined in the order given, patterns in the order of names. --train, --valid,
+--test and --tokenizer are short for --data.train, --data.valid, --data.test and
+--data.tokenizer.kind. Without a flagfile or a --model flag, --flagfile=small is used.
 """
 
 from txl_jax.cli.program import train_main

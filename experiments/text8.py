@@ -2,8 +2,8 @@
 
     python -m experiments.text8 --flagfile=text8_12l --workdir=runs/text8_12l --data_dir=data
 
-`data_dir` holds text8 or text8.zip (http://mattmahoney.net/dc/text8.zip). A part of it runs with
---data.file=PATH. `python -m experiments.prepare --corpus=text8` reads it ahead of time.
+--data_dir must contain text8 or text8.zip (http://mattmahoney.net/dc/text8.zip). To use a part of
+the corpus, pass --data.file=PATH. `python -m experiments.prepare --corpus=text8` prepares it.
 """
 
 from txl_jax.cli.program import train_main

@@ -2,12 +2,12 @@
 
     python -m experiments.wikitext103 --flagfile=wt103_base --workdir=runs/wt103 --data_dir=data
 
-`data_dir` holds wikitext-103-v1.zip. `python -m experiments.prepare --corpus=wikitext103` reads it
-ahead of time.
+--data_dir must contain wikitext-103-v1.zip. `python -m experiments.prepare --corpus=wikitext103`
+prepares it.
 
-With --data.corpus=wikitext2 the same program reads WikiText-2 (wikitext-2-v1.zip), which has the
-same validation and test text and a fiftieth of the training text. Its vocabulary is smaller
-(33,278 words), so cutoffs must lie below that.
+With --data.corpus=wikitext2 the same command reads WikiText-2 (wikitext-2-v1.zip), which has the
+same validation and test splits and a fiftieth of the training split. Its vocabulary is smaller
+(33,278 words), so cutoffs must be below that.
 """
 
 from txl_jax.cli.program import train_main

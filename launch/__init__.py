@@ -1,1 +1,1 @@
-"""Starting runs elsewhere than in a terminal: Cloud TPU, Slurm, sweeps, a notebook."""
+"""Launchers for runs on Cloud TPUs, on Slurm, in sweeps and in notebooks."""

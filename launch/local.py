@@ -1,13 +1,13 @@
-r"""Starts a command as several processes on this machine, each as if on a host of its own.
+r"""Starts a command as multiple processes on this machine, each as if on a separate host.
 
     python -m launch.local --processes=2 --devices=4 -- \
         python -m experiments.enwik8 --flagfile=small --workdir=runs/two --data.file=enwik8-part
 
 The processes find each other through environment variables that are set for them (JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed unchanged; lines of the others begin with their
-number. When a process ends with an error the others are stopped, and its exit code is returned; of several that are
-found dead at once, that of a process which was killed or failed by itself comes before one which only lost another.
-SIGTERM and Ctrl-C are forwarded to all processes, once, and all are waited for; a second one kills them.
+JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed unchanged. Lines of the others begin with their
+number. If a process fails, the others are stopped and its exit code is returned. If multiple are found dead at once, a
+process that was killed or failed by itself takes precedence over one that only lost another. The first SIGTERM or
+Ctrl-C is forwarded to all processes, and the command waits for them. A second one kills them.
 """
 
 import argparse
@@ -34,17 +34,17 @@ def main() -> None:
     parser = argparse.ArgumentParser("launch.local", description=__doc__, formatter_class=how, allow_abbrev=False)
     number: dict[str, Any] = {"type": int, "choices": range(1, 1000), "metavar": "N"}
     parser.add_argument("--processes", **number, default=2, help="processes to start (default: 2)")
-    parser.add_argument("--devices", **number, help="simulated CPU devices of each (default: those that jax finds)")
+    parser.add_argument("--devices", **number, help="simulated CPU devices per process (default: jax's devices)")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
     if not shutil.which(given.command[0]):
-        parser.error(f"{given.command[0]} is not a program; give one after --, as -- python -m experiments.enwik8")
+        parser.error(f"{given.command[0]} is not a program. Pass one after --, such as -- python -m experiments.enwik8")
     environments = process_environments(given.processes, devices=given.devices, base=os.environ)
     sys.exit(ProcessGroup(given.command, environments).wait())
 
 
 def process_environments(count: int, *, devices: int | None, base: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns the environment variables of each process that are added to `base`."""
+    """Returns the environment variables to add to `base` for each process."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]  # It is free at the moment.
@@ -56,7 +56,7 @@ def process_environments(count: int, *, devices: int | None, base: Mapping[str, 
 
 
 class ProcessGroup:
-    """Several processes, from their start to the end of the last."""
+    """A group of processes, from their start to the end of the last."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]):
         self._signalled = False
@@ -76,13 +76,13 @@ class ProcessGroup:
                 self._readers[-1].start()
 
     def wait(self) -> int:
-        """Waits for all processes; returns the exit code of the first that failed, as shells report it, or 0."""
+        """Waits for all processes. Returns the exit code of the first that failed, as shells report it, or 0."""
         while None in (codes := self._codes()) and not any(codes):
             time.sleep(_POLL_SECONDS)
         cause, code = first_cause(codes)
         if code and not self._signalled:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
-            print(f"process {cause} {how}; the others are stopped", file=sys.stderr, flush=True)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            print(f"process {cause} {how}, stopping the others", file=sys.stderr, flush=True)
         for number, seconds in (signal.SIGTERM, _SECONDS_TO_NOTICE), (signal.SIGKILL, _SECONDS_AFTER_SIGTERM):
             until = time.monotonic() + seconds
             while None in self._codes() and time.monotonic() < until:
@@ -108,7 +108,7 @@ class ProcessGroup:
 
 
 def first_cause(codes: Sequence[int | None]) -> tuple[int, int]:
-    """Returns number and exit code of the process whose failure is least likely the consequence of another's."""
+    """Returns number and exit code of the process whose failure is least likely caused by another's."""
     lost_another = os.EX_TEMPFAIL, -signal.SIGABRT  # As it says itself, or aborted by jax.
     failed = ((number, code) for number, code in enumerate(codes) if code)
     return min(failed, key=lambda each: 2 if each[1] in lost_another else int(each[1] > 0), default=(0, 0))

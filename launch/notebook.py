@@ -1,6 +1,6 @@
-"""Parts that the notebooks of launch/notebooks share: folders, devices, training, TensorBoard, the download.
+"""Shared code of launch/notebooks: directories, devices, training, TensorBoard, and the download.
 
-In Colab a folder can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
+In Colab a directory can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
 """
 
 import importlib.util
@@ -35,9 +35,9 @@ def in_colab() -> bool:
 
 
 def open_folder(name: str, *, drive: bool) -> Path:
-    """Makes the folder of a notebook's runs, in Colab with `drive` in My Drive; compiled programs are cached below it.
+    """Makes the directory of a notebook's runs, in Colab with `drive` in My Drive. Compiled functions are cached in it.
 
-    `name` is relative to the current folder or to My Drive. Returns the absolute path.
+    `name` is relative to the current directory or to My Drive. Returns the absolute path.
     """
     parent = Path.cwd()
     if drive and in_colab():
@@ -58,7 +58,7 @@ def device_line() -> str:
 
 
 def device_settings() -> dict[str, object]:
-    """Returns the settings of a small model that devices change: none on a CPU; a larger bfloat16 model on TPU and GPU.
+    """Returns the settings of a small model that devices change: none on a CPU, a larger bfloat16 model on TPU and GPU.
 
     The rows of a batch divide over one device as over eight.
     """
@@ -82,7 +82,7 @@ def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str
     with Run.open(workdir) as run, StopRequest() as stop:
         outcome = train_run(config, corpus, run, hooks=hooks, stop_requested=lambda: stop)
     if outcome.results is None:
-        raise SystemExit("Run this cell again to resume; the cells below need a finished run.")
+        raise SystemExit("Run this cell again to resume. The cells below need a finished run.")
     return outcome
 
 
@@ -105,7 +105,7 @@ def _live_curve(workdir: Path, title: str) -> Callable[[HookContext], None]:
 
 
 def show_tensorboard(folder: Path) -> None:
-    """Shows TensorBoard over all runs below a folder, in the notebook; prints one line where it is not installed."""
+    """Shows TensorBoard for all runs in a directory, or prints a line if it is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         print("TensorBoard is not installed: pip install tensorboard")
         return
@@ -116,22 +116,22 @@ def show_tensorboard(folder: Path) -> None:
 
 
 def upload() -> Path:
-    """Asks for a file in the browser, saves it in the current folder, and returns its path.
+    """Asks for a file in the browser, saves it in the current directory, and returns its path.
 
     Raises `UserError` if this is not Colab, or no file was chosen.
     """
-    require(in_colab(), "TEXT is 'upload', which only Colab can do; give the path of a file")
+    require(in_colab(), "TEXT must be the path of a file, because only Colab can upload, got 'upload'")
     from google.colab import files
 
     names = list(files.upload())
-    require(names, "no file was uploaded; run the cell again and choose one, or give the path of a file")
+    require(names, "no file was uploaded. Run the cell again and choose one, or set TEXT to the path of a file")
     return Path(names[0]).resolve()
 
 
 def download_model(workdir: Path) -> Path:
-    """Packs the best weights of a run as a zip of a portable folder beside the run, and downloads it in Colab.
+    """Packs the best weights of a run as a zipped portable checkpoint next to the run, and downloads it in Colab.
 
-    `txl_jax.load` opens the unpacked folder, and `--init_from` takes it. Returns the path of the archive.
+    `txl_jax.load` opens the unpacked directory, and `--init_from` accepts it. Returns the path of the archive.
     """
     with tempfile.TemporaryDirectory() as temporary:
         portable = Path(temporary) / workdir.name

@@ -5,17 +5,17 @@
 #   launch/slurm.sh [flags] --workers=8 -- python -m launch.sweep sweep.toml --out=FOLDER --storage=postgresql://...
 #
 #   --nodes=N             default 1
-#   --gpus=N              GPUs per node; default 1; 0: a CPU run
+#   --gpus=N              GPUs per node, default 1, 0 for a CPU run
 #   --per=gpu             one process per GPU (the default), or with --per=node one per node
-#   --cpus=N              cores per process; default 8
-#   --time=LIMIT          time limit of a job; default 24:00:00; a run may take many jobs
-#   --grace=SECONDS       how long before the limit the run gets SIGTERM, and saves; default 120
+#   --cpus=N              cores per process, default 8
+#   --time=LIMIT          time limit of a job, default 24:00:00. A run may take many jobs
+#   --grace=SECONDS       time before the limit at which the run gets SIGTERM and saves, default 120
 #   --partition=NAME, --account=NAME, --name=NAME
 #   --setup=COMMAND       runs at the start of each job, for example 'source .venv/bin/activate'
 #   --workers=N           a job array: N workers of a study, each with all GPUs of a node
 #   --dry_run             print the batch script and submit nothing
 #
-# The workdir must be on a file system that all nodes share. The log of a job is NAME-JOB.log in the current folder.
+# The workdir must be on a file system that all nodes share. A job's log is NAME-JOB.log in the current directory.
 set -euo pipefail
 
 parse_arguments() {
@@ -39,12 +39,12 @@ parse_arguments() {
         program=("${@:2}")
         break
         ;;
-      *) usage_error "there is no flag $1; launch/slurm.sh --help lists all, and the run's own flags come after --" ;;
+      *) usage_error "unknown flag $1. launch/slurm.sh --help lists all flags, and the run's own flags come after --" ;;
     esac
     shift
   done
-  ((${#program[@]})) || usage_error "there is nothing to run; give the command after --, as -- python -m experiments.enwik8 --workdir=runs/one"
-  [[ -z $workers || $nodes -eq 1 ]] || usage_error "--workers and --nodes=$nodes cannot be combined; a worker has one node"
+  ((${#program[@]})) || usage_error "no command was passed. Pass it after --, such as -- python -m experiments.enwik8 --workdir=runs/one"
+  [[ -z $workers || $nodes -eq 1 ]] || usage_error "--nodes must be 1 with --workers, because a worker has one node, got $nodes"
 }
 
 batch_script() {

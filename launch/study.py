@@ -1,9 +1,9 @@
-"""The study of a sweep: its runs as trials of Optuna in a database, and the worker that takes and trains them.
+"""The study of a sweep: its runs as Optuna trials in a database, and the worker that takes and trains them.
 
 The queue has a place for each run, or for each draw of a sampler. A worker makes a trial for a place that has none, and
-of several trials for a place the first one counts. So workers need no lock, and may die at any moment: a trial without
+of multiple trials for a place the first one counts. So workers need no lock, and may die at any moment: a trial without
 a heartbeat fails, its place is free again, and its run resumes in its workdir. Two trainings never share a workdir: a
-training ends with its worker, and a place whose workdir is still locked is left alone.
+training ends with its worker, and a place whose workdir is still locked is skipped.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ warnings.filterwarnings("ignore", "The reported value is ignored")  # By a call 
 
 
 def made(kind: str, table: Mapping[str, Any]) -> Any:
-    """Returns Optuna's sampler or pruner that a table names; raises `UserError` if it does not take the arguments."""
+    """Returns Optuna's sampler or pruner that a table names. Raises `UserError` if it rejects the arguments."""
     wrong = f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got {dict(table)} (%s)"
     # Else it would draw near the runs in progress; a seed would make all workers draw the same.
     more = {"constant_liar": True, "seed": None} if table.get("name") == "TPESampler" else {}
@@ -64,13 +64,13 @@ def made(kind: str, table: Mapping[str, Any]) -> Any:
 
 
 def drawn(ranges: Mapping[str, Any], samples: int, seed: int) -> list[dict[str, Any]]:
-    """Returns random values for each sample; more samples leave the first ones as they were."""
+    """Returns random values for each sample. More samples do not change the first ones."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
     return [study.ask(dict(ranges)).params for _ in range(samples)]
 
 
 def database(text: str) -> sqlalchemy.URL:
-    """Returns the URL of a study's database; raises `UserError` if it is another one, or contains a password."""
+    """Returns the URL of a study's database. Raises `UserError` if it is unsupported, or contains a password."""
     wrong = "--storage must be sqlite:///PATH or postgresql://USER@HOST/DATABASE, without a password (set PGPASSWORD)"
     with rephrased(wrong, sqlalchemy.exc.ArgumentError):
         url = sqlalchemy.make_url(text)
@@ -148,7 +148,7 @@ class Worker:
         place = database(url)
         if place.drivername == "sqlite":
             open(str(place.database), "a").close()  # Its error names the file.
-        with rephrased("--storage=postgresql:... needs a driver (%s); pip install 'psycopg[binary]'", ImportError):
+        with rephrased("--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'", ImportError):
             # Of workers that start together one makes the tables, and others may fail once.
             self._storage, self._study = self._patiently(functools.partial(_connect, sweep, place), seconds=15)
         self._outdated: set[int] = set()  # Runs that failed before are tried again, and those whose folder was removed.
@@ -183,7 +183,7 @@ class Worker:
         return lines
 
     def _patiently(self, act: Callable[[], T], seconds: float) -> T:
-        """Calls `act`; again while the database cannot be reached, for so long or until a signal arrives."""
+        """Calls `act`, and retries for `seconds` or until a signal while the database is unreachable."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -208,7 +208,7 @@ class Worker:
             training.close()
 
     def _step(self, bar: Any) -> bool:
-        """Looks after the trainings, and starts others; returns whether there are some left, here or elsewhere."""
+        """Looks after the trainings, and starts others. Returns whether there are some left, here or elsewhere."""
         self._beat()
         for training in list(self._trainings):
             self._look_after(training)
@@ -222,7 +222,7 @@ class Worker:
         is_left = bar.n < len(self._sweep.queue)
         if is_left and not self._trainings and not self._is_waiting:
             self._is_waiting = True
-            _say(f"waiting   for runs of other workers; one that has died is noticed after {GRACE_SECONDS} s")
+            _say(f"waiting   for runs of other workers, a dead worker is noticed after {GRACE_SECONDS} s")
         return is_left
 
     def _beat(self) -> None:
@@ -244,7 +244,7 @@ class Worker:
         return trial.number not in self._outdated and not has_stopped
 
     def _queue(self) -> bool:
-        """Queues a trial for a place that has none; returns whether there is such a place."""
+        """Queues a trial for an empty place. Returns whether there is such a place."""
         trials = self._trials()
         places = [place for place in self._sweep.queue if place not in trials or not self._counts(trials[place])]
         if self._was_late:  # Workers that start together should not all want the same place.
@@ -261,7 +261,7 @@ class Worker:
         return False
 
     def _take(self) -> bool:
-        """Takes a trial, and starts its run unless that has finished; returns whether there was a trial to take."""
+        """Takes a trial, and starts its run unless that has finished. Returns whether there was a trial to take."""
         if not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING]) and not self._queue():
             return False
         with warnings.catch_warnings(action="ignore"):  # The heartbeat is kept, though not by `optimize`.

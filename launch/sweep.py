@@ -5,15 +5,15 @@
     python -m launch.sweep --table runs/one gs://bucket/runs/two
     python -m launch.sweep sweep.toml --out=gs://bucket/sweep --storage=postgresql://me@host/db --jobs=8 --print=sky
 
-The file has the settings of the runs, named as the program's flags; a setting that is off, or all, is "none":
+The file lists the settings of the runs, named like the command's flags. Write None as "none":
 
     program = "ptb"                       # python -m experiments.ptb
-    base.train.steps = 2000               # of all runs
+    base.train.steps = 2000               # for all runs
     grid.seed = [1, 2, 3]                 # every combination is a run
 
 docs/launch.md describes the other tables: [[runs]], [random], [sampler] and [pruner].
-Each run has a folder in --out, named after the settings in which it differs; its output is in sweep.log there. The same
-command continues a sweep, or joins it from another machine. Ctrl-C saves all runs.
+Each run has a directory in --out, named after the settings in which it differs, with its output in sweep.log. To resume
+a sweep, or to join it from another machine, rerun the same command. Ctrl-C saves all runs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any
 try:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 except ImportError as error:
-    sys.exit(f"error: sweeps need Optuna ({error}); pip install '.[sweep]'")
+    sys.exit(f"error: sweeps require Optuna ({error}). Run pip install '.[sweep]'")
 
 from launch import study
 from txl_jax.cli.program import check_program, config_of_words
@@ -87,7 +87,7 @@ class Run:
         storage.write_json(os.path.join(self.folder, _NOTES), notes)
 
     def end(self, code: int, seconds: float, *, pruned: bool) -> str:
-        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed; returns it."""
+        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed. Returns it."""
         if self.results is not None:
             state = records.state_of(self.results)
         elif not code or code in _STOP_CODES:
@@ -117,8 +117,8 @@ class Run:
 class Sweep:
     """The content of a file: what its runs share, and the values in which they differ.
 
-    Reading it checks runs as their program would, and raises `UserError` if one would fail or two are the same. Of runs
-    that are drawn while others are trained it checks those at the ends of the ranges.
+    Reading it checks runs like their command, and raises `UserError` if one would fail or two are the same. For runs
+    that are drawn while others are trained it checks the ends of the ranges.
     """
 
     def __init__(self, path: Path, out: str):
@@ -133,7 +133,7 @@ class Sweep:
         tables: dict[str, Mapping[str, Any]] = {"the grid": self._grid, "runs": of_entries, "random": ranges}
         for first, second in itertools.combinations(tables, 2):
             twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
-            require(not twice, f"{twice} is in {first} and in {second}, and a run has one value; take it out of one")
+            require(not twice, f"{twice} is in both {first} and {second}, but a run has one value. Remove it from one")
         texts = ({"runs": self._entries} if len(self._entries) > 1 else {}) | self._grid
         # Values by their names in the study.
         self.space = ranges | {name: CategoricalDistribution(list(each)) for name, each in texts.items()}
@@ -144,7 +144,7 @@ class Sweep:
             study.made(kind, content[kind]) if kind in content else None for kind in ("sampler", "pruner")
         )
         online = self.sampler is not None
-        require(ranges or not online, f"[sampler] has no range to draw from in [random]; {_RANGE}")
+        require(ranges or not online, f"[sampler] has no range to draw from in [random]. Add {_RANGE}")
         points = study.drawn(ranges, samples, seed) if ranges else [{}]
         if online:
             points = [{name: getattr(each, end) for name, each in ranges.items()} for end in ("low", "high")]
@@ -152,16 +152,16 @@ class Sweep:
         found: dict[str, Run] = {}
         for run in (self.run(point | each) for point in points for each in combinations):
             same = found.setdefault(run.name, run).config == run.config  # Draws may be equal.
-            require(same, f"two runs have the name {run.name}; give each its own")
+            require(same, f"two runs are named {run.name}. Give them different names")
         for run, other in itertools.combinations(() if online else found.values(), 2):
-            alike = f"{run.name} and {other.name} have the same settings; remove one of them"
+            alike = f"{run.name} and {other.name} have the same settings. Remove one of them"
             require(run.config != other.config, alike)
         self.runs = {} if online else found  # All runs by name, unless they are drawn while others are trained.
         draws: dict[str, Mapping[str, Any]] = {f"draw {number}": {} for number in range(samples)}
         self.queue = draws if online else {name: run.values for name, run in found.items()}  # By places in the queue.
 
     def run(self, values: Mapping[str, Any]) -> Run:
-        """Returns the run with these values; raises `UserError` as its program would."""
+        """Returns the run with these values. Raises `UserError` as its program would."""
         settings, rounded = dict(self._entries[values.get("runs", next(iter(self._entries)))]), dict[str, Any]()
         given = settings.pop("name", None)
         for name, of in self.space.items():
@@ -185,7 +185,7 @@ class Sweep:
         return Run(name, folder, values, settings, command, config)
 
     def write(self) -> int:
-        """Writes the table of all (or all drawn) runs; returns the exit code, 1 if a run has failed."""
+        """Writes the table of all (or all drawn) runs. Returns the exit code, 1 if a run has failed."""
         runs: Iterable[Run] = self.runs.values()
         if not runs and storage.is_dir(self.out):
             found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))
@@ -196,19 +196,19 @@ class Sweep:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    missing, damaged = f"cannot read {path} (%s); give the path of a TOML file", f"{path} is not valid TOML: %s"
-    with rephrased(missing, OSError), rephrased(damaged, tomllib.TOMLDecodeError, UnicodeDecodeError):
+    missing, invalid = f"cannot read {path} (%s). Pass the path of a TOML file", f"{path} is not valid TOML: %s"
+    with rephrased(missing, OSError), rephrased(invalid, tomllib.TOMLDecodeError, UnicodeDecodeError):
         content = tomllib.loads(path.read_text())
     for key, value in content.items():
         near = config_tree.did_you_mean(key, _KEYS)
-        require(key in _KEYS, f"{path} has {key!r}, which is not known; it may have {', '.join(_KEYS)}{near}")
+        require(key in _KEYS, f"the keys of {path} must be of {', '.join(_KEYS)}, got {key!r}{near}")
         fits = key in _KEYS[:2] or isinstance(value, list if key == "runs" else dict)
-        require(fits, f"{key} is {value!r}; write it as [{key}], with a flag on each line")
-    nothing = f"{path} has no grid, no random ranges and no runs"
-    require(any(map(content.get, _KEYS[5:])), f"{nothing}; for one run start python -m experiments.PROGRAM itself")
+        require(fits, f"{key} must be a table [{key}] with one flag per line, got {value!r}")
+    nothing = f"{path} must have a grid, random ranges or runs"
+    require(any(map(content.get, _KEYS[5:])), f"{nothing}. For a single run use python -m experiments.PROGRAM")
     program = content.get("program")
     near = config_tree.did_you_mean(str(program), _PROGRAMS)
-    require(program in _PROGRAMS, f"program is {program!r}; it may be {', '.join(_PROGRAMS)}{near}")
+    require(program in _PROGRAMS, f"program must be one of {', '.join(_PROGRAMS)}, got {program!r}{near}")
     return content
 
 
@@ -216,10 +216,10 @@ def _entries(given: list[Any]) -> dict[str, dict[str, Any]]:
     """Returns the entries of [[runs]] by name, or else by their settings."""
     found: dict[str, dict[str, Any]] = {}
     for entry in given:
-        require(isinstance(entry, dict), f"runs has {entry!r}; write each run as [[runs]], with a flag on each line")
+        require(isinstance(entry, dict), f"each run must be a table [[runs]] with one flag per line, got {entry!r}")
         flat = _flat(entry)
         name = str(flat.get("name") or " ".join(_as_flags(flat)) or "base")
-        require(name not in found, f"two runs have the name {name}; give each its own")
+        require(name not in found, f"two runs are named {name}. Give them different names")
         found[name] = flat
     return found
 
@@ -227,8 +227,8 @@ def _entries(given: list[Any]) -> dict[str, dict[str, Any]]:
 def _grid(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the values of each setting of the grid by their texts."""
     for name, values in flat.items():
-        advice = "give a list of the values to try, or move it to [base]"
-        require(isinstance(values, list) and values, f"grid has {name} = {values!r}; {advice}")
+        wanted = f"grid.{name} must be a list of values to try"
+        require(isinstance(values, list) and values, f"{wanted}, got {values!r}. Move a single value to [base]")
     return {name: {_as_text(value): value for value in values} for name, values in flat.items()}
 
 
@@ -236,18 +236,18 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """Returns the ranges of [random], the number of samples and the seed."""
     samples, seed = table.get("samples", 1), table.get("seed", 0)
     for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
-        advice = f"give a whole number from {least}. The seeds of the runs go into [grid]"
-        require(type(value) is int and value >= least, f"random has {name} = {value!r}; {advice}")
+        wanted = f"random.{name} must be a whole number of at least {least}"
+        require(type(value) is int and value >= least, f"{wanted}, got {value!r}. Seeds of the runs go into [grid]")
     whole = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.type.kind is int}
     found: dict[str, Any] = {}
     for full, ends in _flat({name: value for name, value in table.items() if name not in ("samples", "seed")}).items():
         name, _, kind = full.rpartition(".")
-        wrong = f"random has {full} = {ends!r}; give each setting one range, the lower number first: {_RANGE}"
+        wrong = f"random.{full} must be one range per setting, the lower number first, {_RANGE}, got {ends!r}"
         require(kind in ("log", "uniform") and name and name not in found and isinstance(ends, list), wrong)
         of: Any = IntDistribution if name in whole else FloatDistribution
         with rephrased(f"{wrong} (%s)", TypeError, ValueError):
             found[name] = of(*ends, log=kind == "log")
-    require(found or not table, f"random has no range to draw from; {_RANGE}")
+    require(found or not table, f"random has no range to draw from. Add {_RANGE}")
     return found, samples, seed
 
 
@@ -302,14 +302,14 @@ def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the sweep; returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database) or 128 + signal."""
+    """Runs the sweep. Returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database) or 128 + signal."""
     given = _parsed(argv[1:])
     storage.shorten_storage_logs()
     try:
         return _run(given)
     except study.UNREACHABLE as error:
-        advice = "see --storage, and start the same command again"
-        print(f"error: the database of the study cannot be reached ({study.reason(error)}); {advice}", file=sys.stderr)
+        advice = "Check --storage, and rerun the same command"
+        print(f"error: the database of the study is unreachable ({study.reason(error)}). {advice}", file=sys.stderr)
         return os.EX_TEMPFAIL
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -323,9 +323,9 @@ def _run(given: argparse.Namespace) -> int:
         names = records.swept_settings(found)
         _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
         return 0
-    require(len(files) == 1, f"{len(files)} files were given ({' '.join(files) or 'none'}), not one, as sweep.toml")
-    require(out, "no folder was given; give the folder of the runs with --out=PATH")
-    wrong = f"--out is {out}, where no database can be; give one with --storage=postgresql://USER@HOST/DATABASE"
+    require(len(files) == 1, f"one file must be passed, such as sweep.toml, got {' '.join(files) or 'none'}")
+    require(out, "--out is required: the directory of the runs. Pass --out=PATH")
+    wrong = f"--storage=postgresql://USER@HOST/DATABASE is required for a bucket, got --out={out}"
     require(given.table or given.dry_run or given.storage or not storage.is_remote(out), wrong)
     commands = _sky(given) if given.print else []
     sweep = Sweep(Path(files[0]), storage.as_path(out))
@@ -347,12 +347,12 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("launch.sweep", description=__doc__, formatter_class=how, allow_abbrev=False)
     add = parser.add_argument
-    add("files", nargs="*", help="the file of a sweep; or with --table folders of runs")
-    add("--out", help="folder or bucket for the runs and the tables; made if missing")
-    several = "postgresql://USER@HOST/DATABASE for several machines, with the password in PGPASSWORD"
-    add("--storage", help=f"database of the study (default: sqlite:///OUT/study.db); {several}")
+    add("files", nargs="*", help="the sweep file, or with --table directories of runs")
+    add("--out", help="directory or bucket for runs and tables, created if missing")
+    several = "for multiple machines postgresql://USER@HOST/DATABASE, with the password in PGPASSWORD"
+    add("--storage", help=f"database of the study (default: sqlite:///OUT/study.db), {several}")
     add("--jobs", type=int, choices=range(1, 1000), metavar="N", default=1, help="runs at a time")
-    add("--gpus", type=lambda text: text.split(","), help="numbers of GPUs, as 0,1: a run at a time on each")
+    add("--gpus", type=lambda text: text.split(","), help="GPUs to use, such as 0,1, with one run at a time on each")
     add("--table", action="store_true", help="only print the table of results")
     add("--dry_run", action="store_true", help="only print the commands of the unfinished runs")
     add("--print", choices=["sky"], help="only print commands that start --jobs workers as managed jobs of SkyPilot")
@@ -360,9 +360,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
-    """Returns a command for each managed job: a worker of the study on a machine of its own."""
+    """Returns a command for each managed job: a worker of the study on a separate machine."""
     shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
-    require(shared, "jobs of SkyPilot share a bucket and a database; give --out=gs://BUCKET/FOLDER and --storage")
+    require(shared, "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage")
     run = ["python", "-m", "launch.sweep", *given.files, f"--out={given.out}", f"--storage={given.storage}"]
     more = [f"--env=RUN={shlex.join(run)}"] + ["--secret=PGPASSWORD"] * ("PGPASSWORD" in os.environ)  # Not its value.
     start = ["sky", "jobs", "launch", "launch/sky.yaml", "--yes", "--detach-run", *more]

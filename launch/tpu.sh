@@ -48,11 +48,11 @@ parse_arguments() {
         program=("${@:2}")
         break
         ;;
-      *) fail "there is no flag $1. launch/tpu.sh --help lists all, and the run's own flags come after --" 2 ;;
+      *) fail "unknown flag $1. launch/tpu.sh --help lists all flags, and the run's own flags come after --" 2 ;;
     esac
     shift
   done
-  [[ -n $zone ]] || fail "--zone is missing. Give the TPU's with --zone=ZONE" 2
+  [[ -n $zone ]] || fail "--zone is required. Pass the TPU's with --zone=ZONE" 2
   place=("$name" --zone="$zone" ${project:+--project="$project"})
   [[ $node_count =~ ^[1-9][0-9]*$ ]] || fail "--node-count must be 1 or more, got '$node_count'" 2
 }
@@ -66,7 +66,7 @@ do_create() {
 }
 
 check_type() { # https://cloud.google.com/tpu/docs/runtimes
-  [[ -n $type ]] || fail "--type is missing. Give the type to create, as --type=v5litepod-16" 2
+  [[ -n $type ]] || fail "--type is missing. Pass the type to create, such as --type=v5litepod-16" 2
   [[ -z $runtime ]] || return 0
   case $type in
     v6e-*) runtime=v2-alpha-tpuv6e ;;
@@ -99,7 +99,7 @@ touch txl/installed'
 # the package lacks: hence PYTHONPATH. Relative paths are relative to the home directory, since install replaces the clone.
 # libtpu locks the memory that it maps for the device: hence LimitMEMLOCK. systemd expands $: hence $$ in arguments.
 do_run() {
-  ((${#program[@]})) || fail "there is nothing to run. Give the command after --, as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one" 2
+  ((${#program[@]})) || fail "no command was passed. Pass it after --, such as -- python -m experiments.enwik8 --workdir=gs://BUCKET/runs/one" 2
   on_hosts "$(
     cat <<END
 set -euo pipefail

@@ -1,7 +1,7 @@
-"""The errors of everything that a user can mend.
+"""Errors that the user can fix.
 
-The message is one sentence: what was given, what was expected and what to do. Programs print it without a traceback;
-any other exception is a bug, or the system's, and keeps its traceback.
+The message says what was expected, what was found, and how to fix it. Commands print it without a traceback. Any
+other exception is a bug, or comes from the system, and keeps its traceback.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ class UserError(ValueError):
 
 
 class MissingPackageError(UserError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""
 
 
 class LogError(UserError):
@@ -25,15 +25,15 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss, a gradient norm or a parameter is nan or infinite."""
+    """A loss, a gradient norm or a parameter is NaN or infinite."""
 
 
 class RemoteProcessError(UserError):
-    """Another process failed; the message begins with its number."""
+    """Another process failed. The message begins with its number."""
 
 
 class RequestError(Exception):
-    """A request to the server that fails: a sentence, an HTTP status, and OpenAI's `code` and `param` for programs."""
+    """A failed request to the server: a message, an HTTP status, and OpenAI's `code` and `param`."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
@@ -42,7 +42,7 @@ class RequestError(Exception):
 
 @contextlib.contextmanager
 def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = UserError) -> Iterator[None]:
-    """Turns errors of the block into the sentence, with the reason for its "%s"; a missing package keeps its own."""
+    """Turns errors of the block into the message, with the reason as its "%s". A missing package keeps its own."""
     try:
         yield
     except MissingPackageError:

@@ -1,9 +1,9 @@
 """Floating-point operations (FLOPs) of the model, and peak FLOP/s of devices.
 
 Counts the model's matmuls, at two FLOPs per multiply-add: not the softmax, the norms, nor what `remat` computes again.
-Query i of a segment meets M + i + 1 keys, on average M + (L + 1) / 2, or M with `same_length`. Position scores that a
-clamp or a short table spares are counted. Of an adaptive softmax only the head counts: how often a token needs a tail
-depends on the text.
+Query i of a segment attends to M + i + 1 keys, on average M + (L + 1) / 2, or M with `same_length`. Position scores
+saved by a clamp or a short table are counted. For an adaptive softmax only the head counts: how often a token needs a
+tail depends on the text.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
     """Returns the work of one training step on `n_device` devices of this machine's kind."""
     model, train, peak = config.model, config.train, device_peak(jax.devices()[0].device_kind)
     forward = of_inference(model, train, vocab_size=vocab_size)
-    # Keys and values of the memory, and position keys, are projected anew in every segment, as weights have changed.
+    # Keys and values of the memory, and position keys, are projected again in every segment, as weights have changed.
     # Backward, they have a gradient of the weights only.
     projected = _of_memory(model, train)
     return StepCost(

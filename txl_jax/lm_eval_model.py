@@ -2,15 +2,15 @@
 
     python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
 
-The harness (the extra `lm-eval`) asks for three things, all of texts that begin with an empty memory:
+The harness (the extra `lm-eval`) asks for three things, all of documents that start from an empty memory:
 
-  loglikelihood          nats of a continuation after a context, and whether it is the greedy one
+  loglikelihood          nats of a continuation given its context, and whether it is the greedy one
   loglikelihood_rolling  nats of all T tokens of a document. Its first token needs something before it: one token that
                          is read first and not scored (`first`), by default the one that unprompted generation
                          continues: the mark of a line's end, or a newline
   generate_until         greedy text, or a sample, up to the first of some strings
 
-A memory has no longest context, so nothing is cut into windows; distances above `eval.clamp_len` share one code.
+A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len` share one encoding.
 """
 
 import hashlib
@@ -54,9 +54,9 @@ class HarnessModel(LM):
     ):
         super().__init__()
         if distributed.is_multiprocess():
-            raise UserError("the harness runs in one process; start it alone, its model may use all devices of a host")
+            raise UserError("the harness requires a single process, which may use all devices of a host")
         if device is not None:
-            raise UserError(f"device is {device!r}; JAX chooses it, by JAX_PLATFORMS=cpu or cuda")
+            raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda")
         self.model = load(path, member=member)
         self._path = path
         self._batch_size = _parse_batch_size(batch_size, max_batch_size)
@@ -104,11 +104,10 @@ class HarnessModel(LM):
         return self._cached("generate_until", requests, found)
 
     def _generation(self, given: dict[str, Any]) -> tuple[GenerateConfig, tuple[str, ...]]:
-        """Returns settings and stop strings of a request; without do_sample the text is greedy."""
+        """Returns settings and stop strings of a request. Without do_sample the text is greedy."""
         if unknown := sorted(set(given) - _GENERATION):
             known = ", ".join(sorted(_GENERATION))
-            asked = f"a task asks for the generation settings {', '.join(unknown)}"
-            raise UserError(f"{asked}; those that can be given are {known}")
+            raise UserError(f"generation settings of a task must be of {known}, got {', '.join(unknown)}")
         until = given.get("until") or ()
         stop = (until,) if isinstance(until, str) else tuple(until)
         greedy = not given.get("do_sample", float(given.get("temperature") or 0) > 0)
@@ -133,5 +132,5 @@ def _parse_batch_size(given: int | str, most: int | None) -> int:
     if str(given).startswith("auto"):
         return most or 8
     if not str(given).isdigit() or int(given) < 1:
-        raise UserError(f"batch_size is {given!r}; it must be a number of at least 1, or auto")
+        raise UserError(f"batch_size must be auto or at least 1, got {given!r}")
     return int(given)

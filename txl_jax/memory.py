@@ -1,7 +1,7 @@
 """The memory that a Transformer-XL carries from segment to segment.
 
 Layer l reads the inputs that it had at the M positions before the segment (Dai et al., 2019, section
-3.2). Shapes are fixed; `valid` is the number of filled slots of each row. The only `stop_gradient` of the
+3.2). Shapes are fixed, and `valid` is the number of filled slots of each row. The only `stop_gradient` of the
 recurrence is in `update`.
 
 Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.
@@ -22,8 +22,8 @@ class Memory:
     """States of the last M positions.
 
     Attributes:
-      hidden: [N, B, M, D], the inputs of the layers, oldest position first.
-      valid: int32 [B], filled slots of each row; they are the last ones.
+      hidden: [N, B, M, D]. Inputs of the layers, oldest position first.
+      valid: int32 [B]. Number of filled slots of each row, which are the last ones.
 
     Rows are independent: a microbatch takes its rows of axis 1 of `hidden` and of axis 0 of `valid`.
     """
@@ -44,13 +44,13 @@ class Memory:
         width = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
             if tokens.ndim != 3 or tokens.shape[2] != width:
-                raise UserError(f"the embeddings have shape {tokens.shape}; give floats [B, L, {width}]")
+                raise UserError(f"embeddings must be floats [B, L, {width}], got shape {tokens.shape}")
         elif tokens.ndim != 2:
-            raise UserError(f"the tokens have shape {tokens.shape}; give a segment, int [B, L]")
+            raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
         if self.hidden.shape[:2] != (n_layer, tokens.shape[0]):
             raise UserError(
-                f"the memory has {self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows, the model {n_layer} "
-                f"layers and the segment {tokens.shape[0]} rows; make it with "
+                f"the memory must have {n_layer} layers of {tokens.shape[0]} rows, like the model and the segment, got "
+                f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows. Make it with "
                 f"init_memory(batch_size={tokens.shape[0]}, ...)"
             )
 
@@ -69,33 +69,30 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
     mem_len, segment_len = memory.mem_len, layer_inputs.shape[2]
     kept = memory.hidden[:, :, min(segment_len, mem_len) :]
     new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :]).astype(kept.dtype)
-    return Memory(
-        hidden=jnp.concatenate([kept, new], axis=2),
-        valid=jnp.minimum(memory.valid + segment_len, mem_len),
-    )
+    return Memory(hidden=jnp.concatenate([kept, new], axis=2), valid=jnp.minimum(memory.valid + segment_len, mem_len))
 
 
 class Documents(NamedTuple):
-    """The places where documents begin in a segment of each row, from the tokens that end them.
+    """The positions where documents begin in a segment, from the tokens that end them.
 
     With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: the end token belongs to the document that it ends.
 
     Attributes:
-      start: int32 [B, L], the position at which the document of each position begins; 0: at the segment's first one,
-        or before it, in the memory.
-      last: int32 [B], the position after the last end token; 0: there is none.
+      start: int32 [B, L]. Position at which the document of each position begins, or 0 if it begins with the segment
+        or in the memory.
+      last: int32 [B]. Position after the last end token, or 0 if the segment has none.
     """
 
     start: jax.Array
     last: jax.Array
 
     def valid(self, valid: jax.Array) -> jax.Array:
-        """Returns the filled slots [B] of the memory after the segment, at most `valid`: those of the last document."""
+        """Returns the number of filled slots [B] after the segment, at most `valid`: the last document's positions."""
         return jnp.where(self.last > 0, jnp.minimum(valid, self.start.shape[1] - self.last), valid)
 
 
 def documents(tokens: jax.Array, end_token: int | None) -> Documents | None:
-    """Returns the documents of a segment of tokens [B, L]; None: there is no end token, or these are embeddings."""
+    """Returns the documents of a segment of tokens [B, L], or None without an end token or for embeddings."""
     if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
         return None
     after = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)

@@ -18,7 +18,7 @@ class Measure(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Losses summed over scored tokens; `a + b` scores both texts.
+    """Losses summed over scored tokens. `a + b` is the sum over both documents.
 
     >>> total = Totals(nats=math.log(2) * 10, tokens=10) + Totals(nats=math.log(8) * 10, tokens=10)
     >>> total.bpc
@@ -41,26 +41,26 @@ class Totals:
 
     @property
     def nll(self) -> float:
-        """Nats per token; nan if nothing was scored."""
+        """Nats per token, or nan if nothing was scored."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def bpc(self) -> float:
-        """Bits per token: bits per character if tokens are characters."""
+        """Bits per token, which are bits per character if tokens are characters."""
         return self.nll / math.log(2)
 
     @property
     def perplexity(self) -> float:
-        """Perplexity, exp of the mean over tokens; inf where that overflows, nan where the mean is nan."""
+        """Perplexity, exp of the mean over tokens: inf if it overflows, nan if the mean is nan."""
         return math.inf if self.nll >= 700 else math.exp(self.nll)
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of the text, whatever its tokens are; nan if its bytes are unknown."""
+        """Bits per byte of the text, whatever its tokens are, or nan if its bytes are unknown."""
         return self.bpc * (self.tokens / self.bytes) if self.bytes else math.nan
 
     def per_token(self, measure: Measure) -> dict[str, float]:
-        """Returns the loss in nats, bits and perplexity by their names in records; bits of characters also as bpc."""
+        """Returns the loss in nats, bits and perplexity by their names in records. Bits of characters are also bpc."""
         bits = {"bpc": self.bpc} if measure is Measure.BPC else {}
         return {"loss": self.nll, **bits, "bits_per_token": self.bpc, "perplexity": self.perplexity}
 
@@ -83,7 +83,7 @@ class Totals:
 
 
 def format_score(value: float, measure: Measure) -> str:
-    """Formats a measure and its value; a perplexity above 1e9 is ">1e9"."""
+    """Formats a measure and its value. A perplexity above 1e9 becomes ">1e9"."""
     if measure is Measure.PPL and value > _MOST_PERPLEXITY:
         return "ppl >1e9"
     return f"{measure} {value:.{4 if measure is Measure.BPC else 2}f}"

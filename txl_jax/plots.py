@@ -24,7 +24,7 @@ def can_draw() -> bool:
 def learning_curve(
     records: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str, levels: Mapping[str, float]
 ) -> None:
-    """Draws bpc against updates: the records of the kinds "train" and "valid" in metrics.jsonl.
+    """Draws bpc against training steps: the records of the kinds "train" and "valid" in metrics.jsonl.
 
     `levels` are names and bpc of horizontal lines to compare with.
     """
@@ -43,7 +43,7 @@ def learning_curve(
         plot.axhline(level, linestyle="--", linewidth=1, color=color)
         # At the left edge, where the curves are still far above.
         plot.annotate(f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color)
-    plot.set(title=title, xlabel="updates", ylabel="bits per byte", xlim=(0, last_step))
+    plot.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
     plot.set_ylim(bottom=max(0, min([*levels.values(), *bpcs]) - 0.3), top=min(max(bpcs), 5.5))
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
@@ -104,7 +104,7 @@ def figure(height: float = 4.5) -> Any:
 
 
 def save(drawing: Any, path: AnyPath) -> None:
-    """Writes a figure to a file or an object, in the format that its name ends with."""
+    """Writes a figure to a file or an object, in the format of its suffix."""
     data = io.BytesIO()
     drawing.savefig(data, format=os.path.splitext(path)[1].removeprefix("."))
     write(path, data.getvalue())

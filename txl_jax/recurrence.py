@@ -1,4 +1,4 @@
-"""Segments of a text, the `lax.scan` over them that carries the memory, and sums of their losses.
+"""Segments of a text, the `lax.scan` over them that carries the memory, and their summed losses.
 
 Training scans by itself (`training.step`), as its memory is a part of the training state.
 """
@@ -12,13 +12,13 @@ import numpy as np
 
 
 class Segments(NamedTuple):
-    """S consecutive segments of L tokens for B rows of a batch (those of one process).
+    """S consecutive segments of L tokens for B rows of a batch (one process's rows).
 
     Attributes:
-      inputs: int32 [S, B, L]; 0 in padding.
-      targets: int32 [S, B, L], the token after each input; 0 in padding.
-      weights: float32 [S, B, L]: 1 for a scored target; 0 for padding, warm-up and tokens read twice.
-      reset: bool [S, B]: the row starts anew with this segment, so its memory is emptied first.
+      inputs: int32 [S, B, L]. 0 in padding.
+      targets: int32 [S, B, L]. The token after each input, or 0 in padding.
+      weights: float32 [S, B, L]. 1 for a scored target, 0 for padding, warm-up and tokens read twice.
+      reset: bool [S, B]. Whether the row restarts with this segment, so that its memory is emptied first.
     """
 
     inputs: np.ndarray
@@ -34,10 +34,10 @@ SegmentBody = Callable[[Any, Any, Segments], tuple[Any, Any, Any]]
 def scan_segments(
     body: SegmentBody, state: Any, memory: Any, segments: Segments, *, reset: Callable[[Any, Any], Any]
 ) -> tuple[Any, Any, Any]:
-    """Applies `body` to S segments in order; rows whose reset bit is set start from an empty memory.
+    """Applies `body` to S segments in order. Rows whose reset bit is set start from an empty memory.
 
     Args:
-      body: Takes one segment (arrays [B, L], reset [B]) and must return the memory moved on by it.
+      body: Takes one segment (arrays [B, L], reset [B]) and must return the memory updated with it.
       state: Any pytree carried along, e.g. the parameters that are being trained.
       memory: The memory before the first segment, a `Memory` or a `KVCache`.
       segments: Arrays [S, B, L], reset [S, B].

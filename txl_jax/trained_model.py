@@ -65,9 +65,9 @@ class Continuation(NamedTuple):
 class LanguageModel:
     """A trained model, made by `load`. Memory and segment lengths are the ones in `config.eval`.
 
-    A document is a text (str, or bytes of UTF-8; a model of bytes takes any bytes) or a sequence of token ids. Each
-    starts from an empty memory, and its results are the ones that it has alone. `batch_size` documents are read side by
-    side, in one compiled program for any number and lengths. Each needs a KV cache of `config.eval.mem_len` slots.
+    A document is a text (str, or bytes of UTF-8, or any bytes for a byte model) or a sequence of token ids. Each
+    starts from an empty memory, and its results do not depend on the others. `batch_size` documents are read side by
+    side, in one compiled function for any number and lengths. Each needs a KV cache of `config.eval.mem_len` slots.
 
     Attributes:
       components: The config, the Flax module and the mesh.
@@ -113,13 +113,13 @@ class LanguageModel:
         """Computes the loss in nats, minus the logprob, of each document.
 
         Args:
-          documents: Texts or token ids, of any lengths, also empty.
+          documents: Texts or token ids, of any lengths. They may be empty.
           per_token: Whether to return the losses of single tokens instead of sums.
-          first: The token before each document, an id or the text of one token, so that all T tokens are scored; or
+          first: The token before each document, an id or the text of one token, so that all T tokens are scored, or
             None to score T - 1 tokens, all but the first.
 
         Returns:
-          Per document the summed nats and the number of scored tokens and of their bytes, if the vocabulary knows them;
+          Per document the summed nats and the number of scored tokens and of their bytes, if the vocabulary knows them,
           or the nats, floats [T - 1] or [T].
 
         Raises:
@@ -165,7 +165,7 @@ class LanguageModel:
 
         Args:
           pairs: (context, continuation). Two texts are encoded together, so that a word may begin in the context. The
-            continuation's tokens are the ones after as many as the context has alone.
+            continuation's tokens are the ones after as many as the context encodes to by itself.
           first: The token before a continuation without context, an id or the text of one token, or None for the token
             that generation without a prompt continues.
         """
@@ -192,10 +192,10 @@ class LanguageModel:
           embeddings: Floats [T, D] instead of documents, as `embed` returns.
 
         Raises:
-          UserError: If both or neither are passed, or embeddings are not floats [T, D]; and as `score`.
+          UserError: If both or neither are passed, or embeddings are not floats [T, D], or as in `score`.
         """
         if (documents is None) == (embeddings is None):
-            raise UserError("hidden_states reads either documents or embeddings; give one of them")
+            raise UserError("hidden_states requires either documents or embeddings, got both or neither")
         reader = self._reader(batch_size)
         if documents is not None:
             refuse_single_text(documents)
@@ -203,7 +203,7 @@ class LanguageModel:
         size, vectors = self.config.model.d_model, list(map(np.asarray, embeddings or ()))
         for each in vectors:
             if each.ndim != 2 or each.shape[1] != size or not np.issubdtype(each.dtype, np.floating):
-                raise UserError(f"embeddings are of type {each.dtype} and shape {each.shape}; give floats [T, {size}]")
+                raise UserError(f"embeddings must be floats [T, {size}], got dtype {each.dtype} and shape {each.shape}")
         return read_all(vectors, functools.partial(reader.hidden_states, vectors=True))
 
     def embed(self, document: Document) -> np.ndarray:
@@ -222,12 +222,12 @@ class LanguageModel:
         seeds: Sequence[int] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> list[str]:
-        """Generates one continuation of each prompt, without the prompt; the same text as for the prompt alone.
+        """Generates one continuation of each prompt, without the prompt. It does not depend on the other prompts.
 
         Args:
           prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an empty memory.
           settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's `generate`.
-          stop: Strings, whatever their tokens are. The first that is written ends a text, which does not include it.
+          stop: Strings, whatever their tokens are. The first one generated ends a text, which does not include it.
           seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give equal texts.
 
         Raises:
@@ -250,8 +250,8 @@ class LanguageModel:
         seeds: Sequence[int] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> Iterator[tuple[int, str]]:
-        """Yields the number of a prompt and the next piece of its text, as they come; otherwise like `generate`."""
-        wrong = f"settings is {settings!r}; give a GenerateConfig, as txl_jax.GenerateConfig(length=20)"
+        """Yields the number of a prompt and the next piece of its text, as generated. Otherwise like `generate`."""
+        wrong = f"settings must be a GenerateConfig, such as txl_jax.GenerateConfig(length=20), got {settings!r}"
         require(settings is None or isinstance(settings, GenerateConfig), wrong)
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
         settings.validate()
@@ -259,11 +259,11 @@ class LanguageModel:
         check_batch_size(batch_size)
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop_strings):
-            raise UserError(f"stop is {stop!r}; give strings that are not empty")
+            raise UserError(f"stop must be one or more non-empty strings, got {stop!r}")
         refuse_single_text(prompts)
         given = [self._ids(prompt) for prompt in prompts]
         if seeds is not None and len(seeds) != len(given):
-            raise UserError(f"{len(seeds)} seeds and {len(given)} prompts were given; give one for each prompt")
+            raise UserError(f"seeds must have one entry for each of the {len(given)} prompts, got {len(seeds)}")
         return self._generator.pieces(
             [ids if len(ids) else self.vocabulary.start for ids in given],
             settings,
@@ -275,7 +275,7 @@ class LanguageModel:
         )
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Returns the token ids [T] of a text; raises `UserError` if it has characters that the vocabulary lacks."""
+        """Returns the token ids [T] of a text. Raises `UserError` if the vocabulary lacks one of its characters."""
         return ready_ids.token_ids(self.vocabulary, text)
 
     def decode(self, tokens: Any) -> str:

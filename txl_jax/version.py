@@ -1,4 +1,4 @@
-"""The version of this package, and the oldest one of jax that it works with."""
+"""The version of this package, and the oldest version of jax that it supports."""
 
 import re
 import sys
@@ -15,18 +15,18 @@ def check_jax() -> None:
     It does not import jax: with an old one the import of what this package needs would fail.
     """
     if sys.platform == "win32":
-        raise UserError("txl_jax does not run on Windows itself; use it in WSL, or on Linux or macOS")
+        raise UserError("txl_jax does not support native Windows. Use WSL, Linux or macOS")
     import importlib.metadata  # Slow to import.
 
     try:
         found = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"jax is not installed, and txl_jax needs {OLDEST_JAX} or newer; {_INSTALL}") from None
+        raise UserError(f"jax must be {OLDEST_JAX} or newer, but is not installed. {_INSTALL}") from None
     if _numbers(found) < _numbers(OLDEST_JAX):
-        raise UserError(f"jax is {found}, and txl_jax needs {OLDEST_JAX} or newer; {_INSTALL}")
+        raise UserError(f"jax must be {OLDEST_JAX} or newer, got {found}. {_INSTALL}")
 
 
-_INSTALL = f"install it with pip install -U 'jax>={OLDEST_JAX}'"
+_INSTALL = f"Install it with pip install -U 'jax>={OLDEST_JAX}'"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,16 +1,16 @@
-"""Estimates of a configuration on Cloud TPUs or GPUs, on a machine without any: memory, FLOPs, least time.
+"""Estimates memory, FLOPs and minimum time of a configuration on Cloud TPUs or GPUs, without having any.
 
     python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16 --topology=v5e:8x8 --mesh.fsdp=64
     python -m experiments.bench.estimate --configs=enwik8_24l,wt103_large --topology=v5e,v4:4x4x4 --model.dtype=bfloat16
     python -m experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
 
-Training, evaluation and generation are compiled by the devices' own compiler; without it only what follows from shapes
-is printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200, H100, A100 with NVLink): pip install --no-deps
+Training, evaluation and generation are compiled by the devices' own compiler. Without it only numbers that follow from
+shapes are printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200, H100, A100 with NVLink): pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. On a GPU, jax takes three quarters of the memory unless
-XLA_PYTHON_CLIENT_MEM_FRACTION is higher. The least time of an update is its FLOPs at the data sheet's peak.
+XLA_PYTHON_CLIENT_MEM_FRACTION is higher. The minimum time of a step is its FLOPs at the data sheet's peak.
 
-With --configs each of these flagfiles is estimated on a mesh that the program chooses: all devices, as many as possible
-on fsdp, and remat=full if it fits only then. Other flags change all of the flagfiles.
+With --configs each of these flagfiles is estimated on a mesh of all devices, with as many as possible on fsdp, and with
+remat=full if it fits only then. Other flags change all of the flagfiles.
 """
 
 import dataclasses
@@ -114,13 +114,13 @@ class Plan(cli.Plan):
     )
     tasks: tuple[str, ...] = setting(TASKS, "Tasks to compile, with commas.")
     configs: tuple[str, ...] = setting(
-        (), "Published configurations or flagfiles, with commas; default: the settings of the flags alone."
+        (), "Published configurations or flagfiles, with commas. If empty, only the flags' settings."
     )
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or topology."""
         super().validate()
-        require(self.topology, "topology is empty; it must name a slice or GPUs, such as --topology=v5e:4x8 or h200x8")
+        require(self.topology, "--topology must name slices or GPUs, such as v5e:4x8 or h200x8, got none")
         timing.check_names("tasks", self.tasks, TASKS)
         for topology in self.topology:
             (slices if self.configs else parse)(topology)
@@ -137,7 +137,7 @@ def run(plan: Plan, job: cli.Job) -> None:
             list(estimate(job.flagfile or "the flags", job.config(), topology, plan.tasks))
         return
     for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
-        require(name not in job.places, f"--{name} was given and --configs chooses its own meshes; leave one out")
+        require(name not in job.places, f"--{name} must not be set with --configs, which chooses its own meshes")
     configs = {name: job.config_of_flagfile(name) for name in plan.configs}
     for compiler, version in map(compiler_of, plan.topology):
         require(version, f"--configs needs {compiler}, which is not installed ({_INSTALL[compiler]})")
@@ -197,7 +197,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
     print("\n".join(f"{label:<24}{line}" for label, line in lines.items()), flush=True)
     if targets is None:
         compiler, _ = compiler_of(topology)
-        print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, activations are not known")
+        print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown")
         return
     for task in tasks:
         yield estimate_task(components, task, chip.memory_bytes)
@@ -277,7 +277,7 @@ class Topology(NamedTuple):
 
 
 def set_environment() -> None:
-    """Keeps this process from searching for accelerators; call it before jax uses any device."""
+    """Keeps this process from searching for accelerators. Call it before jax uses any device."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -305,7 +305,7 @@ def parse(name: str) -> Topology:
 
 
 def slices(name: str) -> list[str]:
-    """Returns the topologies of a name: one, or all sizes of a generation, from small to large; raises as `parse`."""
+    """Returns the topologies of a name: one, or all sizes of a generation, from small to large. Raises as `parse`."""
     if name in CHIPS:
         return [f"{name}{'x' if CHIPS[name].gpu else ':'}{size}" for size in CHIPS[name].sizes]
     parse(name)
@@ -313,7 +313,7 @@ def slices(name: str) -> list[str]:
 
 
 def compiler_of(topology: str) -> tuple[str, str | None]:
-    """Returns the name and the version of a topology's compiler; the version is None if it is not installed."""
+    """Returns the name and the version of a topology's compiler, or None as the version if it is not installed."""
     name, packages = "libtpu", ["libtpu"]
     if CHIPS[parse(slices(topology)[0]).generation].gpu:
         name, packages = "CUDA plugin", ["jax_cuda13_plugin", "jax_cuda12_plugin"]
@@ -348,7 +348,7 @@ def devices(name: str) -> Sequence[jax.Device] | None:
         return topologies.get_topology_desc(**options).devices
     except jax.errors.JaxRuntimeError as error:
         reason = first_line(error)
-        raise UserError(f"{compiler} knows no topology {name} ({reason}); give another --topology") from None
+        raise UserError(f"{compiler} does not know the topology {name} ({reason}). Choose another --topology") from None
 
 
 if __name__ == "__main__":

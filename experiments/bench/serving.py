@@ -1,10 +1,10 @@
-"""Throughput of serving: rows of the compiled step side by side, beside one request at a time.
+"""Measures serving throughput: multiple rows in one compiled step vs. one request at a time.
 
     python -m experiments.bench.serving --flagfile=wt103_base
     python -m experiments.bench.serving --flagfile=enwik8_12l --rows=16 --calls=9
 
-Weights are untrained, memories full, draws greedy; every tail of an adaptive softmax is read. It prints a markdown
-table, medians over calls, and the speedup: the median of the ratios of successive calls.
+Weights are untrained, memories full, sampling is greedy, and every tail of an adaptive softmax is read. It prints a
+Markdown table of medians over calls, and the speedup: the median of the ratios of successive calls.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from txl_jax.serving.rows import Rows, Step, Weights
 class Plan(cli.Plan):
     """Settings of the benchmark."""
 
-    rows: int = setting(16, "Rows that are compared with one.", at_least=2)
-    calls: int = setting(5, "Timed calls of each, interleaved; a call draws 8 tokens of every row.", at_least=1)
+    rows: int = setting(16, "Number of rows to compare with one.", at_least=2)
+    calls: int = setting(5, "Timed calls of each, interleaved. A call samples 8 tokens of every row.", at_least=1)
 
 
 def run(plan: Plan, job: cli.Job) -> None:

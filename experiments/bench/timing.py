@@ -103,7 +103,7 @@ def vocab_size_of(corpus: CorpusName) -> int:
 
 
 def machine() -> str:
-    """Describes what a measurement depends on: devices, versions and date."""
+    """Describes the machine of a measurement: devices, versions and date."""
     facts = environment.describe()
     return f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}"
 

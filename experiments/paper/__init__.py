@@ -1,1 +1,1 @@
-"""Programs of the tables and figures of the paper."""
+"""Commands for the tables and figures of the paper."""

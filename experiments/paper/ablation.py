@@ -7,8 +7,8 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
 Each row is a run in a directory of --out, trained with the flagfile's settings as changed by
 its row, and then scored on the validation split at each of --lengths and at the attention length of
 training. As in the paper, "init" is the score at the attention length of training, "best" the best
-score at any length, and the length next to it the shortest that reaches it. Stopped, the same
-command resumes. It writes ablation.md, the table beside the paper's numbers, ablation.csv and
+score at any length, and the length next to it the shortest that reaches it. To resume, rerun the
+same command. It writes ablation.md, a table with the paper's numbers, ablation.csv and
 ablation.json.
 """
 
@@ -110,9 +110,9 @@ def row_named(table: Table, name: str) -> Row:
     found = re.fullmatch(rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name)
     if found is None:
         raise UserError(
-            f"no row is called {name}; table {table} has {', '.join(row.name for row in TABLES[table])}, and the "
-            f"names of others have these parts too: recurrence or none, {' or '.join(Encoding)}, "
-            f"{' or '.join(LossPart)}, and a segment length if it is not the flagfile's"
+            f"a row must be one of table {table}'s {', '.join(row.name for row in TABLES[table])}, or have the "
+            f"same parts (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a segment length "
+            f"if it is not the flagfile's), got {name}"
         )
     recurrence, encoding, loss, length = found.groups()
     return Row(
@@ -159,19 +159,19 @@ class Plan(cli.TextPlan):
 
     @property
     def chosen_rows(self) -> list[Row]:
-        """The rows; raises `UserError` if no row has one of the names."""
+        """The rows. Raises `UserError` if a name is unknown."""
         return [row_named(self.table, name) for name in self.rows] or list(TABLES[self.table])
 
     def validate(self) -> None:
-        """Raises `UserError` if there is no seed, seeds are equal, or a setting is out of range."""
+        """Raises `UserError` if seeds are empty or equal, or a setting is out of range."""
         super().validate()
         require(
             len(set(self.seeds)) == len(self.seeds) > 0,
-            f"seeds must be one or more numbers that differ, since each makes its own run, got {list(self.seeds)}",
+            f"seeds must be one or more different numbers, because each has its own run, got {list(self.seeds)}",
         )
 
     def check(self, config: ExperimentConfig) -> None:
-        """Raises `UserError` if settings do not fit together in any row, at any attention length."""
+        """Raises `UserError` if settings are incompatible in any row, at any attention length."""
         require(
             config.model.network is Network.TRANSFORMER_XL,
             f"model.network must be {Network.TRANSFORMER_XL} for these rows, got {config.model.network}",
@@ -181,7 +181,7 @@ class Plan(cli.TextPlan):
             changed.validate()
             require(
                 changed.train.mem_len or not row.recurrence,
-                f"the row {row.name} has recurrence and train.mem_len is 0; give the length of its memory",
+                f"train.mem_len must be above 0 for the row {row.name}, which has recurrence, got 0",
             )
             for length in _lengths(changed, self):
                 context_length.at_lengths(changed, [length], stride=_stride(changed, self, length))
@@ -208,7 +208,7 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores what is not done yet; writes ablation.md, .csv and .json into `plan.out` after each run.
+    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
 
     Returns the scores by row, one per seed. Settings of all rows are checked before the first is trained. After
     `Interrupted` the same call resumes.
@@ -236,7 +236,7 @@ def train_and_score(
 def _score_lengths(
     config: ExperimentConfig, corpus: Corpus, trained: Run, plan: Plan, step: int, stop_requested: Callable[[], Any]
 ) -> dict[int, float]:
-    """Returns the validation measure at each attention length; earlier scores are in ablation.json of the run."""
+    """Returns the validation measure at each attention length. Earlier scores are in ablation.json of the run."""
     path = os.path.join(trained.path, "ablation.json")
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
@@ -277,7 +277,7 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
-    """Writes ablation.json, .csv and .md of the scores so far; returns the last. The first row is compared with."""
+    """Writes ablation.json, .csv and .md of the scores so far. Returns the last. The first row is the baseline."""
     measure, path = corpus.vocabulary.measure, os.path.join(plan.out, "ablation")
     facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
     facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}
@@ -289,12 +289,12 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
     write_json(f"{path}.json", {**facts, "scores": records})
     columns = ("row", "seed", "init", "best", "length")
     write(f"{path}.csv", csv_file(columns, [{name: record[name] for name in columns} for record in records]))
-    test_text = ", and of the test text" if plan.table == Table.LM1B else ""
+    test_text = ", on the test split" if plan.table == Table.LM1B else ""
     caption = (
-        f"Table {plan.table} in miniature or in full: {corpus.description}, validation {measure.value}; mean of the "
-        'seeds (standard deviation, number of seeds); "beside" is the difference of the best to that of the first row, '
+        f"Table {plan.table} in miniature or in full: {corpus.description}, validation {measure.value}; mean over "
+        'seeds (standard deviation, number of seeds); "vs. first row" is best minus the first row\'s best, '
         f"seed by seed; windows of models without recurrence score {plan.stride} tokens each, or their length; "
-        f"{facts['device']}, {facts['date']}. The paper's numbers are of the full size{test_text}."
+        f"{facts['device']}, {facts['date']}. The paper's numbers are for the full size{test_text}."
     )
     lines = [caption, "", *_by_row(found, rows, measure), ""]
     lines += [f"Validation {measure.value} by attention length:", "", *_by_length(found, rows, measure), ""]
@@ -305,7 +305,7 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
 
 def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
     """Yields the table with the paper's numbers."""
-    columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "beside"]
+    columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "vs. first row"]
     columns += ["attention length", "paper: init", "best", "length"]
     lines, firsts = [], found.get(rows[0].name, [])
     for row in rows:
@@ -334,7 +334,7 @@ def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measur
 
 
 def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
-    """Formats the mean, with standard deviation and number if there is more than one value."""
+    """Formats the mean, with standard deviation and number for multiple values."""
     digits = 2 if measure is Measure.PPL else 4
     if not values:
         return ""

@@ -3,12 +3,12 @@
     python -m experiments.paper.attention --workdir=runs/mine
     python -m experiments.paper.attention --workdir=runs/mine --heads=0.1,3.2 --positions=4000,5210
 
-It writes into --out average.png, the mean attention of every head to each distance (figure 5);
-heads-T.png, the weights of three heads for the query at token T (figure 6); terms-T.png, the terms
-(a), (b) and (d) of the first of them, each with its own softmax (figure 7); attention.md with the
-tokens, and all arrays. Default heads are those with the largest mean distance. Lengths are those
-of evaluation (--eval.segment_len, --eval.mem_len, --eval.clamp_len), in one row, with same_length,
-so that every query sees A keys. Queries whose memory is not full yet are omitted from the average.
+It writes to --out average.png, the mean attention of every head to each distance (figure 5),
+heads-T.png, the weights of three heads for the query at token T (figure 6), terms-T.png, the terms
+(a), (b) and (d) of the first of them, each with its own softmax (figure 7), attention.md with the
+tokens, and all arrays. By default it draws the heads with the largest mean distance. Lengths are
+--eval.segment_len, --eval.mem_len and --eval.clamp_len, with batch size 1 and same_length,
+so that every query attends to A keys. Queries whose memory is not full yet are omitted from the average.
 """
 
 import dataclasses
@@ -75,23 +75,23 @@ class Plan(cli.TrainedRun):
         model, attends = config.model, config.model.network is Network.TRANSFORMER_XL
         require(
             attends and encoding_of(model).has_four_terms,
-            f"these plots are of relative attention with the terms (a) to (d), and the run is of "
+            f"the run must have relative attention with the terms (a) to (d) for these plots, got "
             f"{f'encoding {model.encoding}' if attends else model.network}",
         )
         require(
             config.eval.mem_len and config.train.mem_len,
-            f"train.mem_len is {config.train.mem_len} and eval.mem_len {config.eval.mem_len}; a model without memory "
-            "attends to none",
+            "train.mem_len and eval.mem_len must be above 0, because a model without memory attends to none, got "
+            f"{config.train.mem_len} and {config.eval.mem_len}",
         )
         require(
             config.data.reset_at is None,
-            "the run keeps documents apart (data.reset_at), and the window of these plots reaches over their ends",
+            "data.reset_at must be none, because the window of these plots crosses document ends, got "
+            f"{config.data.reset_at!r}",
         )
         for layer, head in self.layer_heads:
             require(
                 layer < model.n_layer and head < model.n_head,
-                f"head {layer}.{head} was asked for; layers are 0 to {model.n_layer - 1} and heads 0 to "
-                f"{model.n_head - 1}",
+                f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}, got {layer}.{head}",
             )
 
 
@@ -123,14 +123,13 @@ def draw(
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
     require(
         first <= last,
-        f"{len(tokens):,} tokens are read and the memory has {mem_len:,} slots, which would not be full; "
-        "read more, or give a shorter --eval.mem_len",
+        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. Raise --tokens, or lower --eval.mem_len",
     )
     positions = plan.positions or (last,)
     for position in positions:
         require(
             first <= position <= last,
-            f"position {position:,} was asked for; queries with a full memory are at {first:,} to {last:,}",
+            f"positions must be {first:,} to {last:,}, where the memory is full, got {position:,}",
         )
     began, count = time.monotonic(), (last + 1) // length
     options: dict[str, Any] = {"measure": corpus.vocabulary.measure, "log": print, "stop_requested": stop_requested}
@@ -150,7 +149,7 @@ def draw(
 class AttentionWeights(NamedTuple):
     """The attention weights of one segment's queries by distance 0 .. A - 1 (A: the window).
 
-    A key at distance d is d positions before the query; 0 is the query's own.
+    A key at distance d is d positions before the query, and 0 is the query's own.
     """
 
     probabilities: jax.Array  # [N, B, H, L, A].
@@ -162,7 +161,7 @@ def attention_weights(
 ) -> tuple[AttentionWeights, Memory]:
     """Computes the attention weights of a segment int [B, L] with `same_length`, and the memory after it.
 
-    Distances that a query does not see have probability 0 and terms of -inf.
+    Distances that a query does not attend to have probability 0 and terms of -inf.
     """
     modes: dict[str, Any] = {"same_length": True, "deterministic": True, "mutable": ["attention"]}
     (_, after), kept = model.apply({"params": params}, tokens, memory, clamp_len=clamp_len, **modes)
@@ -198,7 +197,7 @@ class Query(NamedTuple):
 def _read(
     parts: Built, params: Any, tokens: np.ndarray, first: int, positions: Sequence[int], show: Callable[..., Any]
 ) -> tuple[np.ndarray, list[Query]]:
-    """Reads whole segments; returns mean probabilities from token `first` on, and the queries at `positions`."""
+    """Reads whole segments. Returns mean probabilities from token `first` on, and the queries at `positions`."""
     eval_config, model = parts.config.eval, cast(TransformerXL, parts.model)
     length = eval_config.segment_len
 
@@ -273,7 +272,7 @@ def _write(
     write_json(os.path.join(folder, "attention.json"), record)
     write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
     if not plots.can_draw():
-        print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+        print("no plots: matplotlib is not installed (pip install '.[plots]')")
         return
     title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
     _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")

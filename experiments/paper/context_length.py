@@ -5,12 +5,12 @@
 
 It writes context_length.csv and, with matplotlib, context_length.png into the workdir. At
 attention length A the memory has A slots and every token sees the same number of keys
-(--eval.mem_len and --eval.same_length are set so, and segments are at most A long); the other
---eval flags are as in the training, or as given: a run that was trained with --eval.clamp_len
+(it sets --eval.mem_len and --eval.same_length, and segments are at most A long). The other
+--eval flags are as in training, unless you pass others: a run trained with --eval.clamp_len
 still clamps. The text is split into --eval.batch_size rows, each of which should be many times as
-long as A: on a short text give --eval.batch_size=1. A model without recurrence
-(--model.encoding=vaswani, or trained with --train.mem_len=0) is given windows of A tokens,
---eval.batch_size side by side; --stride is the number of tokens that each of them scores.
+long as A: for a short text pass --eval.batch_size=1. A model without recurrence
+(--model.encoding=vaswani, or trained with --train.mem_len=0) reads windows of A tokens,
+--eval.batch_size in parallel. --stride is the number of tokens that each of them scores.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Plan(cli.TrainedRun):
     stopped: ClassVar[str] = "the lengths before it are in context_length.csv"
 
     def check(self, config: ExperimentConfig) -> None:
-        """Raises `UserError` if the run cannot be scored so."""
+        """Raises `UserError` if the run cannot be scored like this."""
         at_lengths(config, self.lengths, stride=self.stride)
 
 
@@ -64,7 +64,7 @@ def score_lengths(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[int, Totals]:
-    """Scores a split at each length; writes context_length.csv after each, and context_length.png at the end.
+    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end.
 
     The text may be another than the run's if its vocabulary is the same. Before `Interrupted` rows are written.
     """
@@ -85,7 +85,7 @@ def score_lengths(
         distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(list(rows[0]), rows)))
     print(f"results   {table}")
     if not distributed.broadcast_from_primary(plots.can_draw):
-        print("no picture drawn: matplotlib is not installed (pip install '.[plots]')")
+        print("no figure: matplotlib is not installed (pip install '.[plots]')")
         return found
     picture = f"{trained.outputs}/context_length.png"
     how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"
@@ -100,15 +100,15 @@ def score_lengths(
 
 
 def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
-    """Returns the config that scores each length, shortest first and once; raises `UserError` if it does not fit."""
+    """Returns the config that scores each length, shortest first and once. Raises `UserError` if one is invalid."""
     require(
         lengths and min(lengths) >= 1,
         f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
     )
     recurrent = is_recurrent(config)
-    needed = "given, as the model has no memory: 1, the published protocol, or more tokens that each window scores"
+    needed = "set for a model without memory: 1, the published protocol, or more scored tokens per window"
     if recurrent:
-        needed = "none, as a model with a memory reads each token once"
+        needed = "none, because a model with a memory reads each token once"
     require((stride is None) == recurrent, f"the stride must be {needed}, got {stride}")
     require(
         stride is None or 1 <= stride <= min(lengths),

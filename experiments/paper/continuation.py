@@ -1,4 +1,4 @@
-"""The model's continuations of a text beside the text's own: appendix E of the paper.
+"""Compares the model's continuations of a text with the original: appendix E of the paper.
 
     python -m experiments.paper.continuation --workdir=runs/wt103 --generate.length=1000
     python -m experiments.paper.continuation --workdir=runs/wt103 --starts=1000,52000 --context=500
@@ -38,9 +38,9 @@ class Plan(cli.TrainedRun):
     out: str | None = setting(None, "Markdown file. If none, continuation.md in the workdir.", path=True)
 
     def validate(self) -> None:
-        """Raises `UserError` if there is no start, or a setting is out of range."""
+        """Raises `UserError` if starts are empty, or a setting is out of range."""
         super().validate()
-        require(self.starts, "no start was given; give numbers of tokens, such as 1000,52000")
+        require(self.starts, "starts must be one or more token positions, such as 1000,52000, got none")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -68,8 +68,8 @@ def write(
     for start in plan.starts:
         require(
             0 <= start <= len(tokens) - context - length,
-            f"a context of {context:,} tokens and {length:,} after it were asked for at token {start:,}, and the "
-            f"{plan.split} split has {len(tokens):,}; the last possible start is {len(tokens) - context - length:,}",
+            f"starts must be 0 to {len(tokens) - context - length:,}, so that a context of {context:,} tokens and "
+            f"{length:,} after it are within the {len(tokens):,} of the {plan.split} split, got {start:,}",
         )
     parts, step, params = load_to_score(config, corpus, trained, log=print)
     generator = parts.generator(parts.prepare_params(params))
@@ -112,7 +112,7 @@ def quoted(corpus: Corpus, ids: np.ndarray) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escapes the characters that markdown interprets, and those that would begin a list or a heading."""
+    """Escapes the characters that markdown interprets, and characters that would begin a list or a heading."""
     text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
     text = re.sub(r"^( *(?=[-+=])| *\d+(?=[.)]))", r"\1\\", text, flags=re.MULTILINE)
     text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
@@ -135,7 +135,7 @@ _RULES = [
 
 
 def detokenize(text: str) -> str:
-    r"""Removes the spaces that a tokenizer put in; other text comes back unchanged.
+    r"""Removes the spaces that a tokenizer inserted. Other text is unchanged.
 
     >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \'t it ? "')
     'He said: "It is 3.5 miles, isn\'t it?"'

@@ -3,11 +3,11 @@ r"""Relative effective context length (RECL) of a group of models: appendix C an
     python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM --out=runs/recl \
         --lengths=100,1000,100 --stride=10
 
-The runs must have the same vocabulary; the text is that of the first, or of --data_dir. Each
-scored token is predicted from exactly c tokens, encoded from an empty memory, for every c;
---stride scores every s-th token only. It writes recl.md (table 8), recl.csv and recl.json (all
-gains), gains.png and context.png (figures 3 and 4) into --out, and keeps the losses there:
-stopped, the same command resumes, and other ratios need no new scores.
+The runs must have the same vocabulary. The text is the first run's, or from --data_dir. Each
+scored token is predicted from exactly c tokens, encoded from an empty memory, for every c.
+--stride=s scores only every s-th token. It writes recl.md (table 8), recl.csv and recl.json (all
+gains), gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to
+resume, rerun the same command. Other ratios need no new scores.
 """
 
 import dataclasses
@@ -79,14 +79,14 @@ class Plan(cli.TextPlan):
         )
 
     def load_runs(self) -> dict[str, Run]:
-        """Reads the runs; returns them by their names, or raises `UserError` unless there are two and one name each."""
+        """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
         names = self.names or tuple(map(os.path.basename, self.workdirs))
         require(
             len(names) == len(self.workdirs),
             f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
         )
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
-        require(len(names) >= 2, f"RECL compares models, so workdirs must have two or more, got {len(names)}")
+        require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
 
 
@@ -102,10 +102,10 @@ def run(plan: Plan, job: cli.Job) -> None:
 def compare(
     runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[int | None]]:
-    """Scores what is not scored yet and writes recl.json, .csv, .md and two plots into `plan.out`.
+    """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
 
     Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
-    what was scored stays.
+    finished scores are kept.
     """
     plan.validate()
     tokens = getattr(corpus, plan.split)
@@ -151,7 +151,7 @@ def _losses_of(
         write_json(record, identity)
     before = json.loads(read(record))
     changes = [f"{key} was {before.get(key)} and is {new}" for key, new in identity.items() if before.get(key) != new]
-    require(not changes, f"{folder} contains other losses ({'; '.join(changes)}); give another directory")
+    require(not changes, f"{folder} contains other losses ({', '.join(changes)}). Choose another directory")
     found = {}
     for length in plan.contexts:
         path, what = os.path.join(folder, f"{length}.npy"), f"{name} from {length:,} tokens"
@@ -201,7 +201,7 @@ class Gain(NamedTuple):
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
     """Computes, for each model, the gain of every step from a context length to the next.
 
-    `losses` are [models, T] by context length, in increasing order; `ratio` is r, above 0 and at most 1.
+    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and at most 1.
     """
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
@@ -215,7 +215,7 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
 
 
 def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
-    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline; at least one."""
+    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline, at least one."""
     count = max(round(ratio * len(baseline)), 1)
     # Stable, so that of equal positions the earlier ones are taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
@@ -227,7 +227,7 @@ def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) 
 
 
 def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
-    """Returns RECL, the context from which the next step gains less than the threshold; None if all gain as much."""
+    """Returns RECL, the context from which the next step gains less than the threshold, or None if no step does."""
     return next((step.context for step in steps if step.relative < threshold), None)
 
 
@@ -280,7 +280,7 @@ def _write_results(
         path, ylabel = os.path.join(folder, "context.png"), plots.UNITS[measure]
         plots.curves(means, path, title=title, xlabel="context length (tokens)", ylabel=ylabel)
     else:
-        print("no plots: matplotlib is missing (pip install 'txl_jax[plots]')")
+        print("no plots: matplotlib is not installed (pip install '.[plots]')")
     print(f"results   {os.path.join(folder, 'recl.md')}")
 
 

@@ -3,12 +3,12 @@
     python -m experiments.paper.table9
     python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800
 
-A model without recurrence that sees A tokens encodes all A again for each token that it predicts;
-ours reads each token once and has the A before it in its memory. The sizes are the same; the
+A model without recurrence that attends to A tokens encodes all A again for each predicted token.
+Ours reads each token once and has the A before it in its memory. The sizes are the same. The
 positions are absolute there and relative here.
 
-Without flags the sizes are those of enwik8_12l, 12 layers of width 512, and its clamp, and our
-model reads segments of 128 tokens; of the other settings only --model.*, --compat,
+The defaults are the sizes of enwik8_12l, 12 layers of size 512, and its clamp, and our model
+reads segments of 128 tokens. Of the other settings only --model.*, --compat,
 --eval.segment_len, --eval.clamp_len and --eval.cache_dtype matter here.
 Weights are untrained, tokens random, and both sides run in turns, one row of text on one device.
 It prints a markdown table of seconds per token, the median of the timed calls with the slowest and
@@ -49,7 +49,7 @@ class Plan(cli.Plan):
     calls: int = setting(5, "Timed calls of each side, in turns.", at_least=1)
 
     def validate(self) -> None:
-        """Raises `UserError` if there is no length, or a setting is out of range."""
+        """Raises `UserError` if lengths are empty, or a setting is out of range."""
         super().validate()
         require(
             self.lengths and min(self.lengths) >= 1,
@@ -58,7 +58,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Times both sides at each length; prints a Markdown table row by row."""
+    """Times both sides at each length. Prints a Markdown table row by row."""
     config = job.config()
     for side in (sliding_window_config(config), *(our_config(config, length) for length in plan.lengths)):
         side.validate()
@@ -84,7 +84,7 @@ def _row(config: ExperimentConfig, length: int, calls: int) -> list[str]:
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one attention length, on one device; calls take turns, so that a slow minute affects both.
+    """Times both at one attention length, on one device. Calls are interleaved, so that a slow minute affects both.
 
     Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
     is not timed.

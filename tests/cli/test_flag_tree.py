@@ -68,7 +68,7 @@ def test_none_is_a_value_of_settings_that_may_be_none():
         (["--model.n_layer=three"], r"model\.n_layer=three\b"),
         (["--model.layer_norm=middle"], "post"),
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
-        (["--flagfile=enwik8_12"], r"'enwik8_12'.*\benwik8_12l\b.*\bsmall\b"),
+        (["--flagfile=enwik8_12"], r"\bsmall\b.*'enwik8_12'.*\benwik8_12l\b"),
     ],
 )
 def test_mistakes_are_named(words, pattern):

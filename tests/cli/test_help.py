@@ -25,7 +25,7 @@ def test_every_flag_is_in_a_group_once_with_its_default():
     defaults = dict(usages)
     assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == ("train", "5", "none")
     assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == ("", "", "true")
-    assert headings(text) == ["program", "several hosts", *flag_tree.groups()]
+    assert headings(text) == ["command", "multiple hosts", *flag_tree.groups()]
     assert "--helpfull" not in text
 
 

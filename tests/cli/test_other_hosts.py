@@ -127,7 +127,7 @@ def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger
         lost.close()
         assert ended.get(timeout=30) == other_hosts.LOST
         assert other.recv(100) == b"process 1 on host-1 has ended"
-    assert capsys.readouterr().err.startswith("error: process 1 on host-1 has ended; ")
+    assert capsys.readouterr().err.startswith("error: process 1 on host-1 has ended. ")
     with contextlib.suppress(ConnectionRefusedError):
         connect("").close()  # It may wait for one more.
 

@@ -86,7 +86,7 @@ def test_the_config_is_the_flags_over_the_defaults(start):
     ("words", "code", "message"),
     [
         (["--from=x", "--lengths="], 1, "no length"),
-        ([], 1, "no from was given; give --from="),
+        ([], 1, "--from is required"),
         (["--from=ftp://host/x"], 1, "ftp://host/x"),
         (["--from=x", "--lenghts=3"], 2, "lengths"),
         (["--from=x", "--lengths=3,x"], 2, "'x'"),
@@ -110,7 +110,7 @@ def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
 def test_a_program_of_one_host_refuses_others_and_one_of_each_host_does_not_ask(start, monkeypatch, capsys):
     monkeypatch.setattr(other_hosts, "announced", lambda environment: SEVERAL)
     assert start("--from=here", run=pytest.fail)[0] == 1
-    assert re.search(r"one host.*\b2 processes", capsys.readouterr().err)
+    assert re.search(r"single process.*\b2 processes", capsys.readouterr().err)
     assert start("--from=here", hosts="each")[0] == 0
 
 
@@ -124,7 +124,7 @@ def interrupt(plan, job):
 def test_the_exit_code_is_the_programs_or_that_of_the_signal(start, monkeypatch, capsys, run, code):
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     assert start("--from=x", run=run)[0] == code
-    assert ("stopped   on request in the middle; the same command" in capsys.readouterr().out) is (code == 143)
+    assert ("stopped   on request in the middle, rerun the same command" in capsys.readouterr().out) is (code == 143)
 
 
 # With the settings of a trained model
@@ -201,7 +201,7 @@ def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path
 
 def test_a_kept_vocabulary_brings_its_tokenizer(built):
     assert built("--init_vocabulary=kept").data.tokenizer.kind is Tokenizer.WORD
-    for word, named in (("--data.tokenizer.vocab_file=words", "vocab_file"), ("--init_from=none", "give --init_from")):
+    for word, named in (("--data.tokenizer.vocab_file=words", "vocab_file"), ("--init_from=none", "Set --init_from")):
         with pytest.raises(UserError, match=named):
             built("--init_vocabulary=kept", word)
 

@@ -62,7 +62,7 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["changes"] == [{"step": 2, "name": "train.steps", "old": 2, "new": 4}]
     out = succeed("text", workdir, "--mode=eval", "--train.mem_len=7", "--eval.mem_len=8", "--train.steps=4")
-    assert re.findall(r"(?m)^note +.*", out) == ["note      changes nothing with --mode=eval: --train.mem_len"]
+    assert re.findall(r"(?m)^note +.*", out) == ["note      no effect with --mode=eval: --train.mem_len"]
     assert not any((tmp_path / "there").iterdir()) and not any((tmp_path / "here").iterdir())
     code, _, err = run("text", workdir, "--train.steps=2", "--model.d_model=8")
     assert code == 1 and "--model.d_model was 16 and is now 8" in err and "fewer than the 4 " in err
@@ -204,6 +204,6 @@ def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for words, name in ((["--flagfile=small"], "small"), ([], "text")):
         code, out, err = run("text", *words, f"--data.file={tmp_path / 'none'}")
-        assert code == 1 and f"workdir   {tmp_path / 'runs' / name};" in out and str(tmp_path / "none") in err
+        assert code == 1 and f"workdir   {tmp_path / 'runs' / name} (" in out and str(tmp_path / "none") in err
     code, _, err = run("text", "--mode=eval")
     assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()

@@ -73,8 +73,8 @@ TASK = ["--model_path=m", "--tasks=t"]
 @pytest.mark.parametrize(
     ("program", "words", "named"),
     [
-        pytest.param("quickstart", ["--workdir=gs://bucket/run"], "gs://bucket/run, and the quick start", marks=GCS),
-        pytest.param("lm_eval", [*TASK, "--include_path=gs://bucket"], "--include_path is gs://bucket", marks=GCS),
+        pytest.param("quickstart", ["--workdir=gs://bucket/run"], "text, got gs://bucket/run", marks=GCS),
+        pytest.param("lm_eval", [*TASK, "--include_path=gs://bucket"], "local directory, got gs://bucket", marks=GCS),
         ("lm_eval", [*TASK, "--output=ftp://host/out.json"], "ftp://host/out.json"),
         ("paper.ablation", ["--out=ftp://host/out"], "ftp://host/out"),
     ],

@@ -48,8 +48,8 @@ def test_runs_of_several_seeds_are_one_line_over_the_steps_that_all_have(tmp_pat
     expected = {step: [dict(run.scores("valid"))[step] for run in runs[:2]] for step in (200, 400, 600)}
     assert lines["learning_rate 0.001, mean of 2 seeds"] == expected
     code, printed, _ = programs.run("experiments.report", tmp_path)
-    assert code == 0 and "| 0.001+2 | 2 | 0.001 | ppl" in printed and "| 700 of 1,000 updates |" in printed
-    assert "| 0.001+3 | 3 | 0.001 |  |  | 0 |  |  | 0 of 1,000 updates |" in printed
+    assert code == 0 and "| 0.001+2 | 2 | 0.001 | ppl" in printed and "| 700 of 1,000 training steps |" in printed
+    assert "| 0.001+3 | 3 | 0.001 |  |  | 0 |  |  | 0 of 1,000 training steps |" in printed
 
 
 def test_the_figure_has_the_means_of_the_best_lines_and_their_deviations(monkeypatch):
@@ -80,7 +80,7 @@ def test_without_a_figure_the_tables_are_written(tmp_path, monkeypatch, done, ca
     monkeypatch.setattr(plots, "can_draw", lambda: can_draw)
     folder = recorded_run.make(tmp_path / "a", done=done)
     code, printed, _ = programs.run("experiments.report", folder, f"--out={tmp_path}")
-    assert code == 0 and f"no figure drawn: {reason}" in printed and not (tmp_path / "report.png").exists()
+    assert code == 0 and f"no figure: {reason}" in printed and not (tmp_path / "report.png").exists()
     assert "png" not in (tmp_path / "report.md").read_text()
 
 
@@ -97,7 +97,7 @@ def test_runs_of_two_measures_are_compared_by_bytes(tmp_path, monkeypatch):
     found = [dict(zip(heading, row, strict=True)) for row in rows]
     columns = ("approximate bits per byte", "bits per byte")
     assert code == 0 and [[row[name] for name in columns] for row in found] == [["5.0000", ""], ["", "2.0000"]]
-    assert "no figure drawn" in printed and sorted(os.listdir(tmp_path / "out")) == ["report.csv", "report.md"]
+    assert "no figure" in printed and sorted(os.listdir(tmp_path / "out")) == ["report.csv", "report.md"]
 
 
 def test_the_papers_scores_are_those_of_the_flagfiles():

@@ -103,7 +103,7 @@ def test_values_become_flags_after_the_flagfile(write):
     ("text", "pattern"),
     [
         ("[grid]\n", r"\bgrid\b.*\bruns\b"),
-        ("[grid]\nseed = 3\n", r"\bseed = 3\b"),
+        ("[grid]\nseed = 3\n", r"\bgrid\.seed\b.*\b3\b"),
         ("[gird]\nseed = [1]\n", r"'gird'"),
         ("[grid]\nmodel.n_layr = [1, 2]\n", r"--model\.n_layr\b"),
         ("[grid]\ntrain.steps = [1201]\n", r"train\.steps\D*\b1201\b"),
@@ -123,9 +123,9 @@ def test_values_become_flags_after_the_flagfile(write):
             SAMPLED + "[grid]\ntrain.steps = [3]\n",
             r"train\.steps\D*\b3\b",
         ),
-        ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"samples = 0"),
+        ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"random\.samples\b.*\b0\b"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"\[0\.5, 0\].*lower number first"),
+        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"lower number first.*\[0\.5, 0\]"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"\[0, 0\.5\].*log"),
         (
             "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, 9]}\n[grid]\nmodel.n_layer = [2]\n",
@@ -339,7 +339,7 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     words = ["sweep", "--table", str(tmp_path / "slurm"), str(tmp_path / "half"), f"--out={tmp_path / 'tables'}"]
     assert sweep.main(words) == 0
     rows = table(tmp_path / "tables")
-    assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 updates"
+    assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 training steps"
     for run in read_runs([str(tmp_path / "slurm")]):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()

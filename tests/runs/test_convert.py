@@ -211,7 +211,7 @@ DAMAGE = {
     "other words": ("vocabulary.txt", lambda path: path.write_text(path.read_text() + "zebra\n"), r"vocabulary\.txt"),
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
     "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 1, got 99"),
-    "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"did you mean"),
+    "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"Did you mean"),
     "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
 }
 

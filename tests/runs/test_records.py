@@ -42,7 +42,7 @@ def test_damaged_results_are_those_of_a_run_that_goes_on(tmp_path):
     (folder / "results.json").write_text("{")
     (folder / "metrics.jsonl").write_text('{"kind": "valid", "step": 5, "perplexity": "nan"}\n{"kind": "va')
     [run] = read_runs([str(folder)])
-    assert run.row([]) == {"run": "damaged", "state": "5 of 1,000 updates"}
+    assert run.row([]) == {"run": "damaged", "state": "5 of 1,000 training steps"}
     assert run.scores("valid") == [] and run.tokens_per_second is None
 
 

@@ -1,4 +1,4 @@
-"""The runner of programs: `main(run, Plan)`; a corpus's program is `train_main(DEFAULTS)`."""
+"""Runs the commands: `main(run, Plan)`, or `train_main(DEFAULTS)` for a corpus's command."""
 
 from txl_jax.cli.program import Job, Plan, StoredTypes, TextPlan, TrainedRun, WatchPlan, keep_compiled, main, train_main
 from txl_jax.config.config_tree import setting

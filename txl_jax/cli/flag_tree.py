@@ -1,9 +1,9 @@
-"""absl flags from a tree of settings, and the tree from the parsed flags.
+"""Builds absl flags from a tree of settings, and the tree from the parsed flags.
 
-Every setting of `ExperimentConfig` is a flag of the same dotted name, `--model.n_layer`, and so is every setting of a
-program's plan, without a prefix. `--compat=NAME` applies the settings of an implementation first. A flagfile is found
-by its bare name: `--flagfile=enwik8_12l` is the file in `experiments/flags`, or outside of a clone the preset of the
-same settings. The last of several values counts. A setting that may be None takes the word "none".
+Every setting of `ExperimentConfig` is a flag with the same dotted name, `--model.n_layer`, and so is every setting of a
+command's plan, without a prefix. `--compat=NAME` applies the settings of an implementation first. A flagfile is found
+by its bare name: `--flagfile=enwik8_12l` is the file in `experiments/flags`, or outside of a clone the preset with the
+same settings. The last value of a flag counts. A setting that may be None takes the word "none".
 """
 
 import enum
@@ -33,14 +33,14 @@ Settings = TypeVar("Settings")
 
 def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> None:
     """Defines one flag per setting, with `defaults` as default values, and the preset."""
-    help_text = "Implementation to be compatible with."
+    help_text = "Implementation to match."
     flags.DEFINE_enum("compat", None, sorted(COMPAT_PRESETS), help_text, flag_values=flag_values)
     for leaf in setting_leaves(ExperimentConfig):
         _define_leaf(leaf, config_tree.get(defaults, leaf.name), flag_values)
 
 
 def define_plan(plan: type) -> None:
-    """Defines one flag per setting of a plan, a dataclass of `setting` fields: its own, then those of its bases."""
+    """Defines one flag per setting of a plan, a dataclass of `setting` fields: its own, then its bases'."""
     order = [name for cls in plan.__mro__ for name in vars(cls).get("__annotations__", {})]
     for leaf in sorted(setting_leaves(plan), key=lambda leaf: order.index(leaf.name)):
         _define_leaf(leaf, leaf.default, FLAGS)
@@ -58,18 +58,18 @@ def groups() -> list[str]:
 
 
 def flag_name(leaf: Leaf) -> str:
-    """Returns the name of a setting's flag: a field that would be a word of Python has an underscore after it."""
+    """Returns the name of a setting's flag, without the underscore of a field named after a Python keyword."""
     return leaf.name.removesuffix("_")
 
 
 def given(flag_values: flags.FlagValues = FLAGS, cls: type = ExperimentConfig) -> dict[str, Any]:
-    """Returns the settings that the command line or a flagfile named, with their values."""
+    """Returns the settings that the command line or a flagfile set, with their values."""
     found = {leaf.name: flag_values[flag_name(leaf)] for leaf in setting_leaves(cls)}
     return {name: flag.value for name, flag in found.items() if flag.present}
 
 
 def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """Returns `base` with the preset and the settings that were given, what follows from them, and absolute paths."""
+    """Returns `base` with the preset and the passed settings, the settings derived from them, and absolute paths."""
     if compat := flag_values["compat"].value:
         base = apply_preset(base, compat)
     chosen = given(flag_values)  # Of each flag the last value: one after --flagfile wins over the file's.
@@ -77,17 +77,17 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Expe
 
 
 def build_plan(plan: type[Settings]) -> Settings:
-    """Returns a program's plan with the settings that were given; raises `UserError` for one that is missing."""
+    """Returns a command's plan with the passed settings. Raises `UserError` if a required one is missing."""
     found = given(cls=plan)
     for leaf in setting_leaves(plan):
         missing = leaf.setting.required and not found.get(leaf.name)
         name = flag_name(leaf)
-        require(not missing, f"no {name} was given; give --{name}=... ({leaf.setting.help})")
+        require(not missing, f"--{name} is required: {leaf.setting.help} Pass --{name}=...")
     return _with_absolute_paths(plan(**found))
 
 
 def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
-    """Returns `base` without its files if others are chosen, and without its tokenizer if other tokens are."""
+    """Returns `base` without its files if other files are set, and without its tokenizer if another kind is set."""
     reset, data, files = [], base.data, [f"data.{name}" for name in ("file", "train", "valid", "test")]
     if chosen.get("data.corpus", data.corpus) != data.corpus or chosen.keys() & set(files):
         reset += files
@@ -100,7 +100,7 @@ def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> Experimen
 
 
 def _with_absolute_paths(settings: Settings) -> Settings:
-    """Returns a config or a plan that means the same in any folder."""
+    """Returns a config or a plan that means the same in any directory."""
 
     def absolute(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -117,8 +117,8 @@ Parsed = tuple[list[str], dict[str, str], str | None]  # `words`, `places` and `
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
     """Parses a command line: (words, places, flagfile) of a `cli.Job`.
 
-    Prints a note for each flag that a flagfile behind it overrides. Raises `UserError` for an unknown flag (with the
-    nearest names), a value of the wrong kind or a stray word.
+    Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is unknown (with the
+    nearest names), a value has the wrong type, or a word is not a flag.
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_w
     for word in words:
         if name := word.name(flag_values):
             if word.where and name in last and not last[name].where:
-                line = f"note: {last[name].text} has no effect: {word.where}{word.text}; put the flag after --flagfile"
+                line = f"note: {last[name].text} is overridden by {word.where}{word.text}. Put it after --flagfile."
                 print(line, file=sys.stderr, flush=True)
             last[name] = word
     places = {name: word.where for name, word in last.items()}
@@ -135,13 +135,13 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_w
     except flags.Error as error:
         name, message = getattr(error, "flagname", ""), str(error)
         if name:
-            near = did_you_mean(name, list(flag_values)) or "; --help lists all"
-            message = f"unknown flag --{name}" + (f"; {REMOVED_ADVICE}" if name in REMOVED else near)
+            near = did_you_mean(name, list(flag_values)) or ". --help lists all flags"
+            message = f"unknown flag --{name}" + (f": {REMOVED_ADVICE}" if name in REMOVED else near)
         elif named := re.match(r"flag --([\w.]+)", message):
             name = named[1]
         raise UserError(f"{places.get(name, '')}{message}") from None
     if len(rest) > 1 and not takes_words:
-        raise UserError(f"{rest[1]!r} is not a flag; flags are written --name=value")
+        raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value")
     files = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
     return rest[1:], places, Path(files[-1]).stem if files else None
 
@@ -153,7 +153,7 @@ class _Word(NamedTuple):
     where: str = ""  # "FILE, line N: ". Empty on the command line.
 
     def name(self, flag_values: flags.FlagValues) -> str | None:
-        """Returns the flag that the word sets, or None if it sets none."""
+        """Returns the name of the flag that the word sets, or None."""
         if not (match := re.match(r"--?([\w.]+)", self.text)):
             return None
         name = match[1]
@@ -161,9 +161,9 @@ class _Word(NamedTuple):
 
 
 def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
-    """Yields the words, flagfiles replaced by their lines. absl would find no bare name inside a file.
+    """Yields the words, with flagfiles replaced by their lines. absl would not find a bare name inside a file.
 
-    Raises `UserError` if a file does not exist (with all names), cannot be read, or includes itself.
+    Raises `UserError` if a file does not exist (listing the known names), cannot be read, or includes itself.
     """
     words = iter(words)
     for word in words:
@@ -177,7 +177,7 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
         if (path := next(filter(Path.is_file, paths), None)) is None:
             yield from _preset_words(name, word.where)
             continue
-        require(path not in inside, f"{word.where}the flagfile {path} includes itself; remove the line")
+        require(path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line")
         try:
             lines = enumerate(path.read_text().splitlines(), start=1)
         except (OSError, UnicodeDecodeError) as error:
@@ -188,9 +188,9 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
-    """Yields what a preset changes as flags; raises `UserError`, with all names, if the name is unknown."""
+    """Yields a preset's changes as flags. Raises `UserError`, with all names, if the name is unknown."""
     known = preset_names()
-    missing = f"{where}there is no flagfile {name!r}, neither as a path nor among {', '.join(known)}"
+    missing = f"{where}the flagfile must be a path or one of {', '.join(known)}, got {name!r}"
     require(name in known, f"{missing}{did_you_mean(name, known)}")
     config = preset(name)
     compat = next(  # Its settings have no flags of their own.
@@ -198,7 +198,7 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
         for each in COMPAT_PRESETS
         if all(leaf.setting.flag for leaf, *_ in config_tree.differences(config, apply_preset(config, each)))
     )
-    # A flagfile lists no others either, so that a program's corpus, a record and a warm start keep theirs.
+    # A flagfile does not list others either, so that a command's corpus, a record and a warm start keep theirs.
     usual = apply_preset(ExperimentConfig(data=default_data(config.data.corpus)), compat)
     changed = {leaf.name: value for leaf, value, _ in config_tree.differences(config, usual) if leaf.setting.flag}
     if config.data.corpus is not CorpusName.TEXT:
@@ -210,14 +210,14 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
 
 
 class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
-    """Parses the text of a flag into a value of its setting's type."""
+    """Parses a flag's text into a value of its setting's type."""
 
     def __init__(self, type: FieldType):
         self._type = type
         self.enum_values = [each.value for each in type.kind] if issubclass(type.kind, enum.Enum) else []
 
     def parse(self, argument: Any) -> Any:
-        """Returns the value; a default that is not a text is one. Raises `ValueError` with what is expected."""
+        """Returns the value, or a default as it is. Raises `ValueError`, with the expected type, if it is invalid."""
         if not isinstance(argument, str):
             return argument
         if self._type.is_optional and argument.lower() == NONE:
@@ -237,8 +237,8 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
         except (KeyError, ValueError):
             expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind)
             if self.enum_values:
-                expected = f"one of {', '.join(self.enum_values)}{did_you_mean(text, self.enum_values)}"
-            raise ValueError(f"{text!r} is not {expected}") from None
+                expected = f"one of {', '.join(self.enum_values)}"
+            raise ValueError(f"must be {expected}, got {text!r}{did_you_mean(text, self.enum_values)}") from None
 
 
 def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> None:

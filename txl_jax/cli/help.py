@@ -1,4 +1,4 @@
-"""The text of `--help`: the flags in groups, without those that a program does not read."""
+"""Formats `--help`: the flags in groups, without those that a command does not use."""
 
 import shutil
 import textwrap
@@ -9,10 +9,10 @@ from absl import flags
 from txl_jax.cli import flag_tree, other_hosts
 from txl_jax.config.experiment import preset_names
 
-_WIDEST = 36  # Longer `--name=default` have their help on the next line.
-_PROGRAM, _HOSTS = "program", "several hosts"
-_FLAGFILE = ("--flagfile=NAME", "A published configuration (listed below) or a file with one flag per line.")
-# Groups of flags whose name does not begin with their group's.
+_WIDEST = 36  # After a longer `--name=default` the help starts on the next line.
+_PROGRAM, _HOSTS = "command", "multiple hosts"
+_FLAGFILE = ("--flagfile=NAME", "Published configuration (listed below), or file with one flag per line.")
+# Groups of flags whose name does not begin with the group's.
 _GROUPS = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "compat": "model"}
 _GROUPS |= dict.fromkeys(other_hosts.FLAG_NAMES, _HOSTS)
 
@@ -24,10 +24,10 @@ def help_text(
     note: str = "",
     required: Collection[str] = (),
 ) -> str:
-    """Formats the flags of a program with their defaults, as wide as the terminal, 80 to 120 columns.
+    """Formats a command's flags with their defaults, as wide as the terminal, 80 to 120 columns.
 
     `own` are the project's flags in order, `groups` the groups to show (None means all), `note` a line above them, and
-    `required` the flags without a default that the program would use.
+    `required` the flags that must be set.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
@@ -38,9 +38,9 @@ def help_text(
         rows[group].append(_row(flag_values[name], is_required=name in required))
     found = {group: table for group, table in rows.items() if table}
     shown = [group for group in found if groups is None or group in (_PROGRAM, _HOSTS, *groups)]
-    lines = ["Flags with their defaults; the last value given to a flag counts."]
+    lines = ["Flags with their defaults. If a flag is repeated, its last value counts."]
     if len(shown) < len(found):
-        lines.append("Settings that are not used here are left out; --helpfull shows them.")
+        lines.append("Settings that are not used here are omitted. --helpfull shows them.")
     lines += [note] if note else []
     for group in shown:
         lines += ["", f"{group}:", *_table(found[group], width)]
@@ -56,7 +56,7 @@ def _row(flag: flags.Flag, *, is_required: bool) -> tuple[str, str]:
     if choices := getattr(flag.parser, "enum_values", None):
         if text.startswith("<"):  # absl puts "<a|b>: " before the help of its own enums.
             text = text.partition(">: ")[2]
-        text = f"{text.removesuffix('.')} ({', '.join(choices)})."
+        text = f"{text} Choices: {', '.join(choices)}."
     if is_required:
         return f"--{flag.name}=NAME", f"Required. {text}"
     unset = flag_tree.NONE if isinstance(flag.parser, flag_tree.SettingParser) else ""

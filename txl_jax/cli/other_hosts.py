@@ -1,8 +1,8 @@
 """One command on every host: detects whether this process is one of several, and joins them.
 
-Several processes are announced by --coordinator, --num_processes and --process_id, or by the environment variables
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; by a Slurm step of several tasks; or by a TPU slice of
-several hosts. Otherwise there is one process, and nothing is started and nothing waited for.
+Multiple processes are announced by --coordinator, --num_processes and --process_id, or by the environment variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, by a Slurm step of multiple tasks, or by a TPU slice of
+multiple hosts. Otherwise there is one process, which starts nothing and waits for nothing.
 """
 
 import atexit
@@ -41,7 +41,7 @@ LOSS_SECONDS = 60
 START_SECONDS = 300  # Timeout of the start: hosts of one job may be ready minutes apart.
 # Exit code of a process that has lost another: nothing was wrong with the command, and the same one resumes.
 LOST = os.EX_TEMPFAIL  # 75
-RESUME = "start the same command on all hosts again, it resumes from the last checkpoint"
+RESUME = "Rerun the same command on all hosts to resume from the last checkpoint"
 SECONDS_TO_NAME = 5  # After a collective has failed: then `_watch` has named the process that is gone.
 _SILENT_SECONDS = 10  # A process that waits longer for the others prints a line.
 
@@ -53,7 +53,7 @@ _number = 0  # The index of this process, once it has joined the others.
 
 
 class Several(NamedTuple):
-    """Several processes of one run."""
+    """Multiple processes of one run."""
 
     num_processes: int
     source: str  # The flags, variables or system that announced them.
@@ -61,20 +61,20 @@ class Several(NamedTuple):
 
 
 def define_flags() -> None:
-    """Defines the flags of a program that works on several hosts."""
+    """Defines the flags of a command that supports multiple hosts."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS).")
     flags.DEFINE_integer("num_processes", None, "Number of processes (or JAX_NUM_PROCESSES).")
     flags.DEFINE_integer("process_id", None, "Index of this process, from 0 (or JAX_PROCESS_ID).")
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables, as changed by the flags that stand for some of them."""
+    """Returns the environment variables, overridden by the flags for them."""
     found = {variable: flags.FLAGS[name] for name, variable in _VARIABLES.items() if name in flags.FLAGS}
     return {**os.environ, **{variable: str(flag.value) for variable, flag in found.items() if flag.present}}
 
 
 def join(found: Several) -> None:
-    """Joins the other processes, before JAX touches a device; raises `ConnectionError` if they do not all connect.
+    """Joins the other processes, before JAX touches a device. Raises `ConnectionError` if they do not all connect.
 
     Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
     """
@@ -85,7 +85,7 @@ def join(found: Several) -> None:
         os.dup2(nowhere.fileno(), 1)
     # JAX aborts a process that waits in vain, without an exception.
     waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
-    line = f"{waiting}; start the same command on every host (this ends after {START_SECONDS} s)"
+    line = f"{waiting}. Start the same command on every host (timeout: {START_SECONDS} s)"
     note = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     note.start()
     try:
@@ -96,8 +96,8 @@ def join(found: Several) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
-            f"{found.num_processes} processes were announced by {found.source} and they did not come together "
-            f"({first_line(error)}); start the same command on every host, and see that they reach process 0"
+            f"{found.num_processes} processes were announced by {found.source}, but not all of them connected "
+            f"({first_line(error)}). Start the same command on every host, and check that all can reach process 0"
         ) from error
     finally:
         note.cancel()
@@ -134,12 +134,12 @@ def _watch(names: list[str], host: str) -> None:
             try:
                 loss = connection.recv(1000).decode() or f"{names[number]} has ended"
             except OSError as error:
-                loss = f"{names[number]} is out of reach ({error.strerror})"
+                loss = f"{names[number]} is unreachable ({error.strerror})"
             ending.acquire()
             for each in connections:
                 with contextlib.suppress(OSError):
                     each.sendall(loss.encode())
-            print(f"{prefix()}error: {loss}; {RESUME}", file=sys.stderr, flush=True)
+            print(f"{prefix()}error: {loss}. {RESUME}", file=sys.stderr, flush=True)
             os._exit(LOST)
 
     def accept(server: socket.socket) -> None:
@@ -152,18 +152,18 @@ def _watch(names: list[str], host: str) -> None:
 
 
 def check_same(plan: Any) -> None:
-    """Raises `UserError`, in all processes, if one has another plan than the first; folders may differ.
+    """Raises `UserError`, in all processes, if one has another plan than the first. Directories may differ.
 
-    Settings of `ExperimentConfig` are compared when a job begins.
+    Settings of `ExperimentConfig` are compared when training or scoring begins.
     """
     leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
     values = {leaf.name: config_tree.get(plan, leaf.name) for leaf in leaves if leaf.name != "compilation_cache"}
     given = {f"--{name}": config_tree.format_value(value) for name, value in values.items()}
-    distributed.assert_same_on_all(given, "give all processes the same")
+    distributed.assert_same_on_all(given, "start all processes with the same flags")
 
 
 def leave(code: int, *, together: bool) -> int:
-    """Ends this process if it is one of several; returns the exit code if it is not, or if all end `together`.
+    """Ends this process if it is one of several. Returns the exit code if it is not, or if all end `together`.
 
     Otherwise it leaves at once, so that the others find it gone: an orderly end would wait for them, and they for it.
     If another process is lost, the error is raised unless the code says that one was printed.
@@ -190,10 +190,10 @@ def prefix() -> str:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Returns whether an error, of any type (Gloo raises ValueErrors), means that another process is out of reach.
+    """Returns whether an error, of any type (Gloo raises ValueErrors), means that another process is unreachable.
 
-    An error that all processes know went through collectives, so that none was lost; files have connections of their
-    own.
+    An error that all processes know went through collectives, so that none was lost. Files have separate
+    connections.
     """
     origin = error
     while origin.__cause__ is not None:
@@ -205,9 +205,9 @@ def lost_another(error: BaseException) -> bool:
 
 
 def announced(environment: Mapping[str, str]) -> Several | None:
-    """Returns the processes that environment variables announce, or None if this one is by itself.
+    """Returns the processes that environment variables announce, or None if this is the only one.
 
-    Raises `UserError` if some of the three flags or variables are missing, or they contradict each other.
+    Raises `UserError` if only some of the three flags or variables are set, or they contradict each other.
     """
     return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
@@ -216,13 +216,13 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     missing = [f"--{name} (or {variable})" for name, variable in _VARIABLES.items() if not environment.get(variable)]
     if len(missing) == len(_VARIABLES):
         return None
-    announcing = "of the three flags or variables that announce processes"
-    require(not missing, f"{' and '.join(missing)} missing, {announcing}; give all or none")
+    announcing = "the three flags or variables that announce processes must be set together"
+    require(not missing, f"{announcing}, but {' and '.join(missing)} is not set. Set all or none")
     coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
     are_numbers = count.isdecimal() and number.isdecimal()
     require(
         are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator),
-        f"the coordinator must be HOST:PORT of process 0, as 10.0.0.1:1234, and process_id a number from 0 to "
+        f"the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a number from 0 to "
         f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}",
     )
     if int(count) == 1:
@@ -236,8 +236,8 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
 def _from_slurm(environment: Mapping[str, str]) -> Several | None:
     """Returns the tasks of this Slurm step.
 
-    Those of the job (SLURM_NTASKS) would not do: the shell of `salloc` and the script of `sbatch` have that number, are
-    alone, and would wait for tasks that nobody started.
+    The job's tasks (SLURM_NTASKS) would be wrong: the shell of `salloc` and the script of `sbatch` have that number but
+    are single processes, and would wait for tasks that nobody started.
     """
     count = int(environment.get("SLURM_STEP_NUM_TASKS") or 1)
     if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
@@ -271,7 +271,7 @@ def _has_tpu() -> bool:
 
 
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
-    """Returns an attribute from a Cloud TPU machine's metadata server, or an empty text if it has no such attribute.
+    """Returns an attribute from a Cloud TPU machine's metadata server, or an empty string if it has none.
 
     Raises `UserError` if the server does not answer: taken for one host, each host of a slice would wait for others.
     """
@@ -288,5 +288,5 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             if answer.ok or answer.status_code == requests.codes.not_found:  # Colab's and GKE's servers have none.
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
-    silent = f"this machine has a TPU, and the metadata server at {server} did not tell the number of hosts ({reason})"
-    raise UserError(f"{silent}; set TPU_WORKER_HOSTNAMES=localhost if it is alone, or start again")
+    silent = f"this machine has a TPU, but the metadata server at {server} did not report its hosts ({reason})"
+    raise UserError(f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry")

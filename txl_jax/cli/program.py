@@ -1,6 +1,6 @@
-"""`main`, the whole of a program, and `train_main`, the whole of a corpus's program. CONTRIBUTING.md has an example.
+"""Runs a command (`main`) or a corpus's command (`train_main`). CONTRIBUTING.md has an example.
 
-Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process is gone), 128 + signal.
+Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process was lost), 128 + signal.
 """
 
 import contextlib
@@ -48,46 +48,46 @@ from txl_jax.runtime.storage import is_remote, shorten_storage_logs
 
 FLAGS = flags.FLAGS
 
-_SAVES_MEMORY = "try a smaller --train.batch_size or --eval.batch_size, --model.remat=full or --model.attention=tiled"
-_TRAINED = "Settings that are not given are those of the trained run, instead of the defaults shown."
+_SAVES_MEMORY = "Lower --train.batch_size or --eval.batch_size, or try --model.remat=full or --model.attention=tiled"
+_TRAINED = "Settings that you do not pass come from the trained run, instead of the defaults shown."
 _WARMUP = "optimizer.warmup_steps"
-SMALL = "small"  # The preset of own text where no sizes are given: the paper's would take months on a CPU.
-# JAX compiles dozens of programs for a run; those that take less would gain little.
+SMALL = "small"  # The preset for your own text if no sizes are set: the paper's would take months on a CPU.
+# JAX compiles dozens of functions for a run. Caching faster ones would gain little.
 _MIN_COMPILE_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Config):
-    """What a program is asked to do: a dataclass of `setting` fields, each of them a flag without prefix.
+    """A command's own settings: a dataclass of `setting` fields, each of them a flag without prefix.
 
     Help, absolute paths, and the comparison between hosts follow from the fields.
     """
 
     compilation_cache: str | None = setting(
         None,
-        "Folder of compiled programs, which a second start reads; default: compilation in the cache_dir, if there is "
-        "one and one process; off: none.",
+        "Directory that caches compiled functions for later starts. By default 'compilation' in cache_dir, for one "
+        "process. off disables the cache.",
     )
 
-    stopped: ClassVar[str] = "the same command resumes from there"  # What becomes of the files if a signal ends it.
+    stopped: ClassVar[str] = "rerun the same command to resume"  # Printed when a signal ends the command.
 
 
 @dataclasses.dataclass(frozen=True)
 class TextPlan(Plan):
-    """The plan of a program that reads a text."""
+    """The settings of a command that reads a text."""
 
-    data_dir: str = setting("data", "Folder of the corpora's own files.", path=True)
+    data_dir: str = setting("data", "Directory of the original corpus files.", path=True)
     cache_dir: str | None = setting(
-        None, "Folder for records and token files; default: prepared in data_dir.", path=True
+        None, "Directory for records and token files. By default 'prepared' in data_dir.", path=True
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun(TextPlan):
-    """The plan of a program that reads a trained run and a text."""
+    """The settings of a command that reads a trained run and a text."""
 
-    workdir: str = setting("", "Folder of the run.", path=True, required=True)
-    ensemble_member: str | None = setting(None, "Member of an ensemble, by name.")
+    workdir: str = setting("", "Directory of the run.", path=True, required=True)
+    ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
 
     stopped: ClassVar[str] = "nothing was written"
 
@@ -96,31 +96,31 @@ class TrainedRun(TextPlan):
 class StoredTypes(Plan):
     """The dtypes of a trained model's weights and KV caches, for quantization."""
 
-    weight_dtype: WeightDType | None = setting(None, "Quantized type of the weights, in place of the saved one.")
-    cache_dtype: CacheDType | None = setting(None, "Type of KV caches, in place of the saved one.")
+    weight_dtype: WeightDType | None = setting(None, "Quantized dtype of the weights, instead of the saved one.")
+    cache_dtype: CacheDType | None = setting(None, "Dtype of KV caches, instead of the saved one.")
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchPlan(Plan):
-    """A closer view of a training run."""
+    """Settings for watching a training run."""
 
     profile_steps: tuple[int, ...] = setting(
-        (), "First and last update of a profile for TensorBoard, in the workdir: 10,15."
+        (), "First and last training step of a profile for TensorBoard in the workdir, such as 10,15."
     )
-    wandb_project: str | None = setting(None, "Project of Weights & Biases that gets the records too.")
-    verbose: bool = setting(False, "Prints more about attention and memory; log.txt always has it.")
+    wandb_project: str | None = setting(None, "Weights & Biases project to log to as well.")
+    verbose: bool = setting(False, "Print details of attention and memory, which log.txt always contains.")
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns these arguments of training: sinks, profile_steps, verbose; raises `UserError` for wrong ones."""
+        """Returns arguments for training: sinks, profile_steps, verbose. Raises `UserError` if one is invalid."""
         given = config_tree.format_value(self.profile_steps)
-        advice = "give the first and the last update, as 10,15"
-        require(len(self.profile_steps) in (0, 2), f"--profile_steps is {given}; {advice}")
+        wanted = "the first and the last training step, such as 10,15"
+        require(len(self.profile_steps) in (0, 2), f"--profile_steps must be {wanted}, got {given}")
         sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
         return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
 
 
 class Mode(enum.StrEnum):
-    """The job of a corpus's program."""
+    """What a corpus's command does."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -134,43 +134,43 @@ _OF_TRAINING = ("seed", "init_", "optimizer.", "train.", "regularization.", "ave
 
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TextPlan):
-    """The plan of a corpus's program."""
+    """The settings of a corpus's command."""
 
-    mode: Mode = setting(Mode.TRAIN, "Job.")
+    mode: Mode = setting(Mode.TRAIN, "What to do.")
     workdir: str | None = setting(
         None,
-        "Folder of the run: checkpoints, logs, results. Created if missing. Default for training: runs/NAME, of the "
-        "flagfile or else of the corpus.",
+        "Directory for the run's checkpoints, logs and results. Created if missing. The default for training is "
+        "runs/NAME, named after the flagfile or else the corpus.",
         path=True,
     )
-    ensemble_member: str | None = setting(None, "Member of an ensemble that is read, by name; not for training.")
-    out: str | None = setting(None, "Folder for the files of other modes than train; default: the workdir.", path=True)
-    input: str | None = setting(None, "File whose documents --mode=score scores or --mode=generate continues.")
-    input_format: InputFormat = setting(InputFormat.LINES, "What a document of the input is.")
-    per_token: bool = setting(False, "With --mode=score --input: writes a record per token, not one per document.")
+    ensemble_member: str | None = setting(None, "Name of the ensemble member to use. Not for training.")
+    out: str | None = setting(None, "Output directory of modes other than train. none means the workdir.", path=True)
+    input: str | None = setting(None, "File of documents to score (--mode=score) or to continue (--mode=generate).")
+    input_format: InputFormat = setting(InputFormat.LINES, "What counts as a document in --input.")
+    per_token: bool = setting(False, "With --mode=score --input: write one record per token, not per document.")
 
-    stopped: ClassVar[str] = "its scores were not written"
+    stopped: ClassVar[str] = "no scores were written"
 
 
 def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] | None = None) -> NoReturn:
-    """Runs a corpus's program, with the arguments of `main`, and exits."""
+    """Runs a corpus's command, with the arguments of `main`, and exits."""
     main(_train, TrainPlan, config=defaults, groups=None, hosts="join", aliases=aliases)
 
 
 def _train(plan: TrainPlan, job: "Job") -> int | None:
-    """Trains a run to the end, or until a signal; other modes read a trained one."""
+    """Trains a run to the end, or until a signal. Other modes use a trained run."""
     if plan.mode is not Mode.TRAIN or plan.input is not None:
         return _use_trained(plan, job)
-    require(plan.out is None, f"--out is {plan.out} and --mode=train writes to the workdir; leave --out out")
+    require(plan.out is None, f"--out must not be set with --mode=train, which writes to the workdir, got {plan.out}")
     require(
         plan.ensemble_member is None,
-        f"--ensemble_member is {plan.ensemble_member!r} and --mode=train would train it alone; make it a run of its "
-        "own with python -m experiments.ensemble --mode=split",
+        f"--ensemble_member must not be set with --mode=train, got {plan.ensemble_member!r}. To train it by itself, "
+        "first run python -m experiments.ensemble --mode=split",
     )
     if (workdir := plan.workdir) is None:
         corpus = flag_tree.given().get("data.corpus", job.defaults.data.corpus)
         workdir = os.path.abspath(os.path.join("runs", job.flagfile or str(corpus)))
-        print(f"workdir   {workdir}; --workdir=PATH gives another", flush=True)
+        print(f"workdir   {workdir} (change with --workdir=PATH)", flush=True)
     with Run.open(workdir) as run:
         watched = plan.watch(run)
         config = job.config(run)
@@ -188,7 +188,7 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
 
 
 def _print_next(config: ExperimentConfig, workdir: str) -> None:
-    """Names the files of a finished run and the commands to try next."""
+    """Prints the files of a finished run and the commands to try next."""
     place = shlex.quote(workdir)
     commands = [f"python -m experiments.report {place}"]
     with contextlib.suppress(UserError):
@@ -209,18 +209,18 @@ def main(
     takes_words: bool = False,
     aliases: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Runs a program, the whole of `python -m experiments.NAME`, and exits.
+    """Runs a command, all of `python -m experiments.NAME`, and exits.
 
     Args:
       run: `run(plan, job)` returns the exit code. None means 0, or 128 + the number of the signal that stopped it, as
         `Interrupted` does.
-      plan: The program's settings; each is a flag.
-      config: The config that the flags change, or None if the program has no flags for a config.
+      plan: The command's own settings, each of which is a flag.
+      config: The config that the flags change, or None if the command has no flags for a config.
       by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
-      groups: The groups of settings that the program reads, for --help, or None for all.
-      hosts: With several hosts: "join" them, fail ("alone"), or let each run the program by itself ("each").
-      takes_words: Whether words that are not flags are passed to the program, instead of being an error.
-      aliases: Short names of flags, and their full names.
+      groups: The groups of settings that the command uses, for --help, or None for all.
+      hosts: With multiple hosts: "join" them, fail ("alone"), or let each run the command by itself ("each").
+      takes_words: Whether words that are not flags are passed to the command, instead of being an error.
+      aliases: Short names of flags, mapped to their full names.
     """
     flag_tree.define_plan(plan)
     if hosts == "join":
@@ -233,9 +233,9 @@ def main(
     with guarded():
         several = None if hosts == "each" else other_hosts.announced(other_hosts.environment())
         if several:  # One process by itself skips this.
-            found = f"{several.num_processes} processes were announced by {several.source}"
-            advice = "start it once, outside of them"
-            require(hosts == "join", f"this program works on one host by itself, and {found}; {advice}")
+            found = f"{several.num_processes} processes (announced by {several.source})"
+            advice = "Start it once, outside of them"
+            require(hosts == "join", f"this command must run as a single process, got {found}. {advice}")
             other_hosts.join(several)
         act_on_notices()  # Of machines on Google Cloud, else nothing.
         made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))  # With one process `build_plan(plan)`.
@@ -249,7 +249,7 @@ def main(
         try:
             code = run(made, job)
         except Interrupted as interrupted:
-            print(f"stopped   on request in {interrupted}; {made.stopped}")
+            print(f"stopped   on request in {interrupted}, {made.stopped}")
             code = None
         if code is None:
             code = 128 + job.stop.signal_number if job.stop else 0  # As shells count.
@@ -258,7 +258,7 @@ def main(
 
 
 def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
-    """Parses the command line; on an error prints one sentence and exits with 2, on --help exits with 0."""
+    """Parses the command line. Exits with 2 after an error message, and with 0 after --help."""
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
@@ -276,7 +276,7 @@ def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a command line says, and what follows from it."""
+    """A parsed command line, and what follows from it."""
 
     plan: Any
     defaults: ExperimentConfig  # The config that the flags change.
@@ -287,10 +287,10 @@ class Job:
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
 
     def config(self, run: Run | None = None) -> ExperimentConfig:
-        """Returns the flags over the defaults, or over what a run to train has recorded; all processes call it.
+        """Returns the flags applied to the defaults, or to a run's recorded config. All processes call it.
 
-        For a new run with `init_from`, settings of the model there replace the same defaults. Notes of the run say
-        which settings of a flagfile yield (`_config`). Raises `UserError` if settings cannot go together, or describe
+        For a new run with `init_from`, the trained model's settings replace the same defaults. Notes of the run list
+        the settings of a flagfile that yield (`_config`). Raises `UserError` if settings are incompatible, or describe
         another model than the weights.
         """
         recorded = None if run is None or run.is_new else run.config
@@ -299,15 +299,15 @@ class Job:
             asked = distributed.run_on_all(lambda: flag_tree.build(base))
             if _names_no_sizes(base, self.places):
                 base = preset(SMALL)
-                but = ", and the sizes of the weights" if asked.init_from else ""
-                notes.append(f"no flag gives a size of the model: this is --flagfile={SMALL} with the flags given{but}")
+                but = " and the sizes of the weights" if asked.init_from else ""
+                notes.append(f"no flag sets a model size, so this run uses --flagfile={SMALL} with your flags{but}")
             if asked.init_from is not None:
                 trained = warm_start.basis(asked.init_from, run)
                 base, weights = warm_start.with_trained_settings(base, trained, asked.init_vocabulary), trained.config
             sized = {"train.batch_size", "train.segment_len"} & self.places.keys()
             if not sized and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
-                usual = f"{base.train.batch_size} x {base.train.segment_len} tokens a step"
-                notes.append(f"what no flag gives is the paper's, as {usual}; --flagfile={SMALL} fits one machine")
+                usual = f"{base.train.batch_size} x {base.train.segment_len} tokens per step"
+                notes.append(f"settings without a flag are the paper's ({usual}). --flagfile={SMALL} suits one machine")
         config = distributed.run_on_all(
             lambda: _config(base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes)
         )
@@ -317,12 +317,12 @@ class Job:
         return config
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
-        """Returns the config of another flagfile, of its corpus, changed by the settings on this command line."""
+        """Returns the config of another flagfile, for its corpus, changed by the settings on this command line."""
         typed = [f"--{leaf}={config_tree.format_value(value)}" for leaf, value in flag_tree.given().items()]
         return config_of_words(self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True)
 
     def config_of(self, trained: Run | Weights) -> ExperimentConfig:
-        """Returns the flags over a trained model's settings; raises `UserError` if they change model or tokens."""
+        """Returns the flags applied to a trained model's settings. Raises `UserError` if model or tokens change."""
 
         def over_trained() -> ExperimentConfig:
             config = _config(trained.config, self.places, is_recorded=True)
@@ -332,7 +332,7 @@ class Job:
                 if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume) or leaf.setting.shapes_tokens
             ]
             other = f"the run in {trained.path} was trained with another model or other tokens"
-            require(not refused, f"{other}: {'; '.join(refused)}; leave these flags out")
+            require(not refused, f"{other}: {', '.join(refused)}. Omit these flags")
             return config
 
         return distributed.run_on_all(over_trained)
@@ -340,7 +340,7 @@ class Job:
     def trained(
         self, check: Callable[[ExperimentConfig], Any] = lambda config: None
     ) -> tuple[ExperimentConfig, Corpus, Run]:
-        """Reads the run of a `TrainedRun` plan: its settings with the flags over them, its text, and the run itself.
+        """Reads the run of a `TrainedRun` plan: its settings with the flags applied, its text, and the run itself.
 
         `check` is called with the settings, before the text is read.
         """
@@ -350,7 +350,7 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
-        """Reads the text of a config: for a trained run in its vocabulary and by default from its folders."""
+        """Reads the text of a config: for a trained run with its vocabulary and by default from its directories."""
         folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
@@ -369,9 +369,9 @@ def config_of_words(
     by_corpus: bool = False,
     recorded: ExperimentConfig | None = None,
 ) -> ExperimentConfig:
-    """Returns the config that a program would make of a command line; raises `UserError` as it would.
+    """Returns the config that a command makes of its command line. Raises `UserError` as it does.
 
-    `without` names flags that are not settings. `recorded` is the config of the run in the workdir, if there is one.
+    `without` names flags that are not settings. `recorded` is the config of the run in the workdir, if any.
     """
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
@@ -384,11 +384,11 @@ def config_of_words(
 
 
 def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
-    """Raises `UserError` if the flags ask for the corpus of another program."""
+    """Raises `UserError` if the flags select the corpus of another command."""
     own, asked = defaults.data.corpus, config.data.corpus
-    advice = f"run python -m experiments.{program_of(asked)}, or take a flagfile of {own}"
-    found = f"data.corpus is {asked} and this is the program of {own}"
-    require(program_of(asked) == program_of(own), f"{found}; {advice}")
+    advice = f"Run python -m experiments.{program_of(asked)}, or use a flagfile for {own}"
+    found = f"data.corpus must be {own} for this command, got {asked}"
+    require(program_of(asked) == program_of(own), f"{found}. {advice}")
 
 
 def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
@@ -404,7 +404,7 @@ def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValue
 
 
 def _names_no_sizes(defaults: ExperimentConfig, places: Mapping[str, str]) -> bool:
-    """Returns whether flags for own text leave the model to the defaults, the paper's; a flagfile's have a place."""
+    """Returns whether flags for your own text leave the model at the paper's defaults. A flagfile's have a place."""
     named = (place or name.startswith("model.") for name, place in places.items())
     return defaults == ExperimentConfig(data=default_data(CorpusName.TEXT)) and not any(named)
 
@@ -418,10 +418,10 @@ def _config(
     weights: ExperimentConfig | None = None,
     notes: list[str] | None = None,
 ) -> ExperimentConfig:
-    """Returns the flags over a config; raises `UserError` for settings that do not go together.
+    """Returns the flags applied to a config. Raises `UserError` if settings are incompatible.
 
-    What was not typed yields, with a line in `notes`: sizes to those of the `weights` that a run begins with, and a
-    warm-up to the recorded one or, if it would not end before training does, to a tenth of the steps.
+    Settings that were not typed yield, with a line in `notes`: sizes to the sizes of the `weights` that a run starts
+    from, and a warm-up to the recorded one or, if it would not end before training does, to a tenth of the steps.
     """
     config = flag_tree.build(base, flag_values)
     typed = {name for name, place in places.items() if not place}
@@ -430,17 +430,17 @@ def _config(
         changed = config_tree.replace(config, values)
         lines = itertools.starmap(config_tree.describe_change, config_tree.differences(config, changed))
         if values and notes is not None:
-            notes.append(f"{what}: {'; '.join(lines)}")
+            notes.append(f"{what}: {', '.join(lines)}")
         return changed
 
     if weights is not None or (is_recorded and config.init_from is not None):
         sizes = warm_start.other_sizes(config, weights or base)
         keep = typed | {name for name in sizes if name.startswith("model.compat.") and "compat" in typed}
         theirs = {name: value for name, value in sizes.items() if name not in keep}
-        config = use(theirs, "the sizes are those of the weights")
+        config = use(theirs, "sizes come from the weights")
     end, warmup = config.optimizer.decay_steps or config.train.steps, config.optimizer.warmup_steps
     if is_recorded and warmup != base.optimizer.warmup_steps and _WARMUP not in typed:
-        config = use({_WARMUP: base.optimizer.warmup_steps}, "the warm-up is the recorded one")
+        config = use({_WARMUP: base.optimizer.warmup_steps}, "the warm-up comes from the recorded run")
     elif warmup >= end and _WARMUP not in typed:
         config = use({_WARMUP: end // 10}, "the warm-up is a tenth of the steps")
     config.validate()
@@ -453,7 +453,7 @@ def _config(
 def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     """Scores or samples with a trained run."""
     if (workdir := plan.workdir) is None:
-        raise UserError("no workdir was given; set --workdir=PATH, the folder of checkpoints and logs")
+        raise UserError("--workdir is required: the directory of checkpoints and logs. Pass --workdir=PATH")
     if plan.input is not None:
         return _read_input(plan, job, workdir)
     model = dataclasses.replace(open_weights(workdir, member=plan.ensemble_member), out=plan.out)
@@ -463,7 +463,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     config, own = job.config_of(model), job.defaults.data.corpus
     _note_unread(plan, job, config, model.config)
     if run is not None and program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
-        print(f"corpus    {config.data.corpus}, as in training; this is the program of {own}")
+        print(f"corpus    {config.data.corpus}, as in training (this command's own is {own})")
     if plan.mode is Mode.GENERATE:
         with job.stop:
             generate_text(config, model, stop_requested=lambda: job.stop)
@@ -476,7 +476,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 
 
 def _with_text(model: Weights, data: DataConfig) -> Weights:
-    """Returns a portable model, which names no text, with the program's, as tokens of the model."""
+    """Returns a portable model, which names no text, with the command's text, in the model's tokens."""
     kind = Tokenizer.SUBWORD if isinstance(model.vocabulary, SubwordVocabulary) else Tokenizer(model.vocabulary.kind)
     own = {"reset_at": model.config.data.reset_at, "tokenizer.kind": kind}
     own |= {"tokenizer.line_mark": model.vocabulary.line_mark} if kind is Tokenizer.WORD else {}
@@ -485,13 +485,13 @@ def _with_text(model: Weights, data: DataConfig) -> Weights:
 
 
 def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
-    """Scores or continues the documents of a file; only records go to standard output."""
+    """Scores or continues the documents of a file. Only records go to standard output."""
     assert plan.input is not None
-    wrong_mode = f"--input is given and --mode is {plan.mode}; only --mode=score and generate read an input"
+    wrong_mode = f"--mode must be score or generate with --input, got {plan.mode}"
     require(plan.mode in (Mode.SCORE, Mode.GENERATE), wrong_mode)
-    alone = "--input is given and there are several processes; read an input with one"
-    redirect = "its records go to standard output; redirect that with > FILE"
-    require(plan.out is None, f"--out is {plan.out} and --input is given; {redirect}")
+    alone = "--input requires a single process. Start the command once"
+    redirect = "Records go to standard output, which you can redirect with > FILE"
+    require(plan.out is None, f"--out must not be set with --input, got {plan.out}. {redirect}")
     require(not distributed.is_multiprocess(), alone)
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:
@@ -517,27 +517,27 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
                 else:
                     score.score_documents(weights, texts, name=plan.input, per_token=plan.per_token, write=write)
         except Interrupted:
-            print(f"stopped   on request in {plan.input}; the records written are complete")
-        except BrokenPipeError:  # Whoever reads the records has enough, as in `| head`.
+            print(f"stopped   on request in {plan.input}, the records written are complete")
+        except BrokenPipeError:  # The reader of the records has enough, as in `| head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
             return 128 + signal.SIGPIPE
     return None
 
 
 def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig) -> None:
-    """Prints a note on typed flags that change nothing in this mode, unless they say what the record says too."""
+    """Prints a note about typed flags without effect in this mode, unless they match the record."""
     unread = ["input_format", "per_token"] if plan.input is None else ["data.", "generate.prompt"]
     if plan.mode is not Mode.TRAIN:
         unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
     new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()
     typed = [name for name, place in job.places.items() if not place and name in new - {"data.json_field"}]
     if found := ", ".join(f"--{name}" for name in typed if name.startswith(tuple(unread))):
-        print(f"note      changes nothing with --mode={plan.mode}: {found}", flush=True)
+        print(f"note      no effect with --mode={plan.mode}: {found}", flush=True)
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Turns an error that the user can mend into one sentence and an exit code; others keep their traceback."""
+    """Turns an error that the user can fix into a message and an exit code. Others keep their traceback."""
     quiet_orbax()
     shorten_storage_logs()
     try:
@@ -554,37 +554,39 @@ def guarded() -> Iterator[None]:
 
 
 def exit_code_for(error: BaseException) -> int | None:
-    """Prints an error that the user can mend and returns its exit code; prints nothing and returns None for a bug."""
+    """Prints an error that the user can fix and returns its exit code. Returns None, silently, for a bug."""
     match error:
         case KeyboardInterrupt():
-            fail("interrupted; what was saved before stays, and the same command resumes from there")
+            fail("interrupted. Saved files are kept. Rerun the same command to resume")
             return 128 + signal.SIGINT
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
-            fail(f"the device has too little memory ({first_line(error)}); {_SAVES_MEMORY}")
+            fail(f"out of device memory ({first_line(error)}). {_SAVES_MEMORY}")
         case Exception() if other_hosts.lost_another(error):
             time.sleep(other_hosts.SECONDS_TO_NAME)  # This process ends meanwhile if it is known which one.
-            fail(f"another process of this run is gone ({first_line(error)}); {other_hosts.RESUME}")
+            fail(f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}")
             return other_hosts.LOST
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.
                 fail(error)
         case UserError() | OSError():
             fail(error)
+        case RuntimeError() | AssertionError() if "xla_bridge" in str(traceback.extract_tb(error.__traceback__)[-1:]):
+            fail(f"jax cannot use JAX_PLATFORMS={jax.config.values['jax_platforms']} ({first_line(error)}). Change it")
         case _:
             return None
     return 1
 
 
 def fail(error: BaseException | str) -> None:
-    """Prints one sentence on the error stream."""
+    """Prints an error message to standard error."""
     print(f"{other_hosts.prefix()}error: {error}", file=sys.stderr, flush=True)
 
 
 def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:
-    """Turns JAX's compilation cache on: a program that was compiled once is read from disk at the next start.
+    """Enables JAX's compilation cache: a function compiled once is read from disk at the next start.
 
     `given` is the directory, or "off". None means `compilation` in the directory of prepared text, unless the
-    environment names one (JAX_COMPILATION_CACHE_DIR) or there are several processes: only process 0 writes there, and
+    environment names one (JAX_COMPILATION_CACHE_DIR) or there are multiple processes: only process 0 writes there, and
     on GPUs the others would wait forever for its part of the autotuning. A cache that cannot be used never ends a run.
     """
     folder = given
@@ -599,9 +601,9 @@ def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, 
         while not os.path.exists(nearest):  # False too where a folder above may not be entered.
             nearest = os.path.dirname(nearest)
         if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
-            reason = f"{folder} cannot be made, as {nearest} is a file or cannot be written to"
-            advice = "give --compilation_cache=PATH, or off"
-            print(f"note      compiled programs are not kept: {reason}; {advice}", flush=True)
+            reason = f"cannot create {folder}, because {nearest} is a file or not writable"
+            advice = "Set --compilation_cache=PATH, or off"
+            print(f"note      compiled functions are not cached: {reason}. {advice}", flush=True)
             return
     # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
     # would read programs with instructions that it lacks.

@@ -21,7 +21,7 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Properties of a field beside its name, type and default."""
+    """Properties of a field, in addition to its name, type and default."""
 
     help: str  # One sentence for `--help`.
     at_least: float | None = None  # The range. None means no bound.
@@ -41,7 +41,7 @@ class Setting:
     repeated: bool = False  # Of a program's plan: a list, of which each flag gives one entry, commas and all.
 
     def missed_range(self, value: float) -> str:
-        """Returns the range, as in "at least 0 and below 1", if a number lies outside of it, or an empty text."""
+        """Returns the range, as in "at least 0 and below 1", if a number is outside of it, or an empty string."""
         bounds = [
             ("at least", self.at_least, operator.ge),
             ("above", self.above, operator.gt),
@@ -51,11 +51,11 @@ class Setting:
         given = [(word, bound, holds) for word, bound, holds in bounds if bound is not None]
         if all(holds(value, bound) for _, bound, holds in given):
             return ""
-        return " and ".join(f"{word} {bound:g}" for word, bound, _ in given)
+        return " and ".join(f"{word} {bound}" for word, bound, _ in given)
 
 
 def setting(default: Any, help: str, **properties: Any) -> Any:
-    """Declares a field of a config; `properties` are the fields of `Setting`."""
+    """Declares a field of a config. `properties` are the fields of `Setting`."""
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
 
 
@@ -78,20 +78,20 @@ class FieldType(NamedTuple):
     def convert(self, name: str, value: Any) -> Any:
         """Returns a value of this type: a string becomes the enum member that it names, an int a float.
 
-        Raises `UserError` if the value has another type, or the enum has no such member.
+        Raises `UserError` if the value has another type, or the enum lacks the member.
         """
         if value is None and self.is_optional:
             return None
         if self.is_list:
-            require(isinstance(value, list | tuple), f"{name} is {value!r}; it must be a list")
+            require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
             return tuple(FieldType(self.kind).convert(name, entry) for entry in value)
         if issubclass(self.kind, enum.Enum):
-            require(value in list(self.kind), f"{name} is {value!r}; it must be one of {', '.join(self.kind)}")
+            require(value in list(self.kind), f"{name} must be one of {', '.join(self.kind)}, got {value!r}")
             return self.kind(value)
         require(type(value) is not int or abs(value) < 1 << 63, f"{name} must be below 2^63, got {value}")
         if self.kind is float and type(value) is int:
             return float(value)
-        require(type(value) is self.kind, f"{name} is {value!r}; it must be of type {self.kind.__name__}")
+        require(type(value) is self.kind, f"{name} must be of type {self.kind.__name__}, got {value!r}")
         return value
 
 
@@ -128,7 +128,7 @@ class Config:
                 require(isinstance(value, kind), f"{name} must be of type {own}, got {got}. Write {name}={own}(...)")
 
     def validate(self) -> None:
-        """Raises `UserError` for a setting that is out of its range, has no reader, or contradicts another one."""
+        """Raises `UserError` if a setting is out of range, has no effect, or contradicts another setting."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # Subclasses are dataclasses.
             value = getattr(self, field.name)
             if isinstance(value, Config):
@@ -137,20 +137,20 @@ class Config:
             declared = setting_of(field)
             if isinstance(value, int | float) and (wanted := declared.missed_range(value)):
                 off = ", or none" if field.default is None else ""
-                raise UserError(f"{self.prefix}{field.name} is {value}; it must be {wanted}{off}")
+                raise UserError(f"{self.prefix}{field.name} must be {wanted}{off}, got {value}")
             if value == field.default:
                 continue
             for other, readers in declared.only_with.items():
-                advice = f"{self.prefix}{other} must be {' or '.join(map(str, readers))}"
-                self.expect(getattr(self, other) in readers, f"{field.name} {other}", advice)
+                wanted = f"{self.prefix}{other} must be {' or '.join(map(str, readers))} for {self.prefix}{field.name}"
+                require((got := getattr(self, other)) in readers, f"{wanted}={format_value(value)}, got {got}")
             for other in declared.not_with:
-                self.expect(not getattr(self, other), f"{field.name} {other}", "leave one of them out")
+                self.expect(not getattr(self, other), f"{field.name} {other}", "Set only one of them")
 
     def expect(self, holds: Any, names: str, advice: str) -> None:
         """Raises `UserError` with the values of the settings in `names` and the advice, unless the condition holds."""
         if not holds:
             found = (f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}" for name in names.split())
-            raise UserError(f"{' and '.join(found)}; {advice}")
+            raise UserError(f"{' and '.join(found)}. {advice}")
 
 
 def require(condition: Any, message: str) -> None:
@@ -209,14 +209,14 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
-    """Inverts `to_dict`; settings without a value have their defaults.
+    """Inverts `to_dict`. Settings without a value keep their defaults.
 
-    Raises `UserError` if no setting has one of the names (with the nearest ones), or a value has another type.
+    Raises `UserError` if a name is unknown (with the nearest names), or a value has another type.
     """
     known = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:
         if name not in known:
-            raise UserError(f"no setting is called {name!r}{did_you_mean(name, known)}")
+            raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
     return replace(cls(), {name: known[name].convert(name, value) for name, value in values.items()})
 
 
@@ -227,7 +227,7 @@ def differences(old: Tree, new: Tree) -> list[tuple[Leaf, Any, Any]]:
 
 
 def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
-    """Describes a change of a setting: "--train.steps was 10 and is now 20"; a setting without a flag has no dashes."""
+    """Describes a changed setting: "--train.steps was 10 and is now 20", without dashes if it has no flag."""
     return f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now {format_value(new)}"
 
 
@@ -239,6 +239,6 @@ def format_value(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean a, b?" with the nearest known names, or nothing."""
+    """Returns ". Did you mean a, b?" with the nearest known names, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+    return f". Did you mean {' or '.join(near)}?" if near else ""

@@ -35,11 +35,11 @@ class Newlines(enum.StrEnum):
     """Treatment of newline bytes."""
 
     KEEP = "keep"
-    DROP = "drop"  # As the original's preparation of enwik8 (V = 204 instead of 205).
+    DROP = "drop"  # Like the original's preparation of enwik8 (V = 204 instead of 205).
 
 
 class Tokenizer(enum.StrEnum):
-    """Kinds of tokens."""
+    """What a token is."""
 
     BYTE = "byte"
     CHAR = "char"  # A Unicode character of UTF-8 text.
@@ -58,21 +58,21 @@ class LineMark(enum.StrEnum):
 
 
 class Heldout(enum.StrEnum):
-    """Shards of One Billion Word's held-out text that validate; the first one is always the test text."""
+    """One Billion Word's held-out shards for validation. The first shard is always the test split."""
 
-    SEPARATE = "separate"  # The second shard: nothing is chosen on the test text.
+    SEPARATE = "separate"  # The second shard: nothing is chosen on the test split.
     PUBLISHED = "published"  # The first one too, as both original releases.
 
 
 class Order(enum.StrEnum):
-    """Order of the training text in an epoch."""
+    """Order of the training split in an epoch."""
 
     STREAM = "stream"  # In the order of the file.
     SENTENCES = "sentences"  # Lines in another order each epoch: One Billion Word, whose lines have no order.
 
 
 class Roll(enum.StrEnum):
-    """Rotation of the training text by a random number of tokens in each epoch, so that segments begin elsewhere."""
+    """Rotation of the training split by a random offset in each epoch, so that segments begin elsewhere."""
 
     NONE = "none"
     STREAM = "stream"  # The whole training text, before it is cut into rows.
@@ -88,16 +88,16 @@ _SUBWORDS = {"kind": (Tokenizer.SUBWORD, Tokenizer.ID)}
 class TokenizerConfig(Config, prefix="data.tokenizer."):
     """Tokenizer: from text to token ids."""
 
-    kind: Tokenizer = setting(Tokenizer.BYTE, "Kind of tokens.", shapes_tokens=True)
+    kind: Tokenizer = setting(Tokenizer.BYTE, "What a token is.", shapes_tokens=True)
     newlines: Newlines = setting(
-        Newlines.KEEP, "Byte tokens: treatment of newlines.", shapes_tokens=True, only_with={"kind": (Tokenizer.BYTE,)}
+        Newlines.KEEP, "Byte tokens: keep or drop newlines.", shapes_tokens=True, only_with={"kind": (Tokenizer.BYTE,)}
     )
     line_mark: LineMark = setting(
-        LineMark.EOS, "Word tokens: token at the end of a line.", shapes_tokens=True, only_with=_WORDS
+        LineMark.EOS, "Word tokens: token that marks the end of a line.", shapes_tokens=True, only_with=_WORDS
     )
     min_count: int = setting(
         1,
-        "Character and word tokens: smallest count in the training text; rarer ones are <unk>.",
+        "Character and word tokens: minimum count in the training split. Rarer tokens become <unk>.",
         at_least=1,
         shapes_tokens=True,
         only_with={"kind": (Tokenizer.CHAR, Tokenizer.WORD)},
@@ -105,21 +105,21 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
     )
     vocab_file: str | None = free_setting(
         None,
-        "Word tokens: vocabulary file, one word per line; none: count the training text.",
+        "Word tokens: vocabulary file with one word per line. none builds it from the training split.",
         path=True,
         only_with=_WORDS,
     )
     hf_file: str | None = free_setting(
         None,
-        "Subword tokens: a tokenizer.json; none trains one on the training split. Ready-made ids: the tokenizer.json "
+        "Subword tokens: a tokenizer.json. none trains one on the training split. Ready-made ids: the tokenizer.json "
         "that made them.",
         path=True,
         only_with=_SUBWORDS,
     )
     vocab_size: int | None = setting(
         None,
-        f"Vocabulary size. Subwords trained here: none means {DEFAULT_SUBWORDS:,}. Ready-made ids: none means the "
-        "largest id and one, or the size of the tokenizer.json.",
+        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for ready-made ids the largest "
+        "id plus one, or the size of the tokenizer.json.",
         at_least=1,
         shapes_tokens=True,
         only_with=_SUBWORDS,
@@ -131,57 +131,57 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
 class DataConfig(Config, prefix="data."):
     """The text, and the order in which it is read."""
 
-    corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus; text: own files.")
+    corpus: CorpusName = setting(CorpusName.ENWIK8, "Corpus. text means your own files.")
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
     file: str | None = free_setting(
         None,
-        "Own text, or a part of a corpus that is one file: one file, split 90/5/5 by position. Own text also: a folder "
-        "or pattern, whose last files are for validation and test, a twentieth each.",
+        "Your own text, or part of a single-file corpus: one file, split 90/5/5 by position. For your own text also a "
+        "directory or glob pattern, whose last files become the validation and test splits, a twentieth each.",
         path=True,
     )
-    train: tuple[str, ...] = free_setting((), "Own text: training files, in order.", path=True)
-    valid: tuple[str, ...] = free_setting((), "Own text: validation files.", path=True)
-    test: tuple[str, ...] = free_setting((), "Own text: test files.", path=True)
+    train: tuple[str, ...] = free_setting((), "Your own text: training files, in order.", path=True)
+    valid: tuple[str, ...] = free_setting((), "Your own text: validation files.", path=True)
+    test: tuple[str, ...] = free_setting((), "Your own text: test files.", path=True)
     json_field: str | None = free_setting(
-        None, "Files and --input have JSON lines with a document in this field of each; none: they have text."
+        None, "Read files and --input as JSON lines, with a document in this field. none reads them as text."
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     reset_at: str | None = setting(
         None,
-        "Documents are kept apart: text of the token that ends one and resets the memory; none: they are not.",
+        "Text of the token that ends a document. The memory is reset after it. none carries it across documents.",
         shapes_tokens=True,
     )
     heldout: Heldout = setting(
         Heldout.SEPARATE, "One Billion Word: held-out shard for validation.", only_with={"corpus": (CorpusName.LM1B,)}
     )
-    order: Order = setting(Order.STREAM, "Order of the training text in an epoch.")
-    roll: Roll = setting(Roll.NONE, "Rotation of the training text, or of each row, by a random offset each epoch.")
+    order: Order = setting(Order.STREAM, "Order of the training split in an epoch.")
+    roll: Roll = setting(Roll.NONE, "Rotate the training split, or each row, by a random offset each epoch.")
 
     def validate(self) -> None:
-        """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
+        """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self._validate_files()
         self.expect(
             self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
             "tokenizer.kind corpus",
-            f"ready-made ids go with {CorpusName.TEXT}",
+            f"Ready-made ids require --data.corpus={CorpusName.TEXT}",
         )
         if self.order is Order.SENTENCES:
             has_marks = self.tokenizer.kind is Tokenizer.WORD and self.tokenizer.line_mark is not LineMark.NONE
             self.expect(
-                has_marks, "order tokenizer.kind tokenizer.line_mark", "sentences are found by the line marks of words"
+                has_marks, "order tokenizer.kind tokenizer.line_mark", "Sentences are found by the line marks of words"
             )
-            self.expect(self.roll is Roll.NONE, "order roll", "shuffled sentences need no roll")
+            self.expect(self.roll is Roll.NONE, "order roll", "Shuffled sentences need no roll. Set --data.roll=none")
 
     def _validate_files(self) -> None:
         given = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
         if self.corpus is not CorpusName.TEXT:
-            require(not given, f"{', '.join(given)} given, but data.corpus is {self.corpus}; they go with text")
+            require(not given, f"data.corpus must be text for {', '.join(given)}, got {self.corpus}")
             return
         without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
         found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
         require(
             not given if self.file else (len(given) == 3 or without_test),
-            "own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
+            "your own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
             f"--data.test=..., got {found}",
         )

@@ -1,7 +1,7 @@
 """The root of the settings, relations between its groups, and presets of other implementations.
 
-Letters: B batch, L segment length, M memory length, K = M + L keys, D model width, H heads, E head
-width, F inner width, V vocabulary, N layers, C clusters of the adaptive softmax, S segments per call.
+Letters: B batch, L segment length, M memory length, K = M + L keys, D model size, H heads, E head
+size, F feed-forward size, V vocabulary, N layers, C clusters of the adaptive softmax, S segments per call.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config.config_tree import Config, did_you_mean, format_value, from_dict, get, replace, setting
+from txl_jax.config.config_tree import Config, did_you_mean, format_value, from_dict, get, replace, require, setting
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
 from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
@@ -29,7 +29,7 @@ from txl_jax.errors import UserError
 
 __all__ = ["COMPAT_PRESETS", "ExperimentConfig", "InitVocabulary"]
 
-# Settings by dotted name, on top of the defaults, that make this model the one of another implementation.
+# Settings by dotted name, on top of the defaults, that make this model match another implementation.
 COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "ours": {},
     # The authors' PyTorch release.
@@ -55,7 +55,7 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "optimizer.adam_eps": 1e-6,
     },
 }
-# Settings of earlier versions with the values at which they did nothing: records may still have them.
+# Settings of earlier versions with the values at which they did nothing: records may still contain them.
 REMOVED: Mapping[str, Any] = {
     "model.residual": "sum",
     "model.end_token": None,
@@ -71,29 +71,29 @@ REMOVED: Mapping[str, Any] = {
     "regularization.adversarial": 0.0,
     "eval.segments_per_call": 8,
 }
-REMOVED_ADVICE = "the setting was removed, and commit eea3a51 is the last that has it"
+REMOVED_ADVICE = "the setting was removed. Commit eea3a51 is the last one with it"
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 
 class InitVocabulary(enum.StrEnum):
     """Vocabulary of a warm start."""
 
-    OWN = "own"  # The text's; rows of the tables are matched by the spelling of their tokens.
-    KEPT = "kept"  # That of the trained model; words that it lacks are <unk>.
+    OWN = "own"  # The text's. Rows of the tables are matched by the spelling of their tokens.
+    KEPT = "kept"  # The trained model's. Words that it lacks become <unk>.
 
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig(Config):
     """One run."""
 
-    seed: int = setting(1111, "Seed of initial weights, dropout, and the order of the training text.")
+    seed: int = setting(1111, "Random seed for initial weights, dropout, and the order of the training split.")
     init_from: str | None = setting(
         None,
-        "Warm start (fine-tuning): folder of a trained model that gives the initial weights; none: random ones.",
+        "Warm start (fine-tuning): workdir or portable checkpoint to load initial weights from. none means random.",
         path=True,
     )
     init_vocabulary: InitVocabulary = setting(
-        InitVocabulary.OWN, "Warm start: the text's own vocabulary, or that of the trained model."
+        InitVocabulary.OWN, "Warm start: use the text's own vocabulary, or keep the trained model's."
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -106,53 +106,50 @@ class ExperimentConfig(Config):
     generate: GenerateConfig = GenerateConfig()
 
     def resolved(self) -> "ExperimentConfig":
-        """Returns the config with the fields that follow from others: the table size of a learned encoding."""
+        """Returns the config with the fields derived from others: the table size of a learned encoding."""
         if not self.model.encoding.is_learned or self.model.num_positions is not None:
             return self
         num_positions = self.train.segment_len + self.train.mem_len
         return dataclasses.replace(self, model=dataclasses.replace(self.model, num_positions=num_positions))
 
     def validate(self) -> None:
-        """Raises `UserError`, one sentence with both values, for settings that cannot go together."""
+        """Raises `UserError`, with both values, if settings are incompatible."""
         super().validate()
         expect, model, average, optimizer = self.expect, self.model, self.average, self.optimizer
         if model.network is not Network.TRANSFORMER_XL:
             for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
-                expect(not get(self, name), f"{name} model.network", f"the former needs {Network.TRANSFORMER_XL}")
+                expect(not get(self, name), f"{name} model.network", f"The former requires {Network.TRANSFORMER_XL}")
         expect(
             self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
             "data.reset_at model.compat.memory_start",
-            f"it goes with {MemoryStart.MASKED}",
+            f"Resets require {MemoryStart.MASKED} memory",
         )
         expect(
             self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
             "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model",
-            "a temperature needs a full softmax over d_model, without clusters and projections",
+            "A temperature requires a full softmax over d_model, without clusters or projections",
         )
         if self.init_vocabulary is InitVocabulary.KEPT:
-            expect(self.init_from, "init_vocabulary init_from", "give --init_from=PATH")
+            expect(self.init_from, "init_vocabulary init_from", "Set --init_from=PATH")
             for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):
-                expect(not get(self, name), f"{name} init_vocabulary", "leave one of them out")
+                expect(not get(self, name), f"{name} init_vocabulary", "Set only one of them")
         steps, start = self.train.steps, average.start_step
-        expect(start is None or start < steps, "average.start_step train.steps", "averaging would never start")
+        expect(start is None or start < steps, "average.start_step train.steps", "Averaging would never start")
         expect(
             optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
             "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier",
-            "the embedding's peak would lie below the minimum",
+            "The embedding's peak would be below the minimum",
         )
         end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
-        expect(end <= steps, f"{name} train.steps", "the decay must end with the training, or before")
-        expect(
-            optimizer.warmup_steps < end,
-            f"optimizer.warmup_steps {name}",
-            "the warm-up must end before that: give a shorter --optimizer.warmup_steps",
-        )
+        expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
+        wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
+        require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps")
 
 
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
     """Returns the config that `to_dict` turned into a dictionary, in this version or an earlier one.
 
-    Raises `UserError` if a setting is unknown (with the nearest names) or was removed, or a value has another type.
+    Raises `UserError` if a setting is unknown (with the nearest names) or was removed, or a value has the wrong type.
     """
     values = {re.sub(r"^compat\.", "model.compat.", name): value for name, value in values.items()}  # Of older records.
     if values.get("data.reset_at") is not None:
@@ -163,12 +160,12 @@ def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
             values["optimizer.name"] = OptimizerName.LAMB_NVIDIA
     for name in REMOVED.keys() & values.keys():
         if (value := values.pop(name)) != REMOVED[name]:
-            raise UserError(f"{name} is {format_value(value)}; {REMOVED_ADVICE}")
+            raise UserError(f"{name} is {format_value(value)}, but {REMOVED_ADVICE}")
     return from_dict(ExperimentConfig, values)
 
 
 def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
-    """Returns the config with a preset of `COMPAT_PRESETS`; settings of other presets get their defaults."""
+    """Returns the config with a preset of `COMPAT_PRESETS`. Settings of other presets get their defaults."""
     named = {setting: get(ExperimentConfig(), setting) for preset in COMPAT_PRESETS.values() for setting in preset}
     return replace(config, named | dict(COMPAT_PRESETS[name]))
 
@@ -179,14 +176,14 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> ExperimentConfig:
-    """Returns a published configuration: the settings of `experiments/flags/NAME.flags`, with its sources.
+    """Returns a published configuration: the settings of `experiments/flags/NAME.flags`, which cites its sources.
 
     >>> preset("enwik8_12l").model.n_layer
     12
 
     Raises:
-      UserError: If there is none of this name. The message has all names.
+      UserError: If the name is unknown. The message lists all names.
     """
     if name not in (known := preset_names()):
-        raise UserError(f"there is no preset {name!r} among {', '.join(known)}{did_you_mean(name, known)}")
+        raise UserError(f"the preset must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
     return from_dict(ExperimentConfig, json.loads((_PRESETS / f"{name}.json").read_text()))

@@ -1,6 +1,6 @@
 """Settings of the network.
 
-Letters: N layers, D model width, H heads, E head width, F inner width, C clusters of the adaptive softmax.
+Letters: N layers, D model size, H heads, E head size, F feed-forward size, C clusters of the adaptive softmax.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class DType(enum.StrEnum):
-    """Type of the activations, of the memory and of the matrix products."""
+    """Dtype of activations, memory and matmuls."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -34,7 +34,7 @@ class DType(enum.StrEnum):
 
 
 class Encoding(enum.StrEnum):
-    """Encoding of positions."""
+    """Positional encoding."""
 
     RELATIVE = "relative"  # The paper's: the distance enters the attention scores.
     SHAW = "shaw"  # A learned key for each distance, per layer and head (Shaw et al., 2018).
@@ -43,7 +43,7 @@ class Encoding(enum.StrEnum):
 
     @property
     def is_learned(self) -> bool:
-        """Returns whether there is a table of positions, of a size that the parameters have."""
+        """Returns whether there is a table of positions, whose size the parameters have."""
         return self in (Encoding.SHAW, Encoding.AL_RFOU)
 
 
@@ -51,7 +51,7 @@ class Network(enum.StrEnum):
     """The layers between embedding and softmax."""
 
     TRANSFORMER_XL = "transformer_xl"
-    # Baselines, N layers of D cells; they read no setting of attention, and no length but L.
+    # Baselines, N layers of D cells. They use no attention settings, and no length except L.
     LSTM = "lstm"
     QRNN = "qrnn"  # Its gates read inputs only (Bradbury et al., 2017).
 
@@ -59,22 +59,22 @@ class Network(enum.StrEnum):
 class NormPlace(enum.StrEnum):
     """Place of the layer norm in a residual branch."""
 
-    POST = "post"  # LN(x + f(x)), as the paper.
+    POST = "post"  # LN(x + f(x)), like the paper.
     PRE = "pre"  # x + f(LN(x)).
 
 
 class Remat(enum.StrEnum):
-    """Rematerialisation: values that the backward pass of a layer recomputes instead of keeping."""
+    """Rematerialization: values that the backward pass of a layer recomputes instead of storing."""
 
     NONE = "none"
-    DOTS = "dots"  # Keep matrix products with weights, recompute the rest.
-    FULL = "full"  # Keep only each layer's input.
+    DOTS = "dots"  # Store matmuls with weights, recompute the rest.
+    FULL = "full"  # Store only each layer's input.
 
 
 class AttentionPath(enum.StrEnum):
-    """Implementation of attention; all compute the same."""
+    """Attention implementation. All compute the same function."""
 
-    AUTO = "auto"  # The fastest that serves the platform, the lengths and the type.
+    AUTO = "auto"  # The fastest that supports the platform, the lengths and the dtype.
     REFERENCE = "reference"  # Scores of all pairs in memory: the definition of correct.
     TILED = "tiled"  # XLA loops over tiles of the scores.
     STORED = "stored"  # Probabilities of all pairs, stored once: for training on GPUs.
@@ -92,11 +92,11 @@ class ShawTerms(enum.StrEnum):
     """Terms of the score in a model with `Encoding.SHAW`."""
 
     PAPER = "paper"  # (a) and (b): content, and content with distance.
-    ORIGINAL = "original"  # Also u with content, (c), and a learned number per distance in place of (d).
+    ORIGINAL = "original"  # Also u with content, (c), and a learned number per distance instead of (d).
 
 
 class AttentionWindow(enum.StrEnum):
-    """Number of keys that a query sees under same_length, itself included."""
+    """Number of keys that a query attends to under same_length, itself included."""
 
     MEM_LEN = "mem_len"
     MEM_LEN_PLUS_ONE = "mem_len_plus_one"
@@ -104,7 +104,7 @@ class AttentionWindow(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class DropoutConfig(Config, prefix="model.dropout."):
-    """Dropout rates: parts that are left out, at least 0 and below 1."""
+    """Dropout rates, at least 0 and below 1."""
 
     rate: float = setting(
         0.1,
@@ -114,12 +114,12 @@ class DropoutConfig(Config, prefix="model.dropout."):
     )
     attention: float = setting(0.0, "Dropout on the attention probabilities (dropatt).", at_least=0, below=1)
     input: float | None = setting(
-        None, "Dropout on embedding and positions; none: model.dropout.rate.", at_least=0, below=1
+        None, "Dropout on embedding and positions. none means model.dropout.rate.", at_least=0, below=1
     )
-    output: float | None = setting(None, "Dropout before the softmax; none: model.dropout.rate.", at_least=0, below=1)
+    output: float | None = setting(None, "Dropout before softmax. none means model.dropout.rate.", at_least=0, below=1)
     locked: bool = setting(False, "Variational (locked) dropout: one mask for all positions of a row's segment.")
     qkv: float = setting(0.0, "Dropout on queries, keys and values.", at_least=0, below=1)
-    embedding: float = setting(0.0, "Embedding dropout: whole words left out of a batch.", at_least=0, below=1)
+    embedding: float = setting(0.0, "Embedding dropout: whole words dropped from a batch.", at_least=0, below=1)
 
     @property
     def input_rate(self) -> float:
@@ -134,13 +134,13 @@ class DropoutConfig(Config, prefix="model.dropout."):
 
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Config, prefix="model.compat."):
-    """Differences between implementations of the same model; `COMPAT_PRESETS` names the combinations."""
+    """Differences between implementations of the same model. `COMPAT_PRESETS` names the combinations."""
 
     memory_start: MemoryStart = setting(
         MemoryStart.MASKED, "Contents of the memory before the first segment.", flag=False
     )
     same_length_window: AttentionWindow = setting(
-        AttentionWindow.MEM_LEN, "Keys that a query sees under same_length.", flag=False
+        AttentionWindow.MEM_LEN, "Keys that a query attends to under same_length.", flag=False
     )
     layer_norm_eps: float = setting(1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False)
     shaw_terms: ShawTerms = setting(
@@ -151,7 +151,7 @@ class CompatConfig(Config, prefix="model.compat."):
     )
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
-        """Returns the largest number of keys that a query sees, itself included, or None for as many as there are."""
+        """Returns the maximum number of keys that a query attends to, itself included, or None for no limit."""
         plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
         return mem_len + plus_one if same_length else None
 
@@ -166,58 +166,55 @@ class ModelConfig(Config, prefix="model."):
     """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
 
     network: Network = shape_setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
-    n_layer: int = shape_setting(12, "N, layers.", at_least=1)
-    d_model: int = shape_setting(512, "D, model width.", at_least=1, at_most=1 << 20)
-    n_head: int = shape_setting(8, "H, attention heads; H * E need not be D.", at_least=1)
-    d_head: int = shape_setting(64, "E, head width.", at_least=1)
-    d_inner: int = shape_setting(2048, "F, inner width of the feed-forward layers.", at_least=1)
-    d_embed: int | None = shape_setting(None, "Width of the first cluster's embedding; none: d_model.", at_least=1)
+    n_layer: int = shape_setting(12, "N, number of layers.", at_least=1)
+    d_model: int = shape_setting(512, "D, model size.", at_least=1, at_most=1 << 20)
+    n_head: int = shape_setting(8, "H, number of attention heads. H * E may differ from D.", at_least=1)
+    d_head: int = shape_setting(64, "E, size of an attention head.", at_least=1)
+    d_inner: int = shape_setting(2048, "F, inner size of the feed-forward layers.", at_least=1)
+    d_embed: int | None = shape_setting(None, "Embedding size of the first cluster. none means d_model.", at_least=1)
     dropout: DropoutConfig = DropoutConfig()
     layer_norm: NormPlace = shape_setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.")
     encoding: Encoding = shape_setting(
-        Encoding.RELATIVE, "Position encoding: the paper's (relative), or one it compares with.", only_with=_TRANSFORMER
+        Encoding.RELATIVE, "Positional encoding: the paper's (relative) or a baseline's.", only_with=_TRANSFORMER
     )
     num_positions: int | None = shape_setting(
         None,
-        "Size of the table of a learned encoding; greater distances share the last entry; none: L + M of training.",
+        "Table size of a learned encoding. Larger distances share the last entry. none means L + M of training.",
         at_least=2,
         flag=False,
         only_with=_LEARNED,
     )
     untie_r: bool = shape_setting(
-        False, "Biases u and v (r_w_bias, r_r_bias) per layer instead of shared by all.", only_with=_RELATIVE
+        False, "Separate biases u and v (r_w_bias, r_r_bias) per layer instead of shared ones.", only_with=_RELATIVE
     )
     tie_positions: bool = shape_setting(
         False,
-        "Position keys use the key matrix; u and v are the query of distance 0.",
+        "Position keys use the key matrix, and u and v are the query of distance 0.",
         only_with=_RELATIVE | _TRANSFORMER,
         not_with=("untie_r",),
     )
     tie_weight: bool = shape_setting(True, "Weight tying: embedding and softmax share their tables.")
     cutoffs: tuple[int, ...] = shape_setting(
-        (), "First token of each tail cluster of the adaptive softmax; empty: full softmax."
+        (), "First token of each tail cluster of the adaptive softmax. If empty, the softmax is full."
     )
-    div_val: int = shape_setting(1, "Adaptive embedding: cluster c has width d_embed // div_val**c.", at_least=1)
+    div_val: int = shape_setting(1, "Adaptive embedding: cluster c has size d_embed // div_val**c.", at_least=1)
     tie_projs: tuple[bool, ...] = shape_setting(
-        (), "Per cluster: softmax and embedding share a projection; empty: none does."
+        (), "For each cluster, whether softmax and embedding share a projection. If empty, none do."
     )
     init_std: float = setting(0.02, "Standard deviation of initial weights.", at_least=0)
     projection_init_std: float = setting(
         0.01, "Standard deviation of initial projections of embedding and softmax.", at_least=0, flag=False
     )
-    dtype: DType = setting(DType.FLOAT32, "Compute type; parameters stay float32.")
-    attention: AttentionPath = free_setting(
-        AttentionPath.AUTO, "Implementation of attention; all give the same numbers."
-    )
+    dtype: DType = setting(DType.FLOAT32, "Compute dtype. Parameters stay float32.")
+    attention: AttentionPath = free_setting(AttentionPath.AUTO, "Attention implementation. All give the same results.")
     remat: Remat = setting(
-        Remat.NONE,
-        "Rematerialisation (activation checkpointing): values recomputed in the backward pass to save memory.",
+        Remat.NONE, "Rematerialization (activation checkpointing): what the backward pass recomputes to save memory."
     )
     compat: CompatConfig = CompatConfig()
 
     @property
     def embed_width(self) -> int:
-        """Width of the first cluster's embedding."""
+        """Embedding size of the first cluster."""
         return self.d_embed or self.d_model
 
     @property
@@ -227,66 +224,66 @@ class ModelConfig(Config, prefix="model."):
 
     @property
     def has_projections(self) -> bool:
-        """Returns whether embeddings are projected to d_model; with div_val > 1 also where the width is d_model."""
+        """Returns whether embeddings are projected to d_model: with div_val > 1 always, else if the sizes differ."""
         return self.div_val > 1 or self.embed_width != self.d_model
 
     @property
     def has_shaw_terms(self) -> bool:
-        """Returns whether `model.compat.shaw_terms` acts: whether the encoding is Shaw's."""
+        """Returns whether `model.compat.shaw_terms` has an effect: whether the encoding is Shaw's."""
         return self.encoding is Encoding.SHAW
 
     @property
     def table_size(self) -> int:
         """Entries in the table of a learned encoding: `num_positions`. Raises `UserError` if it is None."""
         if self.num_positions is None:
-            missing = f"model.num_positions is none and model.encoding is {self.encoding}, whose table needs a size"
-            raise UserError(f"{missing}; give it, or take the config of ExperimentConfig.resolved()")
+            missing = f"model.num_positions must be set for model.encoding={self.encoding}, got none"
+            raise UserError(f"{missing}. Set it, or use ExperimentConfig.resolved()")
         return self.num_positions
 
     def clamp(self, clamp_len: int | None) -> int | None:
-        """Returns the distance that all above it share with it, as `clamp_len` and the table's size limit it."""
+        """Returns the maximum distance, as limited by `clamp_len` and the table's size, or None."""
         if not self.encoding.is_learned:
             return clamp_len
         longest = self.table_size - 1
         return longest if clamp_len is None else min(clamp_len, longest)
 
     def cluster_width(self, cluster: int) -> int:
-        """Width of a cluster's embedding."""
+        """Embedding size of a cluster."""
         return self.embed_width // self.div_val**cluster
 
     def with_encoding(self, encoding: Encoding) -> "ModelConfig":
-        """Returns a copy with this encoding, and the defaults of settings that it does not read.
+        """Returns a copy with this encoding, and defaults for the settings that it does not use.
 
-        The table of a learned encoding has its size from the lengths of training again: `ExperimentConfig.resolved`.
+        The table size of a learned encoding follows from the training lengths again: `ExperimentConfig.resolved`.
         """
         readers = ((leaf, leaf.setting.only_with.get("encoding", Encoding)) for leaf in leaves(ModelConfig))
         unread = {leaf.name: leaf.default for leaf, encodings in readers if encoding not in encodings}
         return replace(self, unread | {"encoding": encoding, "num_positions": None})
 
     def validate(self) -> None:
-        """Raises `UserError` for a setting out of its range, or settings that cannot go together."""
+        """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
-        self.expect(self.d_model % 2 == 0, "d_model", "sinusoids come in pairs, so it must be even")
+        self.expect(self.d_model % 2 == 0, "d_model", "It must be even, because sinusoids come in pairs")
         self.expect(
             self.network is Network.TRANSFORMER_XL or not self.dropout.qkv,
             "dropout.qkv network",
-            f"queries, keys and values need {Network.TRANSFORMER_XL}",
+            f"Queries, keys and values require --model.network={Network.TRANSFORMER_XL}",
         )
         is_increasing = list(self.cutoffs) == sorted(set(self.cutoffs))
-        self.expect(is_increasing and min(self.cutoffs, default=1) > 0, "cutoffs", "they must be positive and increase")
+        self.expect(is_increasing and min(self.cutoffs, default=1) > 0, "cutoffs", "They must be positive and increase")
         require(
             len(self.tie_projs) in (0, self.n_cluster),
-            f"model.tie_projs has {len(self.tie_projs)} entries and model.cutoffs make {self.n_cluster} clusters; "
-            "give one entry per cluster, or none",
+            f"model.tie_projs must be empty or have an entry for each of {self.n_cluster} clusters of model.cutoffs, "
+            f"got {len(self.tie_projs)} entries",
         )
-        self.expect(self.div_val == 1 or self.cutoffs, "div_val cutoffs", "narrower tails need cutoffs")
+        self.expect(self.div_val == 1 or self.cutoffs, "div_val cutoffs", "Smaller tails require cutoffs")
         last = self.n_cluster - 1
         require(
             self.cluster_width(last) >= 1,
-            f"model.div_val {self.div_val} leaves cluster {last} no width of the embedding's {self.embed_width}",
+            f"model.div_val is too large, got {self.div_val}: cluster {last} would have size 0 of {self.embed_width}",
         )
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `UserError` if the clusters do not fit a vocabulary of `vocab_size` tokens."""
-        advice = f"the vocabulary has {vocab_size} tokens, and the last cutoff must lie below that"
+        """Raises `UserError` if the clusters are incompatible with a vocabulary of `vocab_size` tokens."""
+        advice = f"The last cutoff must be below the vocabulary size, {vocab_size}"
         self.expect(not self.cutoffs or self.cutoffs[-1] < vocab_size, "cutoffs", advice)

@@ -84,7 +84,7 @@ class RunRecords:
             row |= {name: value for name, value in test if name in PER_BYTE and isinstance(value, float)}
             row |= {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
             return row | {"state": state_of(self.results)}
-        row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} updates"
+        row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} training steps"
         if valid := self.scores("valid"):
             row |= {"best_valid": min(score for _, score in valid), "measure": str(self.measure)}
         return row

@@ -117,8 +117,8 @@ def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
         draw(run, tmp_path / "a", stop_requested=lambda: True)
     for others, pattern in (
         ({"tokens": 12}, r"\b12\b.*\b9\b"),
-        ({"positions": (3,)}, r"\b3\b.*\b10\b.*\b54\b"),
-        ({"heads": ("2.0",)}, r"\b2\.0\b.*\b0\b.*\b1\b"),
+        ({"positions": (3,)}, r"\b10\b.*\b54\b.*\b3\b"),
+        ({"heads": ("2.0",)}, r"\b0\b.*\b1\b.*\b2\.0\b"),
     ):
         with pytest.raises(ValueError, match=pattern):
             draw(run, tmp_path / "a", **others)

@@ -45,7 +45,7 @@ def test_a_stop_writes_nothing_and_what_cannot_be_is_refused(run, tmp_path):
     page, n_token = tmp_path / "page.md", len(run[1].test)
     with pytest.raises(Interrupted):
         write(run, page, context=3, stop_requested=lambda: True)
-    with pytest.raises(ValueError, match=rf"\b{n_token}\b.*\b{n_token - 18}\b"):
+    with pytest.raises(ValueError, match=rf"\b{n_token - 18}\b.*\b{n_token}\b"):
         write(run, page, starts=(n_token,), context=11)
     lstm = config_tree.replace(run[0], {"model.network": Network.LSTM})
     with pytest.raises(ValueError, match=r"model\.network.*\blstm\b"):
