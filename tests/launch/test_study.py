@@ -192,7 +192,7 @@ def test_a_worker_that_is_killed_takes_its_training_with_it_and_another_resumes(
 
 @pytest.mark.nightly(part="faults")
 def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(out):
-    grid = FILE + "[grid]\nseed = [1, 2, 3, 4, 5]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    grid = FILE + "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
     workers = [start(out, grid, STEP_SECONDS="0.05") for _ in range(4)]
     wait_until(lambda: list(out.glob("*/ends")))
     for number in range(5):
@@ -203,8 +203,8 @@ def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(
     for worker in workers:
         output, _ = worker.communicate(timeout=240)
         assert worker.returncode == 0, output
-    check_each_trained_once(out, 20)
-    assert states(out)["COMPLETE"] == 20 and states(out).keys() <= {"COMPLETE", "FAIL"}
+    check_each_trained_once(out, 40)
+    assert states(out)["COMPLETE"] == 40 and states(out).keys() <= {"COMPLETE", "FAIL"}
 
 
 @pytest.mark.full

@@ -344,6 +344,6 @@ def test_a_table_of_any_runs(tmp_path, capsys):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
     (tmp_path / "empty" / "below").mkdir(parents=True)
-    for name, message in (("empty", r"config\.json"), ("none", "no folder")):
+    for name, message in (("empty", r"config\.json"), ("none", "not a directory")):
         assert sweep.main(["sweep", "--table", str(tmp_path / name)]) == 2
         assert re.search(f"{tmp_path / name}.*{message}", capsys.readouterr().err)

@@ -66,7 +66,7 @@ def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(longer,
         runs.train(more, corpus, workdir, hooks=[kill_after(STEPS + 2)])
     assert Run.read(workdir.path).config.train.steps == MORE
     [row] = read_runs([workdir.path])
-    assert row.results is None and "36 updates" in row.row([])["state"], "the results are of the earlier end"
+    assert row.results is None and "of 36 training steps" in row.row([])["state"], "the results are of the earlier end"
     assert not runs.train(more, corpus, workdir, stop_requested=stop_after(4)).finished
     assert runs.train(more, corpus, workdir) == outcome
     assert numbers(workdir) == numbers(folder)

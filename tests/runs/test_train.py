@@ -70,7 +70,7 @@ def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tm
     maintain = Hook(2, lambda context: stop.request_save("maintenance") if context.step == 2 else None)
     assert runs.train(config, corpus, tmp_path, hooks=[maintain]).results == outcome.results
     assert numbers(tmp_path) == numbers(whole) and saved == [4, 6, 12, 18, 24]
-    assert "note      checkpoint of step 4," in (tmp_path / "log.txt").read_text()
+    assert "note      checkpoint saved at step 4," in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.full

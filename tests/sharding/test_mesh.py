@@ -13,13 +13,13 @@ from txl_jax.runs.build import build
 @pytest.mark.parametrize(
     ("mesh", "changes", "numbers"),
     [
-        ({"fsdp": 2, "tensor": 2}, {"train__batch_size": 6}, r"train\.batch_size\D*\b6\b.*\b4\b"),
-        ({"fsdp": 2, "tensor": 2}, {"train__grad_accum_steps": 8}, r"\b8\b.*train\.grad_accum_steps\b.*\b32\b"),
+        ({"fsdp": 2, "tensor": 2}, {"train__batch_size": 6}, r"train\.batch_size\D*\b4\b.*\b6\b"),
+        ({"fsdp": 2, "tensor": 2}, {"train__grad_accum_steps": 8}, r"\b32\b.*\b8\b.*train\.grad_accum_steps\b"),
         ({"fsdp": 3}, {}, r"\b3 x 1\b.*\b8\b"),
         ({"data": 3, "fsdp": 2, "tensor": 2}, {}, r"\b3 x 2 x 2\b.*\b8\b"),
-        ({"tensor": 4}, {"model__n_head": 2}, r"model\.n_head\D*\b2\b.*mesh\.tensor\D*\b4\b"),
-        ({"tensor": 8}, {"model__d_inner": 12}, r"model\.d_inner\D*\b12\b.*mesh\.tensor\D*\b8\b"),
-        ({"fsdp": 4}, {"model__d_model": 18}, r"model\.d_model\D*\b18\b.*mesh\.fsdp\D*\b4\b"),
+        ({"tensor": 4}, {"model__n_head": 2}, r"model\.n_head\D*mesh\.tensor\D*\b4\b\D*\b2\b"),
+        ({"tensor": 8}, {"model__d_inner": 12}, r"model\.d_inner\D*mesh\.tensor\D*\b8\b\D*\b12\b"),
+        ({"fsdp": 4}, {"model__d_model": 18}, r"model\.d_model\D*mesh\.fsdp\D*\b4\b\D*\b18\b"),
     ],
 )
 def test_sizes_that_do_not_fit_eight_devices_are_refused(mesh, changes, numbers):

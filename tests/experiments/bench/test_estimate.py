@@ -118,7 +118,7 @@ def test_every_slice_is_known_to_libtpu(generation):
     ("flags", "expected"),
     [
         (["--topology=v5e:2x2", "--mesh.fsdp=3"], r"\b3 x 1\b.*\b4\b"),
-        (["--topology=v5e:2x2", "--configs=smal"], r"'smal'.*\benwik8_12l\b.*\bsmall\b"),
+        (["--topology=v5e:2x2", "--configs=smal"], r"\benwik8_12l\b.*'smal'.*\bsmall\b"),
         (["--topology=h200x8", "--configs=small"], "jax-cuda13-plugin"),
         (["--topology=v5e", "--configs=small", "--mesh.fsdp=2"], r"--mesh\.fsdp.*--configs"),
     ],
