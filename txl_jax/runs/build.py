@@ -248,8 +248,8 @@ class Built:
         multiple = shards * train.grad_accum_steps
         require(
             train.batch_size % multiple == 0,
-            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: {shards}, "
-            f"microbatches: {train.grad_accum_steps}), got {train.batch_size}. Change it, --train.grad_accum_steps or --mesh.data.",
+            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: {shards}, microbatches: "
+            f"{train.grad_accum_steps}), got {train.batch_size}. Change it, --train.grad_accum_steps or --mesh.data.",
         )
 
     # Batches
