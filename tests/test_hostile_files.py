@@ -323,7 +323,7 @@ def test_an_exported_model_reads_only_what_it_lists(tmp_path):
     for content in outside:
         with pytest.raises(CheckpointError):
             read(content)
-        with pytest.raises(ValueError, match="was changed"):
+        with pytest.raises(ValueError, match="has changed"):
             example(folder)
     (folder / "more").mkdir()
     with pytest.raises(CheckpointError):

@@ -22,7 +22,7 @@ def load(folder):
     unchanged = (folder / "manifest.sha256").read_bytes() == line.encode()
     manifest = json.loads((folder / "manifest.json").read_bytes()) if unchanged else {}
     if digests != manifest.get("sha256") or not {of["file"] for of in manifest["functions"].values()} <= digests.keys():
-        raise ValueError(f"a file of {folder} is not as it was exported")
+        raise ValueError(f"a file of {folder} has changed since the export")
     functions = {}
     for name, function in manifest["functions"].items():
         exported = export.deserialize(bytearray((folder / function["file"]).read_bytes()))

@@ -72,7 +72,7 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
 def test_evaluation_generation_and_scores_of_a_workdir(undisturbed, tmp_path):
     changes = ["--eval.mem_len=8", "--model.attention=reference", f"--data_dir={tmp_path}"]
     out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *changes)
-    assert re.search(r"(?m)^corpus +text\b.*\benwik8$", out), "the run is that of another corpus' program"
+    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
     assert json.loads((undisturbed / "evaluation.json").read_text())["eval"]["mem_len"] == 8
     assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
     flags = ["--mode=generate", f"--workdir={undisturbed}", "--generate.length=40"]

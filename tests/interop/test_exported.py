@@ -123,7 +123,7 @@ def test_a_changed_file_is_refused(folder, name):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             with pytest.raises(CheckpointError, match=name.replace("sha256", "json")):
                 exported.read(folder)
-            with pytest.raises(ValueError, match="was changed"):
+            with pytest.raises(ValueError, match="has changed"):
                 load(folder)
     finally:
         path.write_bytes(whole)
@@ -174,7 +174,7 @@ def test_bad_input_is_refused_and_nothing_is_written(workdir, folder, tmp_path, 
     for read in (txl_jax.load, lambda path: convert(path, out)):
         with pytest.raises(UserError, match="is an exported model"):
             read(folder)
-    with pytest.raises(UserError, match="outside --from"):
+    with pytest.raises(UserError, match="outside of --from"):
         export_model(workdir.path, Path(workdir.path, "inside"))
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(UserError, match="flatbuffers"):
