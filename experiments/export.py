@@ -50,7 +50,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     """Writes a model's scoring and generation step, reads them back, and compares them with the model."""
     del job
     if importlib.util.find_spec("flatbuffers") is None:
-        raise MissingPackageError("jax.export requires the package flatbuffers. Run pip install '.[export]'")
+        raise MissingPackageError("jax.export requires the package flatbuffers. Run pip install '.[export]'.")
     target = as_path(plan.to)
     check_new_folder(target)
     found = open_weights(
@@ -117,7 +117,7 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
             if not difference <= rounding * np.abs(one).max(initial=1):
                 what = jax.tree_util.keystr(path, simple=True, separator=" ")
                 different = f"the {what} of the exported {name} differs from the model's by {difference:.3g}"
-                raise CheckpointError(f"{different}. Nothing was written")
+                raise CheckpointError(f"{different}. Nothing was written.")
             largest = max(largest, float(difference))
     return largest
 

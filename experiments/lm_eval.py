@@ -37,7 +37,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     del job
     if storage.is_remote(plan.include_path or ""):
         raise UserError(f"--include_path must be a local directory, got {plan.include_path}")
-    with rephrased("the harness is not installed (%s). Run pip install '.[lm-eval]'", ImportError):
+    with rephrased("the harness is not installed (%s). Run pip install '.[lm-eval]'.", ImportError):
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
@@ -47,7 +47,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     manager = TaskManager(include_path=plan.include_path)
     unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]
     if unknown:
-        raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY")
+        raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY.")
     results = simple_evaluate(
         model,
         tasks=list(plan.tasks),

@@ -23,7 +23,7 @@ def run(plan: cli.TextPlan, job: cli.Job) -> None:
     del plan
     if not {"corpus", "data.corpus"} & job.places.keys():
         known = ", ".join(sorted(set(CorpusName) - {CorpusName.PYTHON_STDLIB}))
-        raise UserError(f"--corpus is required. Pass --corpus=NAME, one of {known}")
+        raise UserError(f"--corpus is required. Pass --corpus=NAME, one of {known}.")
     config, start = job.config(), time.monotonic()
     corpus = job.corpus(config)
     print(f"{'text':<12}{corpus.description}")

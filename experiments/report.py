@@ -46,7 +46,7 @@ class Plan(cli.Plan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Prints the tables and writes the files."""
     if not job.words:
-        raise UserError("no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report")
+        raise UserError("no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report.")
     runs = records.read_runs(job.words)
     measures = {run.measure for run in runs}
     names = records.swept_settings(runs)
@@ -68,7 +68,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
     if len(measures) > 1:
-        print("no figure: some runs have bpc and others ppl, which one axis cannot show. Compare their bits per byte")
+        print("no figure: some runs have bpc and others ppl, which one axis cannot show. Compare their bits per byte.")
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
     storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())

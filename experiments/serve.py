@@ -71,7 +71,7 @@ def run(plan: Plan, _job: cli.Job) -> int:
 
 
 def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
-    with rephrased("the server is not installed (%s). Run pip install '.[serve]'", ImportError):
+    with rephrased("the server is not installed (%s). Run pip install '.[serve]'.", ImportError):
         import uvicorn
 
         from txl_jax.serving.app import LOOPBACK, make_app
@@ -118,7 +118,7 @@ def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address. Raises `UserError` if the address is unavailable."""
     what = f"cannot listen on --host={host} --port={port} (%s)"
     advice = "Choose another port, such as --port=0 for a free one, or another address of this machine"
-    with rephrased(f"{what}. {advice}", OSError):
+    with rephrased(f"{what}. {advice}.", OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as on_error:
             found = on_error.enter_context(socket.socket(family, kind))
@@ -143,7 +143,7 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
     per_key = limit // max(1, num_keys)
     none = f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow {limit} sessions"
-    require(per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them")
+    require(per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them.")
     print(f"sessions  at most {limit} of {each}, {per_key} per key")
     limits = Limits(
         body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
@@ -161,9 +161,9 @@ def _check_host(host: str, keys: set[str]) -> None:
     is_loopback = host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
         is_loopback |= ipaddress.ip_address(host).is_loopback
-    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys")
+    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys.")
     reachable = f"--host must be loopback unless {_KEYS} is set, because other machines can reach it, got {host}"
-    require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host")
+    require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host.")
 
 
 if __name__ == "__main__":

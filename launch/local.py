@@ -32,13 +32,17 @@ def main() -> None:
     """Parses the flags and starts the processes."""
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("launch.local", description=__doc__, formatter_class=how, allow_abbrev=False)
-    number: dict[str, Any] = {"type": int, "choices": range(1, 1000), "metavar": "N"}
-    parser.add_argument("--processes", **number, default=2, help="processes to start (default: 2)")
-    parser.add_argument("--devices", **number, help="simulated CPU devices per process (default: jax's devices)")
+    parser.add_argument("--processes", type=int, metavar="N", default=2, help="processes to start (default: 2)")
+    devices = "simulated CPU devices per process (default: jax's devices)"
+    parser.add_argument("--devices", type=int, metavar="N", help=devices)
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
+    if given.processes < 1 or (given.devices or 1) < 1:
+        parser.error(f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}")
     if not shutil.which(given.command[0]):
-        parser.error(f"{given.command[0]} is not a program. Pass one after --, such as -- python -m experiments.enwik8")
+        parser.error(
+            f"{given.command[0]} is not a program. Pass one after --, such as -- python -m experiments.enwik8."
+        )
     environments = process_environments(given.processes, devices=given.devices, base=os.environ)
     sys.exit(ProcessGroup(given.command, environments).wait())
 

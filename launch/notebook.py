@@ -124,7 +124,7 @@ def upload() -> Path:
     from google.colab import files
 
     names = list(files.upload())
-    require(names, "no file was uploaded. Run the cell again and choose one, or set TEXT to the path of a file")
+    require(names, "no file was uploaded. Run the cell again and choose one, or set TEXT to the path of a file.")
     return Path(names[0]).resolve()
 
 

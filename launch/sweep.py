@@ -35,7 +35,7 @@ from typing import Any
 try:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 except ImportError as error:
-    sys.exit(f"error: sweeps require Optuna ({error}). Run pip install '.[sweep]'")
+    sys.exit(f"error: sweeps require Optuna ({error}). Run pip install '.[sweep]'.")
 
 from launch import study
 from txl_jax.cli.program import check_program, config_of_words
@@ -133,7 +133,7 @@ class Sweep:
         tables: dict[str, Mapping[str, Any]] = {"the grid": self._grid, "runs": of_entries, "random": ranges}
         for first, second in itertools.combinations(tables, 2):
             twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
-            require(not twice, f"{twice} is in both {first} and {second}, but a run has one value. Remove it from one")
+            require(not twice, f"{twice} is in both {first} and {second}, but a run has one value. Remove it from one.")
         texts = ({"runs": self._entries} if len(self._entries) > 1 else {}) | self._grid
         # Values by their names in the study.
         self.space = ranges | {name: CategoricalDistribution(list(each)) for name, each in texts.items()}
@@ -152,9 +152,9 @@ class Sweep:
         found: dict[str, Run] = {}
         for run in (self.run(point | each) for point in points for each in combinations):
             same = found.setdefault(run.name, run).config == run.config  # Draws may be equal.
-            require(same, f"two runs are named {run.name}. Give them different names")
+            require(same, f"two runs are named {run.name}. Give them different names.")
         for run, other in itertools.combinations(() if online else found.values(), 2):
-            alike = f"{run.name} and {other.name} have the same settings. Remove one of them"
+            alike = f"{run.name} and {other.name} have the same settings. Remove one of them."
             require(run.config != other.config, alike)
         self.runs = {} if online else found  # All runs by name, unless they are drawn while others are trained.
         draws: dict[str, Mapping[str, Any]] = {f"draw {number}": {} for number in range(samples)}
@@ -196,7 +196,7 @@ class Sweep:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    missing, invalid = f"cannot read {path} (%s). Pass the path of a TOML file", f"{path} is not valid TOML: %s"
+    missing, invalid = f"cannot read {path} (%s). Pass the path of a TOML file.", f"{path} is not valid TOML: %s"
     with rephrased(missing, OSError), rephrased(invalid, tomllib.TOMLDecodeError, UnicodeDecodeError):
         content = tomllib.loads(path.read_text())
     for key, value in content.items():
@@ -205,7 +205,7 @@ def _content(path: Path) -> dict[str, Any]:
         fits = key in _KEYS[:2] or isinstance(value, list if key == "runs" else dict)
         require(fits, f"{key} must be a table [{key}] with one flag per line, got {value!r}")
     nothing = f"{path} must have a grid, random ranges or runs"
-    require(any(map(content.get, _KEYS[5:])), f"{nothing}. For a single run use python -m experiments.PROGRAM")
+    require(any(map(content.get, _KEYS[5:])), f"{nothing}. For a single run use python -m experiments.PROGRAM.")
     program = content.get("program")
     near = config_tree.did_you_mean(str(program), _PROGRAMS)
     require(program in _PROGRAMS, f"program must be one of {', '.join(_PROGRAMS)}, got {program!r}{near}")
@@ -219,7 +219,7 @@ def _entries(given: list[Any]) -> dict[str, dict[str, Any]]:
         require(isinstance(entry, dict), f"each run must be a table [[runs]] with one flag per line, got {entry!r}")
         flat = _flat(entry)
         name = str(flat.get("name") or " ".join(_as_flags(flat)) or "base")
-        require(name not in found, f"two runs are named {name}. Give them different names")
+        require(name not in found, f"two runs are named {name}. Give them different names.")
         found[name] = flat
     return found
 
@@ -228,7 +228,7 @@ def _grid(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the values of each setting of the grid by their texts."""
     for name, values in flat.items():
         wanted = f"grid.{name} must be a list of values to try"
-        require(isinstance(values, list) and values, f"{wanted}, got {values!r}. Move a single value to [base]")
+        require(isinstance(values, list) and values, f"{wanted}, got {values!r}. Move a single value to [base].")
     return {name: {_as_text(value): value for value in values} for name, values in flat.items()}
 
 
@@ -237,7 +237,7 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     samples, seed = table.get("samples", 1), table.get("seed", 0)
     for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
         wanted = f"random.{name} must be a whole number of at least {least}"
-        require(type(value) is int and value >= least, f"{wanted}, got {value!r}. Seeds of the runs go into [grid]")
+        require(type(value) is int and value >= least, f"{wanted}, got {value!r}. Seeds of the runs go into [grid].")
     whole = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.type.kind is int}
     found: dict[str, Any] = {}
     for full, ends in _flat({name: value for name, value in table.items() if name not in ("samples", "seed")}).items():
@@ -247,7 +247,7 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
         of: Any = IntDistribution if name in whole else FloatDistribution
         with rephrased(f"{wrong} (%s)", TypeError, ValueError):
             found[name] = of(*ends, log=kind == "log")
-    require(found or not table, f"random has no range to draw from. Add {_RANGE}")
+    require(found or not table, f"random has no range to draw from. Add {_RANGE}.")
     return found, samples, seed
 
 
@@ -309,7 +309,7 @@ def main(argv: Sequence[str]) -> int:
         return _run(given)
     except study.UNREACHABLE as error:
         advice = "Check --storage, and rerun the same command"
-        print(f"error: the database of the study is unreachable ({study.reason(error)}). {advice}", file=sys.stderr)
+        print(f"error: the database of the study is unreachable ({study.reason(error)}). {advice}.", file=sys.stderr)
         return os.EX_TEMPFAIL
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -324,7 +324,8 @@ def _run(given: argparse.Namespace) -> int:
         _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
         return 0
     require(len(files) == 1, f"one file must be passed, such as sweep.toml, got {' '.join(files) or 'none'}")
-    require(out, "--out is required: the directory of the runs. Pass --out=PATH")
+    require(given.jobs > 0, f"--jobs must be at least 1, got {given.jobs}")
+    require(out, "--out is required: the directory of the runs. Pass --out=PATH.")
     wrong = f"--storage=postgresql://USER@HOST/DATABASE is required for a bucket, got --out={out}"
     require(given.table or given.dry_run or given.storage or not storage.is_remote(out), wrong)
     commands = _sky(given) if given.print else []
@@ -351,7 +352,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     add("--out", help="directory or bucket for runs and tables, created if missing")
     several = "for multiple machines postgresql://USER@HOST/DATABASE, with the password in PGPASSWORD"
     add("--storage", help=f"database of the study (default: sqlite:///OUT/study.db), {several}")
-    add("--jobs", type=int, choices=range(1, 1000), metavar="N", default=1, help="runs at a time")
+    add("--jobs", type=int, metavar="N", default=1, help="runs at a time")
     add("--gpus", type=lambda text: text.split(","), help="GPUs to use, such as 0,1, with one run at a time on each")
     add("--table", action="store_true", help="only print the table of results")
     add("--dry_run", action="store_true", help="only print the commands of the unfinished runs")
@@ -362,7 +363,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
     """Returns a command for each managed job: a worker of the study on a separate machine."""
     shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
-    require(shared, "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage")
+    require(shared, "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage.")
     run = ["python", "-m", "launch.sweep", *given.files, f"--out={given.out}", f"--storage={given.storage}"]
     more = [f"--env=RUN={shlex.join(run)}"] + ["--secret=PGPASSWORD"] * ("PGPASSWORD" in os.environ)  # Not its value.
     start = ["sky", "jobs", "launch", "launch/sky.yaml", "--yes", "--detach-run", *more]

@@ -56,7 +56,7 @@ class HarnessModel(LM):
         if distributed.is_multiprocess():
             raise UserError("the harness requires a single process, which may use all devices of a host")
         if device is not None:
-            raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda")
+            raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda.")
         self.model = load(path, member=member)
         self._path = path
         self._batch_size = _parse_batch_size(batch_size, max_batch_size)

@@ -63,20 +63,20 @@ _UNSEEN = (
 class Plan(cli.Plan):
     """Settings of the benchmark."""
 
-    configs: tuple[str, ...] = setting(CONFIGS, "Published configurations or flagfiles, with commas.")
-    tasks: tuple[str, ...] = setting(TASKS, f"Of {', '.join(TASKS)}, with commas: forward and backward, or forward.")
+    configs: tuple[str, ...] = setting(CONFIGS, "Published configurations or flagfiles, separated by commas.")
+    tasks: tuple[str, ...] = setting(TASKS, f"Tasks to time, of {', '.join(TASKS)}: forward and backward, or forward.")
     paths: tuple[str, ...] = setting(
         PATHS,
-        f"Of {', '.join((*PATHS, INTERPRETED))}, with commas. plain is fused without position keys, or else tiled, on "
+        f"Of {', '.join((*PATHS, INTERPRETED))}. plain is fused without position keys, or else tiled, on "
         "a GPU stored. interpreted is fused on any device, slowly.",
     )
     tiles: tuple[str, ...] = setting(
         ("128x512", "256x1024", "256x1536", "512x1536"),
-        "Tiles, queries x keys, to try with the path that auto takes, with commas. Empty tries only its own.",
+        "Tiles, queries x keys, to try with the path that auto chooses. If empty, only its own.",
     )
     batch_size: int = setting(4, "B, rows of training on one device.", at_least=1)
     shrink: int = setting(1, "Divisor of the lengths of segments and memories, for a quick look.", at_least=1)
-    dtype: DType | None = setting(None, "Type of queries, keys and values; none: bfloat16, on a CPU float32.")
+    dtype: DType | None = setting(None, "Dtype of queries, keys and values. none means bfloat16, or float32 on a CPU.")
     calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
     out: str = setting("device", "Directory for device.md and device.csv. Created if missing.", path=True)
 
@@ -87,7 +87,7 @@ class Plan(cli.Plan):
         timing.check_names("tasks", self.tasks, TASKS)
         timing.check_names("paths", self.paths, (*PATHS, INTERPRETED))
         for tile in self.tiles:
-            require(re.fullmatch(r"[1-9]\d*x[1-9]\d*", tile), f"tiles must be such as 128x256, got {tile!r}")
+            require(re.fullmatch(r"[1-9]\d*x[1-9]\d*", tile), f"tiles must look like 128x256, got {tile!r}")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -119,7 +119,7 @@ def run(plan: Plan, job: cli.Job) -> None:
         show("", f"## {title}", "", *(f"- {line}" for line in lines))
     storage.write(os.path.join(plan.out, "device.csv"), records.csv_file(COLUMNS, rows))
     print(f"\npage      {path}")
-    require(not notes.wrong, f"{len(notes.wrong)} comparisons failed; send {path} with a bug report")
+    require(not notes.wrong, f"{len(notes.wrong)} comparisons failed. Attach {path} to a bug report.")
 
 
 @dataclasses.dataclass
@@ -179,8 +179,7 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
     model = config.model
     require(
         model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
-        f"{name} has the network {model.network} with the encoding {model.encoding}; "
-        "the benchmark is of attention with model.encoding=relative",
+        f"{name} must have model.encoding=relative, got {model.network} with {model.encoding}",
     )
     changes: dict[str, Any] = {"train.batch_size": batch, "train.grad_accum_steps": 1}
     changes |= {"model.dtype": dtype, "eval.cache_dtype": None}
@@ -195,7 +194,7 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
 
 
 def find_implementation(path: str, problem: Problem) -> Implementation:
-    """Returns what a path is, as --paths describes it; raises `UserError` if it cannot serve the problem."""
+    """Returns what a path is, as --paths describes it. Raises `UserError` if it cannot serve the problem."""
     if path == INTERPRETED:
         problem = dataclasses.replace(problem, platform="tpu", device_kind="")
         return Implementation("fused", geometry.kernel_of(problem), geometry.default_tile(problem), interpret=True)

@@ -348,7 +348,9 @@ def devices(name: str) -> Sequence[jax.Device] | None:
         return topologies.get_topology_desc(**options).devices
     except jax.errors.JaxRuntimeError as error:
         reason = first_line(error)
-        raise UserError(f"{compiler} does not know the topology {name} ({reason}). Choose another --topology") from None
+        raise UserError(
+            f"{compiler} does not know the topology {name} ({reason}). Choose another --topology."
+        ) from None
 
 
 if __name__ == "__main__":

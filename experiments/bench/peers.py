@@ -61,7 +61,7 @@ class TorchModel:
     label = ""  # After a task's name in the table.
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, torch: Any) -> None:
-        """Makes the model with our parameters; raises `UserError` if the class lacks it."""
+        """Makes the model with our parameters. Raises `UserError` if the class lacks it."""
         require(
             config.model.dtype is DType.FLOAT32,
             f"model.dtype must be float32, in which the peer computes, got {config.model.dtype}",
@@ -74,12 +74,12 @@ class TorchModel:
         self._memory: dict[str, list[Any]] = {}  # By use.
 
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Returns the nats [B, L] of a segment; inputs and targets are int [B, L]."""
+        """Returns the losses [B, L] of a segment in nats. Inputs and targets are int [B, L]."""
         with self._torch.no_grad():
             return self._losses(self._model, "evaluation", inputs, targets).numpy()
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Updates a second model, made in the first call, with dropout at the peak learning rate; returns mean nats."""
+        """Updates a second model, made in the first call, with dropout at the peak learning rate. Returns mean nats."""
         model, adam = self._trained
         loss = self._losses(model, "training", inputs, targets).mean()
         loss.backward()
@@ -136,7 +136,7 @@ class HuggingFaceModel(TorchModel):
     format = Format.HUGGINGFACE
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
-        """Makes the model with our parameters; raises `UserError` if a package is missing or the class lacks it."""
+        """Makes the model with our parameters. Raises `UserError` if a package is missing or the class lacks it."""
         torch, self._transformers = _import_packages()
         super().__init__(config, params, vocab_size=vocab_size, torch=torch)
         self.versions += f", transformers {self._transformers.__version__}"
@@ -192,7 +192,7 @@ class OriginalModel(TorchModel):
     format = Format.ORIGINAL
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, path: str, compiled: bool) -> None:
-        """Makes the model with our parameters; raises `UserError` for another folder or model, or without torch."""
+        """Makes the model with our parameters. Raises `UserError` for another directory or model, or without torch."""
         require(
             config.model.encoding is Encoding.RELATIVE and not config.model.untie_r,
             f"with --peer=original, model.encoding must be relative and model.untie_r off, got {config.model.encoding} "
@@ -225,9 +225,9 @@ def _import_original(folder: Path) -> tuple[Any, Any]:
     sources = {file.stem: file.read_bytes() for file in files if file.is_file()}
     require(
         hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
-        f"--peer_path must be a clone of {REPOSITORY}, got another folder, {folder.parent}; git clone that address",
+        f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
     )
-    with rephrased("the comparison needs torch (%s); pip install 'txl_jax[peer]' brings it", ImportError):
+    with rephrased("the comparison requires torch (%s). Run pip install '.[peer]'.", ImportError):
         import torch
     for name, source in sources.items():
         for old, new in _PATCHES.items():
@@ -238,10 +238,10 @@ def _import_original(folder: Path) -> tuple[Any, Any]:
 
 
 def _import_packages() -> tuple[Any, Any]:
-    missing = "the comparison needs torch and a transformers with TransfoXL (%s)"
-    advice = "pip install 'txl_jax[peer]' brings torch and transformers 4.35.2"
+    missing = "the comparison requires torch and a transformers with TransfoXL (%s)"
+    advice = "Run pip install '.[peer]' for torch and transformers 4.35.2."
     # transformers turns a failed import within it into a RuntimeError.
-    with warnings.catch_warnings(), rephrased(f"{missing}; {advice}", ImportError, RuntimeError):
+    with warnings.catch_warnings(), rephrased(f"{missing}. {advice}", ImportError, RuntimeError):
         warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
         import torch
         import transformers
@@ -250,15 +250,15 @@ def _import_packages() -> tuple[Any, Any]:
 
 
 def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config with the peer's compat, but a masked memory; raises `UserError` for sampling that it lacks."""
+    """Returns the config with the peer's compat, but a masked memory. Raises `UserError` for sampling that it lacks."""
     for name, peers in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
         given = getattr(config.generate, name)
-        require(given == peers, f"generate.{name} is {given} and must be {peers} with --peer")
+        require(given == peers, f"generate.{name} must be {peers} with --peer, got {given}")
     return config_tree.replace(apply_preset(config, "hf"), {"model.compat.memory_start": MemoryStart.MASKED})
 
 
 def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
-    """Returns the peers with our untrained parameters and full memories; prints the losses' largest differences.
+    """Returns the peers with our untrained parameters and full memories. Prints the losses' largest differences.
 
     They are the release from the clone at `path`, eager and compiled, or without a path Hugging Face's model.
     Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than rounding.
@@ -279,8 +279,8 @@ def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
         worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
         require(
             worst <= TOLERANCE,
-            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}: the two do not "
-            "compute the same function, and nothing was timed",
+            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}. The two do not "
+            "compute the same function, so nothing was timed.",
         )
         print(f"largest difference of a token's loss{each.label}: {worst:.1e} nats")
         each.fill_memory()

@@ -72,12 +72,12 @@ class Plan(cli.Plan):
         timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
         require(
             (self.peer is Peer.ORIGINAL) == bool(self.peer_path),
-            f"--peer=original and --peer_path go together, got {self.peer} and {self.peer_path}; pass both or neither",
+            f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}.",
         )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Measures the tasks and prints a table; raises `UserError` if one is impossible, or the peer's losses differ."""
+    """Measures the tasks and prints a table. Raises `UserError` if one is impossible, or the peer's losses differ."""
     config = peers.with_peer_compat(job.config()) if plan.peer else job.config()
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
@@ -162,7 +162,7 @@ def training(components: Built) -> Task:
 
 
 def evaluation(components: Built) -> Task:
-    """Runs streaming evaluation with a full memory; raises `UserError` if the config asks for sliding windows."""
+    """Runs streaming evaluation with a full memory. Raises `UserError` if the config asks for sliding windows."""
     lengths = components.config.eval
     check_streams(lengths)
     weights = components.prepare_params(components.init_params())

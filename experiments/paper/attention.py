@@ -123,7 +123,7 @@ def draw(
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
     require(
         first <= last,
-        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. Raise --tokens, or lower --eval.mem_len",
+        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. Raise --tokens, or lower --eval.mem_len.",
     )
     positions = plan.positions or (last,)
     for position in positions:

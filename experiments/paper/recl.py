@@ -151,7 +151,7 @@ def _losses_of(
         write_json(record, identity)
     before = json.loads(read(record))
     changes = [f"{key} was {before.get(key)} and is {new}" for key, new in identity.items() if before.get(key) != new]
-    require(not changes, f"{folder} contains other losses ({', '.join(changes)}). Choose another directory")
+    require(not changes, f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.")
     found = {}
     for length in plan.contexts:
         path, what = os.path.join(folder, f"{length}.npy"), f"{name} from {length:,} tokens"

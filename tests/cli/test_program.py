@@ -127,6 +127,13 @@ def test_the_exit_code_is_the_programs_or_that_of_the_signal(start, monkeypatch,
     assert ("stopped   on request in the middle, rerun the same command" in capsys.readouterr().out) is (code == 143)
 
 
+@pytest.mark.full
+def test_devices_that_jax_cannot_use_are_an_error():
+    command, environment = [sys.executable, "-m", "experiments.bench.device"], os.environ | {"JAX_PLATFORMS": "cuda"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "JAX_PLATFORMS is cuda" in done.stderr and done.stderr.count("\n") == 1
+
+
 # With the settings of a trained model
 
 SIZES = {"n_layer": 1, "d_model": 12, "n_head": 3, "d_head": 5, "d_inner": 14, "untie_r": True}

@@ -13,12 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from launch import sweep
 from support import ON_PATH, ROOT
-from support.sweep_worker import FILE, check_each_trained_once, starts, trials
+from support.sweep_worker import FILE, TINY, check_each_trained_once, make_words, starts, trials
 from support.waiting import wait_until
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
@@ -27,31 +26,9 @@ CONTENT = FILE + (
     '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 10\n'
 )
 
-MODELS = """
-program = "text"
-[base]
-data.file = "{folder}/book.txt"
-cache_dir = "{folder}/cache"
-model.n_layer = 1
-model.d_model = 16
-model.n_head = 2
-model.d_head = 8
-model.d_inner = 32
-model.dropout.rate = 0.1
-optimizer.warmup_steps = 10
-train.batch_size = 4
-train.segment_len = 16
-train.mem_len = 16
-train.steps = 2000
-train.eval_every = 100
-train.checkpoint_every = 100
-eval.segment_len = 16
-eval.mem_len = 16
-eval.clamp_len = "none"
-[grid]
-seed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-optimizer.learning_rate = [1e-4, 1e-3, 3e-3, 1e-2]
-"""
+MODELS = TINY.replace("checkpoint_every = 600", "checkpoint_every = 100") + (
+    "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-4, 1e-3, 3e-3, 1e-2]\n"
+)
 
 
 def shell(*commands):
@@ -180,9 +157,8 @@ def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_worke
 
 @pytest.mark.nightly(part="postgres")
 def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
-    text = bytes(np.random.default_rng(0).choice(list(b"abcdefgh \n"), 20_000).tolist())
-    (tmp_path / "book.txt").write_bytes(text)
-    content = MODELS.format(folder=tmp_path)
+    make_words(tmp_path)
+    content = MODELS.replace("WORK", str(tmp_path))
     pruned = content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
     workers = start_workers(pruned, REAL_TRAININGS="1")
     wait_until(lambda: len(list(workers.out.glob("*/results.json"))) >= 3, seconds=600)

@@ -12,34 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from launch import sweep
 from support import ROOT, recorded_run, runs
+from support.sweep_worker import TINY, make_words
 from support.waiting import wait_until
 from txl_jax.config import config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
-
-TINY = """
-program = "text"
-[base]
-data.file = "WORK/words.txt"
-cache_dir = "WORK/cache"
-model = { n_layer = 1, d_model = 16, n_head = 2, d_head = 8, d_inner = 16 }
-optimizer.warmup_steps = 10
-train.batch_size = 4
-train.segment_len = 16
-train.mem_len = 16
-train.segments_per_call = 2
-train.steps = 1200
-train.log_every = 10
-train.eval_every = 100
-train.checkpoint_every = 600
-eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
-"""
 
 SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
 QUICK = """
@@ -53,7 +35,7 @@ sys.exit(sweep.main(sys.argv))
 @pytest.fixture
 def write(tmp_path):
     """Writes the file of a sweep, on tiny runs unless given others; returns its path."""
-    (tmp_path / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
+    make_words(tmp_path)
 
     def make(text, base=TINY):
         (tmp_path / "sweep.toml").write_text(base.replace("WORK", str(tmp_path)) + text)

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import optuna
 import sqlalchemy
 
@@ -50,6 +51,31 @@ with open("new", "w") as results:
 os.rename("new", "results.json")
 open("ends", "a").write("x\\n")
 """
+
+
+# Real trainings of seconds, in a directory WORK with words.txt.
+TINY = """
+program = "text"
+[base]
+data.file = "WORK/words.txt"
+cache_dir = "WORK/cache"
+model = { n_layer = 1, d_model = 16, n_head = 2, d_head = 8, d_inner = 16 }
+optimizer.warmup_steps = 10
+train.batch_size = 4
+train.segment_len = 16
+train.mem_len = 16
+train.segments_per_call = 2
+train.steps = 1200
+train.log_every = 10
+train.eval_every = 100
+train.checkpoint_every = 600
+eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
+"""
+
+
+def make_words(folder):
+    """Writes words.txt."""
+    (folder / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
 
 
 FILE = """

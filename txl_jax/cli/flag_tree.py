@@ -135,13 +135,13 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_w
     except flags.Error as error:
         name, message = getattr(error, "flagname", ""), str(error)
         if name:
-            near = did_you_mean(name, list(flag_values)) or ". --help lists all flags"
+            near = did_you_mean(name, list(flag_values)) or ". --help lists all flags."
             message = f"unknown flag --{name}" + (f": {REMOVED_ADVICE}" if name in REMOVED else near)
         elif named := re.match(r"flag --([\w.]+)", message):
             name = named[1]
         raise UserError(f"{places.get(name, '')}{message}") from None
     if len(rest) > 1 and not takes_words:
-        raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value")
+        raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value.")
     files = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
     return rest[1:], places, Path(files[-1]).stem if files else None
 
@@ -177,7 +177,7 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
         if (path := next(filter(Path.is_file, paths), None)) is None:
             yield from _preset_words(name, word.where)
             continue
-        require(path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line")
+        require(path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line.")
         try:
             lines = enumerate(path.read_text().splitlines(), start=1)
         except (OSError, UnicodeDecodeError) as error:

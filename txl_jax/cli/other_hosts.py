@@ -85,7 +85,7 @@ def join(found: Several) -> None:
         os.dup2(nowhere.fileno(), 1)
     # JAX aborts a process that waits in vain, without an exception.
     waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
-    line = f"{waiting}. Start the same command on every host (timeout: {START_SECONDS} s)"
+    line = f"{waiting}. Start the same command on every host (timeout: {START_SECONDS} s)."
     note = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     note.start()
     try:
@@ -97,7 +97,7 @@ def join(found: Several) -> None:
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
             f"{found.num_processes} processes were announced by {found.source}, but not all of them connected "
-            f"({first_line(error)}). Start the same command on every host, and check that all can reach process 0"
+            f"({first_line(error)}). Start the same command on every host, and check that all can reach process 0."
         ) from error
     finally:
         note.cancel()
@@ -139,7 +139,7 @@ def _watch(names: list[str], host: str) -> None:
             for each in connections:
                 with contextlib.suppress(OSError):
                     each.sendall(loss.encode())
-            print(f"{prefix()}error: {loss}. {RESUME}", file=sys.stderr, flush=True)
+            print(f"{prefix()}error: {loss}. {RESUME}.", file=sys.stderr, flush=True)
             os._exit(LOST)
 
     def accept(server: socket.socket) -> None:
@@ -217,7 +217,7 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     if len(missing) == len(_VARIABLES):
         return None
     announcing = "the three flags or variables that announce processes must be set together"
-    require(not missing, f"{announcing}, but {' and '.join(missing)} is not set. Set all or none")
+    require(not missing, f"{announcing}, but {' and '.join(missing)} is not set. Set all or none.")
     coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
     are_numbers = count.isdecimal() and number.isdecimal()
     require(
@@ -289,4 +289,4 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
     silent = f"this machine has a TPU, but the metadata server at {server} did not report its hosts ({reason})"
-    raise UserError(f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry")
+    raise UserError(f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry.")

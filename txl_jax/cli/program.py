@@ -165,7 +165,7 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     require(
         plan.ensemble_member is None,
         f"--ensemble_member must not be set with --mode=train, got {plan.ensemble_member!r}. To train it by itself, "
-        "first run python -m experiments.ensemble --mode=split",
+        "first run python -m experiments.ensemble --mode=split.",
     )
     if (workdir := plan.workdir) is None:
         corpus = flag_tree.given().get("data.corpus", job.defaults.data.corpus)
@@ -235,7 +235,7 @@ def main(
         if several:  # One process by itself skips this.
             found = f"{several.num_processes} processes (announced by {several.source})"
             advice = "Start it once, outside of them"
-            require(hosts == "join", f"this command must run as a single process, got {found}. {advice}")
+            require(hosts == "join", f"this command must run as a single process, got {found}. {advice}.")
             other_hosts.join(several)
         act_on_notices()  # Of machines on Google Cloud, else nothing.
         made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))  # With one process `build_plan(plan)`.
@@ -307,7 +307,9 @@ class Job:
             sized = {"train.batch_size", "train.segment_len"} & self.places.keys()
             if not sized and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
                 usual = f"{base.train.batch_size} x {base.train.segment_len} tokens per step"
-                notes.append(f"settings without a flag are the paper's ({usual}). --flagfile={SMALL} suits one machine")
+                notes.append(
+                    f"settings without a flag are the paper's ({usual}). --flagfile={SMALL} suits one machine."
+                )
         config = distributed.run_on_all(
             lambda: _config(base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes)
         )
@@ -332,7 +334,7 @@ class Job:
                 if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume) or leaf.setting.shapes_tokens
             ]
             other = f"the run in {trained.path} was trained with another model or other tokens"
-            require(not refused, f"{other}: {', '.join(refused)}. Omit these flags")
+            require(not refused, f"{other}: {', '.join(refused)}. Omit these flags.")
             return config
 
         return distributed.run_on_all(over_trained)
@@ -388,7 +390,7 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     own, asked = defaults.data.corpus, config.data.corpus
     advice = f"Run python -m experiments.{program_of(asked)}, or use a flagfile for {own}"
     found = f"data.corpus must be {own} for this command, got {asked}"
-    require(program_of(asked) == program_of(own), f"{found}. {advice}")
+    require(program_of(asked) == program_of(own), f"{found}. {advice}.")
 
 
 def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
@@ -453,7 +455,7 @@ def _config(
 def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     """Scores or samples with a trained run."""
     if (workdir := plan.workdir) is None:
-        raise UserError("--workdir is required: the directory of checkpoints and logs. Pass --workdir=PATH")
+        raise UserError("--workdir is required: the directory of checkpoints and logs. Pass --workdir=PATH.")
     if plan.input is not None:
         return _read_input(plan, job, workdir)
     model = dataclasses.replace(open_weights(workdir, member=plan.ensemble_member), out=plan.out)
@@ -489,9 +491,9 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     assert plan.input is not None
     wrong_mode = f"--mode must be score or generate with --input, got {plan.mode}"
     require(plan.mode in (Mode.SCORE, Mode.GENERATE), wrong_mode)
-    alone = "--input requires a single process. Start the command once"
+    alone = "--input requires a single process. Start the command once."
     redirect = "Records go to standard output, which you can redirect with > FILE"
-    require(plan.out is None, f"--out must not be set with --input, got {plan.out}. {redirect}")
+    require(plan.out is None, f"--out must not be set with --input, got {plan.out}. {redirect}.")
     require(not distributed.is_multiprocess(), alone)
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:
@@ -557,13 +559,13 @@ def exit_code_for(error: BaseException) -> int | None:
     """Prints an error that the user can fix and returns its exit code. Returns None, silently, for a bug."""
     match error:
         case KeyboardInterrupt():
-            fail("interrupted. Saved files are kept. Rerun the same command to resume")
+            fail("interrupted. Saved files are kept. Rerun the same command to resume.")
             return 128 + signal.SIGINT
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
-            fail(f"out of device memory ({first_line(error)}). {_SAVES_MEMORY}")
+            fail(f"out of device memory ({first_line(error)}). {_SAVES_MEMORY}.")
         case Exception() if other_hosts.lost_another(error):
             time.sleep(other_hosts.SECONDS_TO_NAME)  # This process ends meanwhile if it is known which one.
-            fail(f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}")
+            fail(f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}.")
             return other_hosts.LOST
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.
@@ -571,7 +573,8 @@ def exit_code_for(error: BaseException) -> int | None:
         case UserError() | OSError():
             fail(error)
         case RuntimeError() | AssertionError() if "xla_bridge" in str(traceback.extract_tb(error.__traceback__)[-1:]):
-            fail(f"jax cannot use JAX_PLATFORMS={jax.config.values['jax_platforms']} ({first_line(error)}). Change it")
+            found = f"{first_line(error)}, JAX_PLATFORMS is {jax.config.values['jax_platforms'] or 'not set'}"
+            fail(f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another process holds them.")
         case _:
             return None
     return 1
@@ -603,7 +606,7 @@ def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, 
         if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
             reason = f"cannot create {folder}, because {nearest} is a file or not writable"
             advice = "Set --compilation_cache=PATH, or off"
-            print(f"note      compiled functions are not cached: {reason}. {advice}", flush=True)
+            print(f"note      compiled functions are not cached: {reason}. {advice}.", flush=True)
             return
     # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
     # would read programs with instructions that it lacks.

@@ -125,7 +125,7 @@ class Config:
                 object.__setattr__(self, name, kind.convert(name, value))
             else:
                 got, own = type(value).__name__, kind.__name__
-                require(isinstance(value, kind), f"{name} must be of type {own}, got {got}. Write {name}={own}(...)")
+                require(isinstance(value, kind), f"{name} must be of type {own}, got {got}. Write {name}={own}(...).")
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, has no effect, or contradicts another setting."""
@@ -150,7 +150,7 @@ class Config:
         """Raises `UserError` with the values of the settings in `names` and the advice, unless the condition holds."""
         if not holds:
             found = (f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}" for name in names.split())
-            raise UserError(f"{' and '.join(found)}. {advice}")
+            raise UserError(f"{' and '.join(found)}. {advice}.")
 
 
 def require(condition: Any, message: str) -> None:

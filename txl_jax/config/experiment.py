@@ -71,7 +71,7 @@ REMOVED: Mapping[str, Any] = {
     "regularization.adversarial": 0.0,
     "eval.segments_per_call": 8,
 }
-REMOVED_ADVICE = "the setting was removed. Commit eea3a51 is the last one with it"
+REMOVED_ADVICE = "the setting was removed. Commit eea3a51 is the last one with it."
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 
@@ -143,7 +143,7 @@ class ExperimentConfig(Config):
         end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
         expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
         wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
-        require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps")
+        require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps.")
 
 
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:

@@ -237,7 +237,7 @@ class ModelConfig(Config, prefix="model."):
         """Entries in the table of a learned encoding: `num_positions`. Raises `UserError` if it is None."""
         if self.num_positions is None:
             missing = f"model.num_positions must be set for model.encoding={self.encoding}, got none"
-            raise UserError(f"{missing}. Set it, or use ExperimentConfig.resolved()")
+            raise UserError(f"{missing}. Set it, or use ExperimentConfig.resolved().")
         return self.num_positions
 
     def clamp(self, clamp_len: int | None) -> int | None:

@@ -46,7 +46,7 @@ class Body(pydantic.BaseModel):
             return found
         if unknown := found.keys() - cls.model_fields:  # Not left to pydantic, which makes an error of each.
             known = ", ".join(sorted(cls.model_fields)) or "none"
-            message = f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: {known}"
+            message = f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: {known}."
             raise RequestError(message, code="unknown_parameter")
         return {name: value for name, value in found.items() if value is not None}
 
@@ -279,7 +279,7 @@ def _check_total(total: int, limits: Limits) -> None:
     if total > limits.tokens:
         most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
         advice = "Shorten the prompts, lower max_tokens or n, or continue a session over several requests."
-        raise RequestError(f"{most}. {advice}", param="prompt", code="too_many_tokens")
+        raise RequestError(f"{most}. {advice}.", param="prompt", code="too_many_tokens")
 
 
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:

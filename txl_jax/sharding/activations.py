@@ -26,7 +26,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       ValueError: If a name is unknown or their number is not the number of axes of `x`, also without a mesh.
     """
     if len(names) != x.ndim:
-        raise ValueError(f"{len(names)} logical names were given for an array of shape {x.shape}; give one per axis")
+        raise ValueError(f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}")
     spec(*names)
     mesh = ambient_mesh()
     if mesh is None:

@@ -46,7 +46,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> AbstractMesh:
-    """Makes a mesh of `n_device` devices in all slices, without the devices; raises `UserError` as `make_mesh`."""
+    """Makes a mesh of `n_device` devices in all slices, without the devices. Raises `UserError` like `make_mesh`."""
     shape = _shape(config, n_device, num_slices=num_slices)
     return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
 
