@@ -1,8 +1,9 @@
-"""MkDocs hook: links that leave docs/ point to the repository.
+"""MkDocs hook: links that leave docs/ point to the repository, or to the clone.
 
 Pages link to files beside docs/, such as ../README.md, so that they work in a clone and on a forge. The site has no
-such pages. This hook turns these links into addresses of the repository (`extra.repository` of mkdocs.yml). A file that
-does not exist gives a warning, which ends a strict build.
+such pages. This hook turns these links into addresses of the repository (`extra.repository` of mkdocs.yml) or, without
+one, into paths from a site in the clone (`site/`). A file that does not exist gives a warning, which ends a strict
+build.
 """
 
 import logging
@@ -18,12 +19,12 @@ FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def absolute(target: str, page: str, repository: str, exists: Callable[[str], bool]) -> str:
-    """Returns the address of a link's target, which is the target itself for all that the site has.
+    """Returns the address of a link's target, or the target itself if the site has it.
 
     Args:
         target: As the page has it: a path from the page's folder, with or without an #anchor, or an address.
         page: The page's path in docs/.
-        repository: The address of the branch's files.
+        repository: The address of the branch's files. If empty, the address is a path from the built page.
         exists: Tells whether a path from the repository's root does.
 
     >>> def address(target):
@@ -32,6 +33,8 @@ def absolute(target: str, page: str, repository: str, exists: Callable[[str], bo
     'https://forge/tree/main/README.md#start'
     >>> [address(target) for target in ("../data.md#words", "#here", "https://arxiv.org", "/data.md")]
     ['../data.md#words', '#here', 'https://arxiv.org', '/data.md']
+    >>> [absolute("../README.md", page, "", lambda path: True) for page in ("index.md", "data.md")]
+    ['../README.md', '../../README.md']
     >>> LOG.disabled = True  # It warns of a file that does not exist.
     >>> address("../../gone.md")
     '../../gone.md'
@@ -45,7 +48,9 @@ def absolute(target: str, page: str, repository: str, exists: Callable[[str], bo
     if from_root.startswith("..") or not exists(from_root):
         LOG.warning("%s links to %s, which is not in the repository", page, target)
         return target
-    return f"{repository}/{from_root}{mark}{anchor}"
+    directory = posixpath.join("site", page.removesuffix(".md").removesuffix("index"))  # Of the built page.
+    found = f"{repository}/{from_root}" if repository else posixpath.relpath(from_root, directory)
+    return f"{found}{mark}{anchor}"
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
@@ -56,7 +61,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         target = absolute(
             link["target"], page.file.src_uri, config.extra["repository"], lambda path: (root / path).exists()
         )
-        return f"[{link['text']}]({target})"
+        if target == link["target"] or "://" in target:
+            return f"[{link['text']}]({target})"
+        return f'<a href="{target}">{link["text"]}</a>'  # MkDocs takes a relative Markdown link for a page.
 
     parts = FENCED.split(markdown)  # Text and fenced code in turn.
     return "".join(part if number % 2 else LINK.sub(replace, part) for number, part in enumerate(parts))
