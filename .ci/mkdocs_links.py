@@ -18,8 +18,8 @@ LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
-def absolute(target: str, page: str, repository: str, exists: Callable[[str], bool]) -> str:
-    """Returns the address of a link's target, or the target itself if the site has it.
+def outside(target: str, page: str, repository: str, exists: Callable[[str], bool]) -> str | None:
+    """Returns the address of a link's target outside docs/, or None for all other targets and for missing files.
 
     Args:
         target: As the page has it: a path from the page's folder, with or without an #anchor, or an address.
@@ -28,26 +28,25 @@ def absolute(target: str, page: str, repository: str, exists: Callable[[str], bo
         exists: Tells whether a path from the repository's root does.
 
     >>> def address(target):
-    ...     return absolute(target, "api/index.md", "https://forge/tree/main", lambda path: path != "gone.md")
+    ...     return outside(target, "api/index.md", "https://forge/tree/main", lambda path: path != "gone.md")
     >>> address("../../README.md#start")
     'https://forge/tree/main/README.md#start'
     >>> [address(target) for target in ("../data.md#words", "#here", "https://arxiv.org", "/data.md")]
-    ['../data.md#words', '#here', 'https://arxiv.org', '/data.md']
-    >>> [absolute("../README.md", page, "", lambda path: True) for page in ("index.md", "data.md")]
+    [None, None, None, None]
+    >>> [outside("../README.md", page, "", lambda path: True) for page in ("index.md", "data.md")]
     ['../README.md', '../../README.md']
     >>> LOG.disabled = True  # It warns of a file that does not exist.
     >>> address("../../gone.md")
-    '../../gone.md'
     """
     path, mark, anchor = target.partition("#")
     if not path or "://" in path or path.startswith(("/", "mailto:")):
-        return target
+        return None
     from_root = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), path))
     if posixpath.commonpath(["docs", from_root]) == "docs":
-        return target
+        return None
     if from_root.startswith("..") or not exists(from_root):
         LOG.warning("%s links to %s, which is not in the repository", page, target)
-        return target
+        return None
     directory = posixpath.join("site", page.removesuffix(".md").removesuffix("index"))  # Of the built page.
     found = f"{repository}/{from_root}" if repository else posixpath.relpath(from_root, directory)
     return f"{found}{mark}{anchor}"
@@ -58,12 +57,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     root = Path(config.config_file_path).parent
 
     def replace(link: re.Match[str]) -> str:
-        target = absolute(
+        address = outside(
             link["target"], page.file.src_uri, config.extra["repository"], lambda path: (root / path).exists()
         )
-        if target == link["target"] or "://" in target:
-            return f"[{link['text']}]({target})"
-        return f'<a href="{target}">{link["text"]}</a>'  # MkDocs takes a relative Markdown link for a page.
+        # A relative Markdown link would be one to a page.
+        return link[0] if address is None else f'<a href="{address}">{link["text"]}</a>'
 
     parts = FENCED.split(markdown)  # Text and fenced code in turn.
     return "".join(part if number % 2 else LINK.sub(replace, part) for number, part in enumerate(parts))
