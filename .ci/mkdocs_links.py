@@ -1,8 +1,8 @@
 """MkDocs hook: links that leave docs/ point to the repository.
 
 Pages link to files beside docs/, such as ../README.md, so that they work in a clone and on a forge. The site has no
-such pages. This hook turns these links into addresses of the repository (`extra.repository` of mkdocs.yml). A file that
-does not exist gives a warning, which ends a strict build.
+such pages. This hook turns these links into addresses of the repository (`extra.repository` of mkdocs.yml), or, without
+an address, into plain text. A file that does not exist gives a warning, which ends a strict build.
 """
 
 import logging
@@ -49,14 +49,14 @@ def absolute(target: str, page: str, repository: str, exists: Callable[[str], bo
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Returns a page with absolute links to files outside docs/; fenced code stays as it is."""
-    root = Path(config.config_file_path).parent
+    """Returns a page without relative links to files outside docs/. Fenced code stays as it is."""
+    root, repository = Path(config.config_file_path).parent, config.extra["repository"]
 
     def replace(link: re.Match[str]) -> str:
-        target = absolute(
-            link["target"], page.file.src_uri, config.extra["repository"], lambda path: (root / path).exists()
-        )
-        return f"[{link['text']}]({target})"
+        target = absolute(link["target"], page.file.src_uri, repository or "", lambda path: (root / path).exists())
+        if target == link["target"]:
+            return link[0]
+        return f"[{link['text']}]({target})" if repository else link["text"]
 
     parts = FENCED.split(markdown)  # Text and fenced code in turn.
     return "".join(part if number % 2 else LINK.sub(replace, part) for number, part in enumerate(parts))
