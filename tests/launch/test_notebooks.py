@@ -113,7 +113,7 @@ def test_train(in_this_process, tmp_path):
     assert txl_jax.load(tmp_path / "unpacked" / "train").step == found["outcome"].step
 
 
-@pytest.mark.nightly(part="long")
+@pytest.mark.nightly(part="notebooks")
 def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     """With an uploaded text, in Google Drive, and with a download; the library is a small one."""
     (tmp_path / "lib").mkdir()
@@ -148,7 +148,7 @@ def test_without_colab_there_is_no_upload():
         shared.upload()
 
 
-@pytest.mark.nightly(part="long")
+@pytest.mark.nightly(part="notebooks")
 @pytest.mark.parametrize("name", NAMES)
 def test_in_a_kernel(name, tmp_path):
     """Whole notebooks in Jupyter, on the default texts, over eight devices."""
