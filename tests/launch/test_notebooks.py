@@ -113,13 +113,20 @@ def test_train(in_this_process, tmp_path):
     assert txl_jax.load(tmp_path / "unpacked" / "train").step == found["outcome"].step
 
 
-@pytest.mark.nightly(part="long")
+@pytest.mark.nightly(part="notebooks")
 def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     """With an uploaded text, in Google Drive, and with a download; the library is a small one."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "os.py").write_text("import sys\n\n\ndef name():\n    return sys.platform\n" * 300)
     monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
-    given = {"TEXT": "upload", "PROMPT": "import ", "DRIVE": True, "TENSORBOARD": False, "STEPS": 40}
+    given = {
+        "TEXT": "upload",
+        "PROMPT": "import ",
+        "DRIVE": True,
+        "TENSORBOARD": False,
+        "STEPS": 40,
+        "REPOSITORY": "https://host/txl_jax",
+    }
     sizes = {name: value for name, value in TINY.items() if name != "train.steps"} | {"train.log_every": 10}
     found = in_this_process("fine_tune", given | {"SETTINGS": sizes | {"train.steps": 40}})
     folder = tmp_path / "drive" / "MyDrive" / "runs"
@@ -130,7 +137,7 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     assert found["after"].nll < found["before"].nll
     assert colab.downloads == [str(folder / "tuned.zip")]
     clone, pip = colab.commands
-    assert clone[:2] == ["git", "clone"] and clone[-2:] == ["https://github.com/TXL_JAX_OWNER/txl_jax", pip[-1]]
+    assert clone[:2] == ["git", "clone"] and clone[-2:] == ["https://host/txl_jax", pip[-1]]
     assert pip[1:4] == ["-m", "pip", "install"] and pip[-2] == "--editable" and sys.path[0] == pip[-1]
     assert f"jax=={version('jax')}\n" in (tmp_path / "constraints.txt").read_text()
 
@@ -141,7 +148,7 @@ def test_without_colab_there_is_no_upload():
         shared.upload()
 
 
-@pytest.mark.nightly(part="long")
+@pytest.mark.nightly(part="notebooks")
 @pytest.mark.parametrize("name", NAMES)
 def test_in_a_kernel(name, tmp_path):
     """Whole notebooks in Jupyter, on the default texts, over eight devices."""
