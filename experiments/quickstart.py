@@ -3,14 +3,19 @@
     python -m experiments.quickstart
 
 Nothing is downloaded. It compares the model's bits per byte, with and without memory, with zlib's
-and lzma's on the same test bytes, draws the learning curve, and prints a sample. After Ctrl-C,
-rerun the same command to resume.
+and lzma's on the same test bytes, draws them, and prints a sample. --minutes=N trains as many steps
+as fit into N minutes. After Ctrl-C, rerun the same command to resume.
 """
 
 import dataclasses
 import lzma
+import math
 import os
+import shlex
 import zlib
+from typing import NamedTuple
+
+import numpy as np
 
 from txl_jax import cli, plots
 from txl_jax.cli import setting
@@ -27,6 +32,7 @@ from txl_jax.config import (
     config_tree,
 )
 from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build_for
 from txl_jax.runs.generate import generate_text
@@ -40,19 +46,28 @@ from txl_jax.runtime.storage import is_remote
 COMPRESSORS = {"zlib -9": lambda data: zlib.compress(data, 9), "lzma -9": lambda data: lzma.compress(data, preset=9)}
 
 
-def compare_compressors(config: ExperimentConfig, corpus: Corpus, run: Run, *, with_memory: float) -> dict[str, float]:
-    """Returns bits per byte of the test split by name: for the compressors, and the model with and without memory.
+class Comparison(NamedTuple):
+    """Bits per byte of the test split."""
 
-    `with_memory` is the trained run's own result on the test split.
-    """
-    text = corpus.vocabulary.decode(corpus.test)
-    without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
-    components = build_for(without, corpus.vocabulary)
-    _, params = load_parameters(components, run, log=print)
-    totals = score(components, params, corpus.test, name="test without memory", log=print)
-    bits = {name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}
-    bits[f"without memory (segments of {config.eval.segment_len})"] = totals.bpc
-    return bits | {f"with a memory of {config.eval.mem_len}": with_memory}
+    bits: dict[str, float]  # By name: the compressors, and the model without and with memory.
+    by_position: dict[str, list[float]]  # The model's two, at each of the L positions of a segment.
+
+
+def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
+    """Compresses the test split, and scores it without and with memory."""
+    text, lengths = corpus.vocabulary.decode(corpus.test), config.eval
+    found = Comparison({name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}, {})
+    without, memory = f"without memory (segments of {lengths.segment_len})", f"with a memory of {lengths.mem_len}"
+    reader = evaluation_segments(corpus.test, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
+    scored_LxSxB = np.moveaxis(reader.scored(0, reader.n_segments), -1, 0)
+    for name, changes in (without, {"eval.mem_len": 0, "eval.same_length": False}), (memory, {}):
+        components = build_for(config_tree.replace(config, changes), corpus.vocabulary)
+        _, params = load_parameters(components, run, log=print)
+        nats = np.zeros(len(corpus.test), np.float32)
+        found.bits[name] = score(components, params, corpus.test, name=name, log=print, token_nats=nats).bpc
+        means = (nats[scored[scored > 0]].mean(dtype="float64") for scored in scored_LxSxB)
+        found.by_position[name] = [float(mean) / math.log(2) for mean in means]
+    return found
 
 
 DEFAULTS = ExperimentConfig(
@@ -83,42 +98,49 @@ DEFAULTS = ExperimentConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(cli.Plan):
-    """The directory."""
+class Plan(cli.TimedPlan):
+    """The directory, and the time."""
 
     workdir: str = setting("runs/quickstart", "Directory of the run.", path=True)
 
 
 def run(plan: Plan, job: cli.Job) -> int | None:
-    """Trains, compares, draws and prints a sample."""
+    """Trains, compares, draws, prints a sample and what to try next."""
     if is_remote(plan.workdir):
         raise UserError(f"--workdir must be a local directory, which also stores the text, got {plan.workdir}")
     prepared = os.path.join(plan.workdir, "prepared")
     cli.keep_compiled(cache_dir=prepared, given=plan.compilation_cache)
     with Run.open(plan.workdir) as run:
-        config = job.config(run)
+        config = plan.keep_steps(job.config(run), job, run)
         run.compare(config)
         corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
         print(f"{corpus.description}\nsha256 {corpus.digest}")
-        if config.train.steps == DEFAULTS.train.steps:
-            print(f"for a quarter of the time pass --train.steps={config.train.steps // 4} --workdir=runs/quick")
+        config = plan.fit_steps(config, corpus, job, run)
         with job.stop:
             outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop)
     if not outcome.finished or outcome.results is None:
         return None
     trained = Run.read(plan.workdir)
-    rows = compare_compressors(config, corpus, trained, with_memory=outcome.results["test"]["bpc"])
+    found = compare(config, corpus, trained)
     print("\nbits per byte of the test split")
-    for name, bpc in rows.items():
+    for name, bpc in found.bits.items():
         print(f"  {name:<32} {bpc:.3f}")
     if plots.can_draw():
-        path = os.path.join(trained.path, "learning_curve.png")
-        levels, title = {name: rows[name] for name in COMPRESSORS}, "Transformer-XL on Python's standard library"
-        plots.learning_curve(read_metrics(trained.path), path, title=title, levels=levels)
-        print(f"learning curve {path}\n")
+        path = os.path.join(trained.path, "quickstart.png")
+        levels = {name: found.bits[name] for name in COMPRESSORS}
+        title = "Transformer-XL on Python's standard library"
+        records = read_metrics(trained.path)
+        plots.learning_curve(records, path, title=title, levels=levels, by_position=found.by_position)
+        print(f"picture {path}\n")
     else:
-        print("no learning curve: matplotlib is not installed (pip install '.[plots]')\n")
+        print("no picture: matplotlib is not installed (pip install '.[plots]')\n")
     generate_text(config, trained)
+    place = shlex.quote(plan.workdir)
+    print(
+        f"\nnext  python -m experiments.text --mode=generate --workdir={place} --generate.prompt='class '\n"
+        f"      python -m experiments.serve --model={place}\n"
+        "      python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine --data.file=YOUR.txt"
+    )
     return 0
 
 
