@@ -1,7 +1,7 @@
 r"""Train, evaluate and sample on your own text: bytes, characters, words, subwords, or ready-made ids.
 
-    python -m experiments.text --flagfile=small --workdir=runs/mine --data.file=book.txt
-    python -m experiments.text --flagfile=small --workdir=runs/mine --tokenizer=word \
+    python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine --data.file=book.txt
+    python -m experiments.text --flagfile=own_words --minutes=30 --workdir=runs/mine \
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
     python -m experiments.text --flagfile=small --workdir=runs/subwords --tokenizer=subword \
         --data.tokenizer.vocab_size=4000 --data.file=book.txt

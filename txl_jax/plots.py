@@ -22,15 +22,21 @@ def can_draw() -> bool:
 
 
 def learning_curve(
-    records: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str, levels: Mapping[str, float]
+    records: Sequence[Mapping[str, Any]],
+    path: AnyPath,
+    *,
+    title: str,
+    levels: Mapping[str, float],
+    by_position: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Draws bpc against training steps: the records of the kinds "train" and "valid" in metrics.jsonl.
 
-    `levels` are names and bpc of horizontal lines to compare with.
+    `levels` are names and bpc of horizontal lines to compare with. `by_position` are names and the bpc at each position
+    of a segment, which are drawn beside the curve.
     """
-    drawing = figure()
-    plot = drawing.add_subplot()
-    bpcs: list[float] = []
+    drawing = figure(width=11 if by_position else 8)
+    plot, *beside = drawing.subplots(1, 1 + bool(by_position), sharey=True, squeeze=False)[0]
+    bpcs = [bpc for values in (by_position or {}).values() for bpc in values]
     train: dict[str, Any] = {"color": "#9aa7b8", "linewidth": 1.2}
     valid: dict[str, Any] = {"color": "#c0392b", "marker": "o", "markersize": 4}
     for kind, style in ("train", train), ("valid", valid):
@@ -45,8 +51,13 @@ def learning_curve(
         plot.annotate(f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color)
     plot.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
     plot.set_ylim(bottom=max(0, min([*levels.values(), *bpcs]) - 0.3), top=min(max(bpcs), 5.5))
-    plot.grid(alpha=0.25)
-    plot.legend(frameon=False)
+    for right in beside:
+        for color, (name, values) in zip(("#9aa7b8", "#c0392b"), (by_position or {}).items(), strict=True):
+            right.plot(range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6)
+        right.set(title="The same test bytes, by position", xlabel="position in the segment", xlim=(1, None))
+    for each in (plot, *beside):
+        each.grid(alpha=0.25)
+        each.legend(frameon=False)
     save(drawing, path)
 
 
@@ -93,12 +104,12 @@ def curves(
     save(drawing, path)
 
 
-def figure(height: float = 4.5) -> Any:
-    """Returns an empty figure that needs no display, 8 inches wide."""
+def figure(height: float = 4.5, *, width: float = 8) -> Any:
+    """Returns an empty figure that needs no display. The sizes are inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    empty = Figure(figsize=(8, height), dpi=120, layout="constrained")
+    empty = Figure(figsize=(width, height), dpi=120, layout="constrained")
     FigureCanvasAgg(empty)
     return empty
 

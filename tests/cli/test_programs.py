@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support import ROOT, programs
+from txl_jax.cli import program as program_lib
 
 SHORT = programs.steps(2, every=2)
 
@@ -66,6 +67,23 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
     assert not any((tmp_path / "there").iterdir()) and not any((tmp_path / "here").iterdir())
     code, _, err = run("text", workdir, "--train.steps=2", "--model.d_model=8")
     assert code == 1 and "--model.d_model was 16 and is now 8" in err and "fewer than the 4 " in err
+
+
+def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monkeypatch):
+    """Over a flagfile's steps and its warm-up; the same command finds them in the record."""
+    asked = []
+    monkeypatch.setattr(
+        program_lib, "steps_in", lambda seconds, *given: asked.append(seconds) or (20 * len(asked), 0.1)
+    )
+    (tmp_path / "mine.flags").write_text("\n".join([*own_text, "--optimizer.warmup_steps=30"]))
+    words = [f"--flagfile={tmp_path / 'mine.flags'}", f"--workdir={tmp_path / 'run'}", "--minutes=0.5"]
+    succeed("text", *words)
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (recorded["config"]["train.steps"], recorded["config"]["optimizer.warmup_steps"]) == (20, 2)
+    assert re.search(r"(?m)^finished +already", succeed("text", *words)) and asked == [30]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == recorded
+    code, _, err = run("text", *words, "--train.steps=40")
+    assert code == 1 and "--minutes" in err and "--train.steps" in err
 
 
 @pytest.mark.full

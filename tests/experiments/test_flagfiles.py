@@ -59,6 +59,8 @@ FLAGFILES = {
     # Not from the paper: the count pins the sizes.
     "ptb_small": Row("ptb", PTB, 2_146_832),
     "small": Row("text", 256, 3_483_392),
+    "own_bytes": Row("text", 256, 3_483_904),
+    "own_words": Row("text", 10_000, 5_988_112),
 }
 
 # With u and v per layer, --model.untie_r.

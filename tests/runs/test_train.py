@@ -1,5 +1,6 @@
 """Tests the training job: stop and resume, kills, a bucket, non-finite losses, refusals, and a finished run."""
 
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import txl_jax
 from support import runs, tiny_run
 from support.runs import numbers, stop_after
+from txl_jax import flops
 from txl_jax.config import config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import NonFiniteError, UserError
@@ -22,6 +24,7 @@ from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import generate_text, make_sampler
 from txl_jax.runs.run import Run
+from txl_jax.runs.train import steps_in
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
@@ -29,6 +32,21 @@ from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 
 STEPS = 24
+
+
+def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus):
+    """The first call takes a minute; then S updates take 3 s a call. Evaluations cost what their FLOPs do."""
+    ticks = itertools.chain([0, 60], itertools.count(63, 3))
+    steps, each = steps_in(1000, config, corpus, clock=lambda: next(ticks))
+    assert each == 3 / config.train.segments_per_call and steps % config.train.segments_per_call == 0
+    sizes = {"vocab_size": 256}
+    update, scored = flops.of_step(config, **sizes, n_device=1), flops.of_inference(config.model, config.eval, **sizes)
+    token = each * scored / update.flops
+    valid, test = (token * len(split) for split in (corpus.valid[: config.eval.valid_tokens], corpus.test))
+    spent = steps * each + (steps / config.train.eval_every + 1) * valid + test
+    assert 1000 - 3 - valid <= spent <= 1000
+    with pytest.raises(UserError, match=r"\bminutes\b"):
+        steps_in(test, config, corpus, clock=lambda: next(ticks))
 
 
 class Killed(BaseException):

@@ -10,7 +10,15 @@ import optax
 import pytest
 
 from support import tiny_run
-from txl_jax.config import AverageConfig, ExperimentConfig, OptimizerConfig, OptimizerName, ScheduleOffset, TrainConfig
+from txl_jax.config import (
+    AverageConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    OptimizerName,
+    Schedule,
+    ScheduleOffset,
+    TrainConfig,
+)
 from txl_jax.config.training import ADAM_B1
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
@@ -50,6 +58,13 @@ def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last:
 )
 def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
     assert rates(**changes) == pytest.approx([rate_by_hand(count, **by_hand) for count in range(STEPS + 2)])
+
+
+@pytest.mark.parametrize("multiple", [1.0, 3.0])
+def test_a_linear_warm_up_and_a_line(multiple):
+    corners = [0, WARMUP, STEPS], [0, multiple * PEAK, MIN_RATIO * PEAK]
+    expected = np.interp(range(STEPS + 2), *corners)
+    np.testing.assert_allclose(rates(schedule=Schedule.LINEAR, multiple=multiple), expected, rtol=1e-6)
 
 
 def test_the_rate_is_multiplied_while_weights_are_averaged():

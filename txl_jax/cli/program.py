@@ -38,7 +38,7 @@ from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
-from txl_jax.runs.train import train_run
+from txl_jax.runs.train import steps_in, train_run
 from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import quiet_orbax
@@ -119,6 +119,46 @@ class WatchPlan(Plan):
         return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
 
 
+@dataclasses.dataclass(frozen=True)
+class TimedPlan(Plan):
+    """The setting for training as long as a given time."""
+
+    minutes: float | None = setting(
+        None,
+        "Minutes to train, including evaluations. Sets train.steps at the first start, by the measured speed.",
+        above=0,
+    )
+
+    def keep_steps(self, config: ExperimentConfig, job: "Job", run: Run) -> ExperimentConfig:
+        """Returns the config with the steps that --minutes set at the first start, if the run has started already.
+
+        Raises `UserError` if --train.steps is passed too, or with several processes, whose clocks differ.
+        """
+        if self.minutes is None:
+            return config
+        both = job.places.get("train.steps") == ""
+        require(not both, "--minutes and --train.steps both set how long to train. Leave one of them out.")
+        require(not distributed.is_multiprocess(), "--minutes works with one process only. Pass --train.steps instead.")
+        if run.is_new:
+            return config
+        run.notes.append("train.steps stays as --minutes set it at the first start. Pass --train.steps to change it.")
+        return config_tree.replace(config, {"train.steps": run.config.train.steps})
+
+    def fit_steps(self, config: ExperimentConfig, corpus: Corpus, job: "Job", run: Run) -> ExperimentConfig:
+        """Returns the config with as many steps as fit into --minutes, at the first start of a run.
+
+        At most a tenth of the steps are warm-up, unless the warm-up is passed.
+        """
+        if self.minutes is None or not run.is_new:
+            return config
+        steps, seconds = steps_in(60 * self.minutes, config, corpus)
+        warmup = config.optimizer.warmup_steps
+        if job.places.get(_WARMUP) != "":
+            warmup = min(warmup, steps // 10)
+        run.notes.append(f"{steps:,} steps of {seconds:.3g} s fit into {self.minutes:g} minutes, {warmup} of warm-up")
+        return config_tree.replace(config, {"train.steps": steps, _WARMUP: warmup})
+
+
 class Mode(enum.StrEnum):
     """What a corpus's command does."""
 
@@ -129,11 +169,11 @@ class Mode(enum.StrEnum):
 
 
 # Groups of settings that only training reads.
-_OF_TRAINING = ("seed", "init_", "optimizer.", "train.", "regularization.", "average.", "profile_", "wandb_")
+_OF_TRAINING = ("seed", "init_", "minutes", "optimizer.", "train.", "regularization.", "average.", "profile_", "wandb_")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainPlan(WatchPlan, TextPlan):
+class TrainPlan(WatchPlan, TimedPlan, TextPlan):
     """The settings of a corpus's command."""
 
     mode: Mode = setting(Mode.TRAIN, "What to do.")
@@ -176,10 +216,12 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
         config = job.config(run)
         _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
+        config = plan.keep_steps(config, job, run)
         run.compare(config)  # Before a text is read, which may take minutes.
         corpus = job.corpus(config, run)
         if run.is_new and not {"tokenizer", "data.tokenizer.kind"} & job.places.keys():
             distributed.run_on_all(lambda: refuse_packed(corpus))
+        config = plan.fit_steps(config, corpus, job, run)
         with job.stop:  # From here on: while a text is read a signal ends the process at once.
             outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
     if outcome.finished:

@@ -12,6 +12,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerName",
     "RegularizationConfig",
+    "Schedule",
     "ScheduleOffset",
     "TrainConfig",
 ]
@@ -24,8 +25,15 @@ class LossPart(enum.StrEnum):
     HALF = "half"  # The last L - L // 2 positions.
 
 
+class Schedule(enum.StrEnum):
+    """Shape of the learning rate's decay after the warm-up."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"  # Reaches zero at a constant slope (Defazio et al., 2023; Bergsma et al., 2025).
+
+
 class ScheduleOffset(enum.StrEnum):
-    """Step at which the cosine of the learning rate starts."""
+    """Step at which the decay of the learning rate starts."""
 
     AFTER_WARMUP = "after_warmup"  # At the end of the warm-up: no jump.
     ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
@@ -51,13 +59,14 @@ _WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Config, prefix="optimizer."):
-    """The optimizer, with linear warm-up, cosine decay and clipping by global norm."""
+    """The optimizer, with linear warm-up, decay and clipping by global norm."""
 
     name: OptimizerName = setting(OptimizerName.ADAM, "Optimizer. muon updates layers' matrices, and Adam the rest.")
     learning_rate: float = setting(2.5e-4, "Peak learning rate.", above=0)
     warmup_steps: int = setting(0, "Linear warm-up, in training steps.", at_least=0)
+    schedule: Schedule = setting(Schedule.COSINE, "Decay of the learning rate after the warm-up.")
     schedule_offset: ScheduleOffset = setting(
-        ScheduleOffset.AFTER_WARMUP, "Step at which the cosine starts.", flag=False
+        ScheduleOffset.AFTER_WARMUP, "Step at which the decay starts.", flag=False
     )
     adam_b2: float = setting(
         0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}

@@ -5,14 +5,16 @@ segments, the weights of a warm start are read, the run is recorded, and `txl_ja
 the state and trains.
 """
 
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from txl_jax import sharding
+from txl_jax import flops, sharding
 from txl_jax.config import ExperimentConfig, Network, Order
 from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
@@ -27,6 +29,8 @@ from txl_jax.runtime.environment import device_kind
 from txl_jax.runtime.sinks import Sink
 from txl_jax.runtime.stop import StopRequest
 from txl_jax.training.hooks import Hook, check_hooks
+
+_SECONDS_TO_TIME = 5.0  # Of updates, before their number is set.
 
 
 def train_run(
@@ -160,6 +164,37 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
         sentence_starts=corpus.sentences if data.order is Order.SENTENCES else None,
         own=built.own_rows(train_config.batch_size).tolist(),
     )
+
+
+def steps_in(
+    seconds: float, config: ExperimentConfig, corpus: Corpus, *, clock: Callable[[], float] = time.monotonic
+) -> tuple[int, float]:
+    """Measures an update, and returns how many fit into a time with their evaluations, and the seconds of one.
+
+    The timed updates are discarded. Compilation does not count, and evaluations count by their FLOPs. Raises
+    `UserError` if the text cannot be trained on, or evaluations leave no time for updates.
+    """
+    built = build_for(config, corpus.vocabulary)
+    built.check_batch_size()
+    train, reader = config.train, training_reader(built, corpus, config.seed)
+    step, state, times = built.compile_step().program, built.init_state(), [clock()]
+    while len(times) < 4 or times[-1] - times[1] < _SECONDS_TO_TIME:
+        segments = reader.segments((len(times) - 1) * train.segments_per_call, train.segments_per_call)
+        state, metrics = step(state, built.place(segments, batch_size=train.batch_size))
+        jax.block_until_ready(metrics)
+        times.append(clock())
+    each = (times[-1] - times[1]) / ((len(times) - 2) * train.segments_per_call)
+    sizes = {"vocab_size": built.model.vocab_size}
+    work = flops.of_step(config, **sizes, n_device=built.mesh.size).flops or math.inf
+    per_token = each * flops.of_inference(config.model, config.eval, **sizes) / work
+    validation = per_token * len(corpus.valid[: config.eval.valid_tokens])
+    # The last update is evaluated too, whether it is a multiple of eval_every or not.
+    scoring = validation + per_token * len(corpus.test)
+    steps = int((seconds - scoring) / (each + validation / train.eval_every))
+    steps -= steps % train.segments_per_call
+    found = f"an update takes {each:.3g} s, and scoring the validation and test splits {scoring:.3g} s"
+    require(steps > 0, f"{seconds / 60:g} minutes are too few to train: {found}. Pass more minutes.")
+    return steps, each
 
 
 def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:

@@ -1,4 +1,4 @@
-"""The optimizer: gradient clipping, an update rule, weight decays, and the learning-rate schedule (warm-up, cosine).
+"""The optimizer: gradient clipping, an update rule, weight decays, and the learning-rate schedule (warm-up, decay).
 
 All update rules are optax's, with two adaptations. Trust ratios, root mean squares and factors are per layer, although
 `nn.scan` stacks the layers in one tensor. And a projection of attention is the matrix that it multiplies by, although
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName, ScheduleOffset
+from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName, Schedule, ScheduleOffset
 from txl_jax.config.training import ADAM_B1
 from txl_jax.training import nvidia_lamb
 from txl_jax.training.param_axes import as_matrices, matrix_axes, matrix_shape, names_of, per_layer
@@ -28,12 +28,12 @@ MUON_RMS = 0.2
 def learning_rate(
     config: ExperimentConfig, *, peak: float | jax.Array | None = None, multiple: float = 1.0
 ) -> optax.Schedule:
-    """Returns a linear warm-up from 0 to the peak, then a cosine down to a minimum at the last update.
+    """Returns a linear warm-up from 0 to the peak, then a cosine or a line down to a minimum at the last update.
 
     With `decay_steps` the minimum is reached there and kept. From `average.start_step` on all is times
     `average.lr_scale`.
 
-    The cosine runs from the end of the warm-up, or, as in the original PyTorch script (`ScheduleOffset.ORIGINAL`),
+    The decay runs from the end of the warm-up, or, as in the original PyTorch script (`ScheduleOffset.ORIGINAL`),
     from update 0, so that the rate jumps down where the warm-up ends.
 
     `peak` may be traced, and is the config's if it is None. `multiple` raises the peak, but not the minimum, which is
@@ -43,10 +43,13 @@ def learning_rate(
     peak, warmup = multiple * (optimizer.learning_rate if peak is None else peak), optimizer.warmup_steps
     steps = optimizer.decay_steps or config.train.steps
     offset = warmup if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP else 0
-    cosine = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=optimizer.min_lr_ratio / multiple)
+    end = optimizer.min_lr_ratio / multiple
+    decay = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=end)
+    if optimizer.schedule is Schedule.LINEAR:
+        decay = optax.linear_schedule(peak, peak * end, transition_steps=steps - offset)
 
     def rate(count: jax.Array) -> jax.Array:
-        falling = jnp.where(count < warmup, peak * count / max(warmup, 1), cosine(count - offset))
+        falling = jnp.where(count < warmup, peak * count / max(warmup, 1), decay(count - offset))
         if average.lr_scale == 1 or average.start_step is None:
             return falling
         return jnp.where(count < average.start_step, 1, average.lr_scale) * falling
