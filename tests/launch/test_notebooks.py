@@ -87,7 +87,7 @@ def colab(monkeypatch, tmp_path):
     monkeypatch.setattr(
         subprocess,
         "run",
-        lambda words, **how: calls.commands.append(words) if {"pip", "git"} & set(words) else run(words, **how),
+        lambda words, **how: calls.commands.append(words) if {"pip", "clone"} & set(words) else run(words, **how),
     )
     monkeypatch.setattr(shared, "DRIVE", tmp_path / "drive")
     return calls
