@@ -19,17 +19,10 @@ from txl_jax.errors import UserError
 
 @flax.struct.dataclass
 class Memory:
-    """States of the last M positions.
+    """States of the last M positions. Rows are independent: a microbatch takes its own."""
 
-    Attributes:
-      hidden: [N, B, M, D]. Inputs of the layers, oldest position first.
-      valid: int32 [B]. Number of filled slots of each row, which are the last ones.
-
-    Rows are independent: a microbatch takes its rows of axis 1 of `hidden` and of axis 0 of `valid`.
-    """
-
-    hidden: jax.Array
-    valid: jax.Array
+    hidden: jax.Array  # [N, B, M, D], inputs of the layers, oldest position first.
+    valid: jax.Array  # int32 [B], number of filled slots of each row, which are the last ones.
 
     @property
     def mem_len(self) -> int:
@@ -37,10 +30,7 @@ class Memory:
         return self.hidden.shape[2]
 
     def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Raises `UserError` unless it is a memory of `n_layer` layers for the rows of tokens [B, L].
-
-        Embeddings, floats [B, L, D], may take the place of the tokens.
-        """
+        """Raises `UserError` unless it has `n_layer` layers and the rows of tokens [B, L], or embeddings [B, L, D]."""
         width = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
             if tokens.ndim != 3 or tokens.shape[2] != width:
@@ -76,15 +66,10 @@ class Documents(NamedTuple):
     """The positions where documents begin in a segment, from the tokens that end them.
 
     With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: the end token belongs to the document that it ends.
-
-    Attributes:
-      start: int32 [B, L]. Position at which the document of each position begins, or 0 if it begins with the segment
-        or in the memory.
-      last: int32 [B]. Position after the last end token, or 0 if the segment has none.
     """
 
-    start: jax.Array
-    last: jax.Array
+    start: jax.Array  # int32 [B, L], where each position's document begins; 0 if with the segment or in the memory.
+    last: jax.Array  # int32 [B], position after the last end token, or 0 if the segment has none.
 
     def valid(self, valid: jax.Array) -> jax.Array:
         """Returns the number of filled slots [B] after the segment, at most `valid`: the last document's positions."""

@@ -178,11 +178,10 @@ def preset_names() -> list[str]:
 def preset(name: str) -> ExperimentConfig:
     """Returns a published configuration: the settings of `experiments/flags/NAME.flags`, which cites its sources.
 
+    Raises `UserError`, which lists all names, if the name is unknown.
+
     >>> preset("enwik8_12l").model.n_layer
     12
-
-    Raises:
-      UserError: If the name is unknown. The message lists all names.
     """
     if name not in (known := preset_names()):
         raise UserError(f"the preset must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")

@@ -70,13 +70,10 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yields int32 [B, up to `block`] until `config.length` tokens of B samples are drawn or all have ended.
 
-        A sample that has ended continues with its stop token. Raises `UserError` if the prompt is empty.
-
-        Args:
-          prompt: int [T], at least one token, read once for all samples.
-          stop_token: A sample ends with this token, or only at `config.length` if it is None or a string.
-          block: Tokens per call. More is a little faster, fewer are seen sooner.
-          stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
+        The prompt [T] is read once for all samples. A sample ends with `stop_token`, which then fills its rest, or only
+        at `config.length` if that is None or a string. Larger blocks are a little faster, smaller ones are seen sooner.
+        Once `stop_requested`, asked between segments of the prompt and between blocks, is true nothing more comes.
+        Raises `UserError` if the prompt is empty.
         """
         if len(prompt) == 0:
             raise UserError("the prompt must have at least one token, got an empty one")

@@ -38,8 +38,7 @@ _MESH_AXES: dict[str, Any] = {
 def spec(*names: str | None) -> PartitionSpec:
     """Returns the mesh axes of an array with these logical axes; it is replicated over a name that is None.
 
-    Raises:
-      ValueError: If a name has no row in the table (flax would silently replicate it).
+    Raises `ValueError` for a name that has no row in the table, which flax would silently replicate.
     """
     for name in names:
         if name is not None and name not in _MESH_AXES:

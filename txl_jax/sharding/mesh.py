@@ -34,11 +34,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """Makes the mesh over this run's devices, or over others, such as a topology that is not attached.
 
     With `data` given, devices beyond the product stay idle. Neighbours along an axis of the mesh are neighbours in the
-    interconnect, where devices have coordinates. Of `data`, the slice of TPUs is the outermost part.
-
-    Raises:
-      UserError: If the sizes need more devices than there are, or leave a remainder where `data` is None, or slices
-        have different numbers of devices.
+    interconnect, where devices have coordinates. Raises `UserError` if the sizes need more devices than there are, or
+    leave a remainder where `data` is None, or slices have different numbers of devices.
     """
     slices = _slices(jax.devices() if devices is None else devices)
     shape = _shape(config, sum(map(len, slices)), num_slices=len(slices))
@@ -57,10 +54,7 @@ def num_slices(mesh: Mesh) -> int:
 
 
 def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
-    """Lays devices over a mesh, each slice in the order of its interconnect.
-
-    `shape` is data x fsdp x tensor over all slices, whose number divides `data`. Returns devices [data, fsdp, tensor].
-    """
+    """Returns devices [data, fsdp, tensor] of this shape, each slice, of which `data` has equal parts, in its order."""
     data, fsdp, tensor = shape
     in_slice = data // len(slices), fsdp, tensor
     chosen = [device for one in slices for device in one[: math.prod(in_slice)]]
@@ -89,9 +83,8 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     """Returns data x fsdp x tensor over all slices."""
     in_slice, rest = divmod(n_device, num_slices)
     if rest:
-        raise UserError(
-            f"there are {n_device} devices in {num_slices} slices of TPUs; each slice must have as many as the others"
-        )
+        found = f"there are {n_device} devices in {num_slices} slices of TPUs"
+        raise UserError(f"{found}; each slice must have as many as the others")
     shared = config.fsdp * config.tensor
     data = config.data or in_slice // shared
     if data * shared > in_slice or (not config.data and data * shared != in_slice):

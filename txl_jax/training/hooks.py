@@ -13,18 +13,13 @@ from txl_jax.training.step import TrainState
 class HookContext:
     """Context of a hook: the state it reads and the functions by which it reports.
 
-    Attributes:
-      step: Number of updates done.
-      state: The training state after them, with a leading member axis in an ensemble. The next update reuses its
-        buffers, so copy what is needed later.
-      run_log: The log of the run.
-      stopping: Whether this hook has requested a stop.
+    The next update reuses the buffers of `state`, so copy what is needed later.
     """
 
-    step: int
-    state: TrainState
+    step: int  # Number of updates done.
+    state: TrainState  # After them, with a leading member axis in an ensemble.
     run_log: RunLog
-    stopping: bool = False
+    stopping: bool = False  # Whether this hook has requested a stop.
 
     def log(self, line: str) -> None:
         """Prints a line and adds it to log.txt."""

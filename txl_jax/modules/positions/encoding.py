@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
+from txl_jax.ops.attention import positions
 
 
 class Projections(NamedTuple):
@@ -42,10 +43,7 @@ class PositionTerms(NamedTuple):
 
 
 class PositionKeys(flax.struct.PyTreeNode):
-    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0: `key`, `score` or both.
-
-    They are added to scores that are already divided by sqrt(E), like the query.
-    """
+    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0: `key`, `score` or both."""
 
     bias: jax.Array | None  # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
     key: Any  # [H, E, P], not divided: the query is; perhaps `Int8`.
@@ -99,21 +97,21 @@ class PositionEncoding:
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array | None:
-        """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], int [K], or None.
+        """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], or None.
 
-        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here.
+        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here. The encoding of a
+        learned table is the distances themselves, clamped to it, int [K].
         """
-        return None
+        if not self.config.encoding.is_learned:
+            return None
+        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
 
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
         """Adds positions to the input of the first layer, [B, L, D]."""
         return embedded
 
     def shared_parameters(self) -> Any:
-        """Creates parameters that all layers share. Called in the module of the stack.
-
-        Inference finds them under the name "biases".
-        """
+        """Creates parameters that all layers share, in the module of the stack. Inference finds them as "biases"."""
         return None
 
     def layer_parameters(self, shared: Any) -> Any:
@@ -127,10 +125,7 @@ class PositionEncoding:
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
-        """Returns the terms of a layer's scores, keys and biases of type `dtype`.
-
-        Called in the module of the attention.
-        """
+        """Returns the terms of a layer's scores, keys and biases of type `dtype`. Called in the attention's module."""
         return PositionTerms()
 
     # Inference: the same mathematics with parameters that do not change.
@@ -154,7 +149,6 @@ class PositionEncoding:
     def original_tensors(self) -> Sequence[OriginalTensor]:
         """Returns the correspondence of the encoding's other parameters than `original_projections`.
 
-        Raises:
-          UserError: If other implementations do not support the config's model.
+        Raises `UserError` if other implementations do not support the config's model.
         """
         return ()

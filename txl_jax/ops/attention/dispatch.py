@@ -78,11 +78,9 @@ def attention(
 
     def on_one(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> jax.Array:
         if dropout is not None:  # The masks of the whole batch.
-            dropout = dropout.replace(
-                first_row=dropout.first_row + (jax.lax.axis_index(shards.rows) * shards.batch if shards.rows else 0),
-                first_head=dropout.first_head
-                + (jax.lax.axis_index(shards.heads) * shards.n_head if shards.heads else 0),
-            )
+            row = jax.lax.axis_index(shards.rows) * shards.batch if shards.rows else 0
+            head = jax.lax.axis_index(shards.heads) * shards.n_head if shards.heads else 0
+            dropout = dropout.replace(first_row=dropout.first_row + row, first_head=dropout.first_head + head)
         return compute(operands, visibility, dropout)
 
     specs = (
@@ -194,10 +192,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(batch: int, n_head: int) -> Shards | None:
-    """Returns how B rows and H heads are divided, or None if they are not divided here.
+    """Returns how B rows and H heads are divided, or None.
 
-    They are not if there is one device, if the ambient mesh is the caller's with axes of other names, or if the call is
-    inside the caller's own `shard_map`, where arrays are already one device's.
+    It is None with one device, with a caller's mesh whose axes have other names, and inside a caller's own `shard_map`,
+    where arrays are already one device's.
     """
     mesh = ambient_mesh()
     if mesh is None:

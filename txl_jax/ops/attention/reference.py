@@ -36,10 +36,10 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     o = operands
     wide = jnp.promote_types(o.query.dtype, jnp.float32)
-    content_query = _biased(o.query, o.content_bias)
+    content_query = biased(o.query, o.content_bias)
     scores_BxHxLxK = jnp.einsum("bhle,bhke->bhlk", content_query, o.key, preferred_element_type=wide)
     if o.position_key is not None or o.position_score is not None:
-        position_query = _biased(o.query, o.position_bias)
+        position_query = biased(o.query, o.position_bias)
         by_distance = _position_scores(position_query, _by_rows(o.position_key, wide), o.position_score, wide)
         scores_BxHxLxK += positions.by_key(by_distance, visibility.n_keys)
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
@@ -68,10 +68,7 @@ class ScoreTerms(NamedTuple):
 def score_terms(
     query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
 ) -> ScoreTerms:
-    """Computes the four terms of causal scores. `attention` shifts the sum of two. Future keys get leftovers.
-
-    The arrays are as in `Operands`.
-    """
+    """Computes the four terms of causal scores, of arrays as in `Operands`. Future keys get leftovers."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
     none = jnp.zeros_like(query)
 
@@ -81,7 +78,7 @@ def score_terms(
     def distance(rows: jax.Array) -> jax.Array:
         return positions.relative_shift(_position_scores(rows, _by_rows(position_key, wide), None, wide))
 
-    u, v = _biased(none, content_bias), _biased(none, position_bias)
+    u, v = biased(none, content_bias), biased(none, position_bias)
     terms = content(query), distance(query), content(u), distance(v)
     return ScoreTerms(*(term * query.shape[-1] ** -0.5 for term in terms))
 
@@ -135,8 +132,8 @@ def _by_ring(rows: jax.Array, ring: jax.Array | Int8, wide: jnp.dtype) -> jax.Ar
     return products(rows, ring)
 
 
-def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """[B, H, L, E] and [H, E] -> [B, H, L, E]."""
+def biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Adds [H, E] to [B, H, L, E]."""
     return query if bias is None else query + bias[None, :, None, :]
 
 
