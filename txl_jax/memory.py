@@ -37,12 +37,11 @@ class Memory:
                 raise UserError(f"embeddings must be floats [B, L, {width}], got shape {tokens.shape}")
         elif tokens.ndim != 2:
             raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
-        if self.hidden.shape[:2] != (n_layer, tokens.shape[0]):
-            raise UserError(
-                f"the memory must have {n_layer} layers of {tokens.shape[0]} rows, like the model and the segment, got "
-                f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows. Make it with "
-                f"init_memory(batch_size={tokens.shape[0]}, ...)"
-            )
+        batch = tokens.shape[0]
+        if self.hidden.shape[:2] != (n_layer, batch):
+            wanted = f"the memory must have {n_layer} layers of {batch} rows, like the model and the segment"
+            found = f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows"
+            raise UserError(f"{wanted}, got {found}. Make it with init_memory(batch_size={batch}, ...)")
 
 
 def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:

@@ -119,11 +119,8 @@ class ExperimentConfig(Config):
         if model.network is not Network.TRANSFORMER_XL:
             for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
                 expect(not get(self, name), f"{name} model.network", f"The former requires {Network.TRANSFORMER_XL}")
-        expect(
-            self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
-            "data.reset_at model.compat.memory_start",
-            f"Resets require {MemoryStart.MASKED} memory",
-        )
+        holds = self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED
+        expect(holds, "data.reset_at model.compat.memory_start", f"Resets require {MemoryStart.MASKED} memory")
         expect(
             self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
             "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model",

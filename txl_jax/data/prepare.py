@@ -305,10 +305,8 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
         except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
             failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
-    raise UserError(
-        f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)}). Put "
-        f"{wanted} into {folders[0]} (--data_dir){corpus.advice}"
-    )
+    missing = f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)})"
+    raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
 
 
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
@@ -441,7 +439,5 @@ def _check_safe(path: str, name: str, target: str, *, is_device: bool = False) -
     for place in (name.replace("\\", "/"), target.replace("\\", "/")):  # Windows may have written it.
         if is_device or re.match("/|[A-Za-z]:", place) or ".." in place.split("/"):
             link = f" (a link to {target!r})" if target else ""
-            raise UserError(
-                f"{path} is not safe to read: its member {name!r}{link} is a device or points outside the archive. "
-                "Get the archive from another source."
-            )
+            wrong = f"its member {name!r}{link} is a device or points outside the archive"
+            raise UserError(f"{path} is not safe to read: {wrong}. Get the archive from another source.")

@@ -243,11 +243,10 @@ def default_data(name: CorpusName) -> DataConfig:
 def check_file(data: DataConfig) -> None:
     """Raises `UserError` if `data.file` is set for a published corpus that is not one file split by position."""
     one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
-    require(
-        not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each,
-        f"data.file is {data.file!r}, but data.corpus is {data.corpus}. Only part of "
-        f"{' or '.join(one_file_each)} can be passed as data.file. For any other file, pass --data.corpus=text.",
-    )
+    found = f"data.file is {data.file!r}, but data.corpus is {data.corpus}"
+    advice = f"Only part of {' or '.join(one_file_each)} can be passed as data.file"
+    allowed = not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each
+    require(allowed, f"{found}. {advice}. For any other file, pass --data.corpus=text.")
 
 
 def program_of(name: CorpusName) -> str:

@@ -116,10 +116,9 @@ def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tup
             text = json.loads(line)[field]
             text.encode()  # A number has no such method, and half a surrogate pair no UTF-8.
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(
-                f"line {number} of {name} must be a JSON object with a text in the field {field!r}, got "
-                f"{line.strip()[:60]!r}. Correct the line, or change --data.json_field (none for plain text files)."
-            ) from None
+            wanted = f"line {number} of {name} must be a JSON object with a text in the field {field!r}"
+            advice = "Correct the line, or change --data.json_field (none for plain text files)."
+            raise UserError(f"{wanted}, got {line.strip()[:60]!r}. {advice}") from None
         yield number, text
 
 

@@ -110,10 +110,8 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
     Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
     require(tokens.ndim == 1 and len(tokens) > 1, f"tokens must have one axis of at least 2, got shape {tokens.shape}")
-    require(
-        batch_size > 0 and 1 <= stride <= attention_len,
-        f"stride must be 1 to attention_len ({attention_len}) and batch_size at least 1, got {stride} and {batch_size}",
-    )
+    wanted = f"stride must be 1 to attention_len ({attention_len}) and batch_size at least 1"
+    require(batch_size > 0 and 1 <= stride <= attention_len, f"{wanted}, got {stride} and {batch_size}")
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
     starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
     yield from _in_batches(tokens, starts, attention_len, stride, batch_size)

@@ -53,10 +53,8 @@ def find(folder: Path, vocab_size: int) -> Found:
 def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
     """Returns a file's vocabulary, or raises `UserError` if the model has another number of tokens."""
     if found.vocabulary and found.vocabulary.size != vocab_size:
-        raise UserError(
-            f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}. Pass the vocabulary that it "
-            "was trained with."
-        )
+        wrong = f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}"
+        raise UserError(f"{wrong}. Pass the vocabulary that it was trained with.")
     return found
 
 

@@ -56,10 +56,8 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     path = Path(path)
     weights = _open_any(path)
     if weights is None:
-        raise UserError(
-            f"{path} contains no weights of another implementation. Expected one of {', '.join(_NAMES)}, such a file, "
-            "or a TensorFlow checkpoint."
-        )
+        expected = f"Expected one of {', '.join(_NAMES)}, such a file, or a TensorFlow checkpoint."
+        raise UserError(f"{path} contains no weights of another implementation. {expected}")
     found, file = weights.format, weights.path
     if found is None or format not in (None, found):
         some = ", ".join(list(weights.tensors)[:3])

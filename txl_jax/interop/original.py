@@ -93,11 +93,9 @@ def to_leaves(
         _check_frequencies(constant.read(), config.d_model, format)
     for name, first in shared.items():
         if not leaves_lib.is_same(found[name], found[first]):
-            raise UserError(
-                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
-                f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
-                "equal values."
-            )
+            ties = f"model.tie_weight {config.tie_weight}, model.tie_projs {list(config.tie_projs)}"
+            wrong = f"tensors {name} and {first} differ, but {ties} and model.untie_r {config.untie_r} share them"
+            raise UserError(f"{wrong}. Turn the tie off or pass equal values.")
     return _assembled(found, pieces)
 
 
@@ -270,10 +268,8 @@ def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
     is_rounded = found.dtype.itemsize < 4 or format is Format.NVIDIA  # NVIDIA's recipe trains in 16 bits.
     expected, rounding = _frequencies(d_model), 2**-8 if is_rounded else 1e-5
     if found.shape != expected.shape or not np.allclose(found.astype(_DOUBLE), expected, rtol=rounding, atol=0):
-        raise UserError(
-            f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}, got shape "
-            f"{list(found.shape)}. Only those frequencies are supported."
-        )
+        wanted = f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}"
+        raise UserError(f"{wanted}, got shape {list(found.shape)}. Only those frequencies are supported.")
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:

@@ -129,10 +129,8 @@ def read_record(folder: Path) -> ModelInfo:
     sums = _read_config(folder, RECORD)["sha256"]
     for name in (WEIGHTS, VOCABULARY, CONFIG):
         if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
-            raise UserError(
-                f"{folder / name} was changed after {RECORD} was written for it. Restore it, or remove {RECORD}: "
-                f"then the model is read with the settings in {CONFIG}."
-            )
+            advice = f"Restore it, or remove {RECORD}: then the model is read with the settings in {CONFIG}."
+            raise UserError(f"{folder / name} was changed after {RECORD} was written for it. {advice}")
     return read_info(folder, RECORD)
 
 
@@ -166,10 +164,8 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
         _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
-        raise UserError(
-            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name} (sha256, or vocab_size "
-            f"{expected[1]}). Copy or convert the directory again."
-        )
+        wrong = f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name}"
+        raise UserError(f"{wrong} (sha256, or vocab_size {expected[1]}). Copy or convert the directory again.")
     return info
 
 

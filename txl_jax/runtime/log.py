@@ -268,9 +268,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                     continue
                 self._failed.append(sink)
                 reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
-                self.note(
-                    f"{type(sink).__name__} failed and is skipped until the next start. The run continues ({reason})"
-                )
+                failed = f"{type(sink).__name__} failed and is skipped until the next start"
+                self.note(f"{failed}. The run continues ({reason})")
 
 
 def _drop_repeated(folder: str, last_step: int, redone: Collection[str]) -> None:

@@ -135,10 +135,7 @@ def act_on_notices() -> None:
 
 
 def metadata_server() -> str | None:
-    """Returns host, or host:port, of this machine's metadata server, or None. Uses no network.
-
-    Google's own libraries read the same two environment variables.
-    """
+    """Returns this machine's metadata server, host or host:port, or None, by the variables of Google's libraries."""
     if os.environ.get("NO_GCE_CHECK", "").lower() == "true":
         return None
     if server := os.environ.get("GCE_METADATA_HOST"):

@@ -400,10 +400,8 @@ def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
     elif isinstance(error, FileNotFoundError):
         reason, advice = "no such bucket or object", "Create the bucket, or pass the name of an existing one."
     elif isinstance(error, PermissionError):
-        advice = (
-            "Log in with `gcloud auth application-default login`, or grant this machine's account the role Storage "
-            "Object User on the bucket."
-        )
+        role = "the role Storage Object User on the bucket"
+        advice = f"Log in with `gcloud auth application-default login`, or grant this machine's account {role}."
     return UserError(f"cannot {what} {path} ({reason}). {advice}")
 
 

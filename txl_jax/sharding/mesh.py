@@ -89,11 +89,9 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     data = config.data or in_slice // shared
     if data * shared > in_slice or (not config.data and data * shared != in_slice):
         where = f" in each of {num_slices} slices" if num_slices > 1 else ""
-        raise UserError(
-            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
-            f"there are {in_slice} devices{where}; the product must not exceed that, nor leave a remainder where data "
-            "is none"
-        )
+        asked = f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor}"
+        wanted = "the product must not exceed that, nor leave a remainder where data is none"
+        raise UserError(f"{asked} and there are {in_slice} devices{where}; {wanted}")
     return num_slices * data, config.fsdp, config.tensor
 
 

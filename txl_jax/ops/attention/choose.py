@@ -34,10 +34,8 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
     if path == "stored" and problem.cached:
         return REFERENCE, _INFERENCE
     if (refused := refusal(path, problem)) is not None:
-        what = "attention over a KV cache" if problem.cached else "attention"
-        raise UserError(
-            f"{what} cannot be {path} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}."
-        )
+        what = f"{'attention over a KV cache' if problem.cached else 'attention'} cannot be {path}"
+        raise UserError(f"{what} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}.")
     return _make(path, problem), "by model.attention"
 
 
