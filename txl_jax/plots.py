@@ -24,10 +24,7 @@ def can_draw() -> bool:
 def learning_curve(
     records: Sequence[Mapping[str, Any]], path: AnyPath, *, title: str, levels: Mapping[str, float]
 ) -> None:
-    """Draws bpc against training steps: the records of the kinds "train" and "valid" in metrics.jsonl.
-
-    `levels` are names and bpc of horizontal lines to compare with.
-    """
+    """Draws the bpc of the records "train" and "valid" against training steps, and of named horizontal `levels`."""
     drawing = figure()
     plot = drawing.add_subplot()
     bpcs: list[float] = []

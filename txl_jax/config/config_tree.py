@@ -209,10 +209,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
-    """Inverts `to_dict`. Settings without a value keep their defaults.
-
-    Raises `UserError` if a name is unknown (with the nearest names), or a value has another type.
-    """
+    """Inverts `to_dict`, with defaults for other settings. Raises `UserError` for an unknown name or another type."""
     known = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:
         if name not in known:

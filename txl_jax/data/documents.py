@@ -95,10 +95,7 @@ class DocumentRows:
         return call
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin.
-
-        A piece is the document's number, the piece's first position and pairs, and whether the document ends with it.
-        """
+        """Yields pieces of a row's documents (number, first position, pairs, ends it) and None if none may begin."""
         while True:
             if (document := self._next_document()) is None:
                 yield None

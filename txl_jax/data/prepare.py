@@ -136,8 +136,7 @@ def _refusing_damage(what: str, advice: str) -> Iterator[None]:
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """A corpus as records of the files in `files_in`, or of downloaded ones, written without TensorFlow.
 
-    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for which it needs
-    TensorFlow above 1 GB.
+    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them, above 1 GB with TensorFlow.
     """
 
     VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.

@@ -105,10 +105,7 @@ def expanded(names: Iterable[str], *, flag: str) -> list[str]:
 
 
 def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tuple[int, str]]:
-    """Yields the text in a field of each JSON line that is not empty, after the line's number, from 1 on.
-
-    Raises `UserError` with number and `name` of the file for a line without such a text.
-    """
+    """Yields number, from 1 on, and text in a field of JSON lines that are not empty, or raises `UserError`."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -281,10 +281,7 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
 def write_model(
     folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
 ) -> list[str]:
-    """Writes model.safetensors, config.json and the vocabulary for an implementation. Returns notes on differences.
-
-    Raises `UserError` if the implementation does not support the model.
-    """
+    """Writes weights, config.json, vocabulary. Returns notes on differences, or raises `UserError` if unsupported."""
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})

@@ -104,10 +104,7 @@ def is_portable(folder: AnyPath) -> bool:
 
 
 def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
-    """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
-
-    `leaves` are the parameters of `TransformerXL`, which are converted to float32.
-    """
+    """Writes the files, the leaves as float32, into a directory; config.json last, which makes it a checkpoint."""
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})

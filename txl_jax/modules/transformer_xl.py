@@ -27,10 +27,7 @@ from txl_jax.ops.attention import Implementations, Visibility
 
 
 class TransformerXL(nn.Module):
-    """The language model.
-
-    The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer).
-    """
+    """The language model; the vanilla one with M = 0 and absolute positions (Al-Rfou et al.: learned in each layer)."""
 
     config: ModelConfig
     vocab_size: int

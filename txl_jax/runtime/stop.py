@@ -70,9 +70,8 @@ class StopRequest:
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
     (`reached_preemption_sync_point`). Every process must ask for the truth value at the same sequence of steps. A
-    second SIGTERM changes nothing then.
-
-    With `only_defaults` it leaves handlers of the caller's own, and all signals if this is not the main thread.
+    second SIGTERM changes nothing then. With `only_defaults` it leaves handlers of the caller's own, and all signals if
+    this is not the main thread.
     """
 
     def __init__(self, *, only_defaults: bool = False) -> None:

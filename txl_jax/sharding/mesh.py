@@ -68,10 +68,7 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
 
 
 def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
-    """Groups devices by slice of TPUs, in the order of the slices' indices; other devices are one group.
-
-    (jax gives GPUs a slice_index too, their host's. Over those FSDP is usual, and remains a choice.)
-    """
+    """Groups devices by slice of TPUs, in order. Others are one group, also GPUs, whose slice_index is their host's."""
     found: dict[int, list[jax.Device]] = {}
     for device in devices:
         index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0

@@ -75,10 +75,7 @@ class Progress:
         return self.members.to_json([dataclasses.asdict(totals) for totals in self._totals])
 
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
-        """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
-
-        Raises `NonFiniteError`, which names update and member, if a loss or gradient norm is not finite.
-        """
+        """Takes metrics [S], or [n, S], of updates after `first_step`. Raises `NonFiniteError` unless all are finite."""
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
             _check_finite(first_step, own, self.members.prefix(index))
@@ -103,10 +100,7 @@ class Progress:
         return self.clock() - self._excluded
 
     def _forecast(self, done: int) -> None:
-        """Prints how long the run takes, once, when its first steps are timed.
-
-        The first call is not counted: it fills buffers, and on GPUs loads kernels.
-        """
+        """Prints once how long the run takes. The first call does not count: it fills buffers, and on GPUs kernels."""
         now = self._now()
         if self._first_call is None:
             self._first_call = (done, now)

@@ -135,12 +135,9 @@ class PositionEncoding:
     ) -> DecodeTerms:
         """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
 
-        `position_keys` belong to the P distances P - 1, .., 0, where P is
-        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
-        `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
-        `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
-
-        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None.
+        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None. The distances
+        P - 1, .., 0 of `position_keys` end at the clamp (`positions.table_length`), and attention uses the largest for
+        all beyond. A learned encoding clamps by `config.clamp`, and `position_vectors` by itself.
         """
         return DecodeTerms()
 

@@ -53,13 +53,10 @@ def attention(
       position_key: [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`), or None for none and no biases.
       content_bias: [H, E], u, or None.
       position_bias: [H, E], v, or None.
-      position_score: [H, P], added to the scores of these distances before the division by sqrt(E), with or without
-        position keys, or None.
+      position_score: [H, P], added to these distances' scores before the division, also without keys, or None.
       visibility: Which keys a query sees. One that sees none gets zeros.
-      dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update,
-        or None.
-      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
-        (`choose.resolve`).
+      dropout: On the probabilities, (rate, seed) with a seed uint32 [] that is new in each layer and update, or None.
+      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice.
 
     Raises:
       ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in [0, 1).

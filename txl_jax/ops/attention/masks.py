@@ -41,10 +41,7 @@ class Visibility:
         return self.n_keys if self.causal else self.n_keys + self.segment_len - 1
 
     def distances(self, *, clamp_len: int | None = None) -> jax.Array:
-        """Returns the distances K - 1, .. that position keys belong to, int32 [P]. Negative distances are ahead.
-
-        Those farther than `clamp_len`, on either side, become `clamp_len`.
-        """
+        """Returns the distances K - 1, .. of position keys, int32 [P], clamped on both sides. Those ahead are < 0."""
         distances = self.n_keys - 1 - jnp.arange(self.n_positions, dtype=jnp.int32)
         return distances if clamp_len is None else jnp.clip(distances, -clamp_len, clamp_len)
 

@@ -59,10 +59,7 @@ def relative_shift(scores: jax.Array) -> jax.Array:
 
 
 def by_key(scores: jax.Array, n_keys: int) -> jax.Array:
-    """Moves scores from "column = distance" to "column = key": [..., L, P] -> [..., L, K].
-
-    Causal attention needs P = K columns (`relative_shift`). P = K + L - 1 has one for every pair (`skew`).
-    """
+    """Moves scores from distances to keys: [..., L, P] -> [..., L, K], with P = K, or K + L - 1 if not causal."""
     return relative_shift(scores) if scores.shape[-1] == n_keys else skew(scores, n_keys)
 
 
