@@ -76,10 +76,7 @@ class FieldType(NamedTuple):
     is_optional: bool = False  # Whether a value may be None.
 
     def convert(self, name: str, value: Any) -> Any:
-        """Returns a value of this type: a string becomes the enum member that it names, an int a float.
-
-        Raises `UserError` if the value has another type, or the enum lacks the member.
-        """
+        """Returns a value of this type, a string as the enum member that it names, an int as a float, or raises."""
         if value is None and self.is_optional:
             return None
         if self.is_list:

@@ -132,11 +132,9 @@ class ExperimentConfig(Config):
                 expect(not get(self, name), f"{name} init_vocabulary", "Set only one of them")
         steps, start = self.train.steps, average.start_step
         expect(start is None or start < steps, "average.start_step train.steps", "Averaging would never start")
-        expect(
-            optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
-            "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier",
-            "The embedding's peak would be below the minimum",
-        )
+        names = "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier"
+        holds = optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier
+        expect(holds, names, "The embedding's peak would be below the minimum")
         end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
         expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
         wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
@@ -144,10 +142,7 @@ class ExperimentConfig(Config):
 
 
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Returns the config that `to_dict` turned into a dictionary, in this version or an earlier one.
-
-    Raises `UserError` if a setting is unknown (with the nearest names) or was removed, or a value has the wrong type.
-    """
+    """Inverts `to_dict` of this version or an earlier one. Raises `UserError` for removed or unknown settings."""
     values = {re.sub(r"^compat\.", "model.compat.", name): value for name, value in values.items()}  # Of older records.
     if values.get("data.reset_at") is not None:
         values.pop("model.end_token", None)  # It follows from that and the vocabulary.

@@ -18,9 +18,7 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
-# Maximum number of documents per row that have begun and are not delivered: while a long document is read, the results
-# of the documents after it are kept.
-_LOOKAHEAD = 16
+_LOOKAHEAD = 16  # Documents per row that may have begun: results of those after a long one are kept until it ends.
 
 
 class Pairs(NamedTuple):

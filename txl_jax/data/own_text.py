@@ -59,9 +59,8 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
-    digest = digest_of(
-        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
-    )
+    shown = (with_bar(f"reading {split}", files) for split, files in splits.items())
+    digest = digest_of(digest_of(_digest([file]) for file in files) for files in shown)
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 

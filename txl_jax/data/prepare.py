@@ -256,10 +256,7 @@ class Place(NamedTuple):
 
 
 def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
-    """Opens the corpus's files, in the first directory that has all of them, or downloaded.
-
-    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or they are not official.
-    """
+    """Opens the corpus's files in the first directory that has all, or downloads them. Raises `UserError` if not."""
     folders, partly = corpus.places(data_dir), ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):

@@ -114,10 +114,9 @@ def _by_split(pattern: str) -> Layout:
     return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
 
 
-def _wikitext(
-    name: CorpusName, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
-) -> PublishedCorpus:
+def _wikitext(name: CorpusName, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int) -> PublishedCorpus:
     """Returns the row of a WikiText (Merity et al., 2016, table 1). Both share the validation and test splits."""
+    number = name.removeprefix("wikitext")
     folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",
@@ -213,7 +212,6 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     ),
     CorpusName.WIKITEXT103: _wikitext(
         CorpusName.WIKITEXT103,
-        number="103",
         vocab_size=267_735,
         train_tokens=103_227_021,
         zip_size=190_229_076,
@@ -221,7 +219,6 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     ),
     CorpusName.WIKITEXT2: _wikitext(
         CorpusName.WIKITEXT2,
-        number="2",
         vocab_size=33_278,
         train_tokens=2_088_628,
         zip_size=4_475_746,

@@ -41,10 +41,7 @@ class Windows(NamedTuple):
 
 
 def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
-    """Returns the jitted scoring of windows. Its arguments decide A and the number n of scored positions.
-
-    Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.
-    """
+    """Returns the jitted scoring of windows: only the hidden states of the n targets go through the softmax."""
 
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
         variables = {"params": params}

@@ -83,10 +83,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
 def apply_layers(
     params: DecodeParams, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
-    """Computes what `forward` does before `finish`, without writing to the cache, whose index may be any, or [B].
-
-    int [B, L] -> hidden states [B, L, D], and keys and values per layer, each [B, H, L, E].
-    """
+    """Computes hidden states [B, L, D], and each layer's keys and values [B, H, L, E], at any index, or [B]."""
     model = params.model
     documents = memory_lib.documents(tokens, model.end_token)  # None unless data.reset_at keeps documents apart.
     start = None if documents is None else documents.start

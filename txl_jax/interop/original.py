@@ -1,6 +1,6 @@
 """Weights of the authors' PyTorch release, in both directions, by its names and other implementations' names.
 
-    params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
+    leaves = to_leaves(tensors, config, vocab_size=204)  # our parameters by path, from tensors by name
     tensors = from_flax(params, config)                  # every name of the release's state_dict
 
 `_pieces` is the correspondence as one table, which both directions read. The release stores matrices as [out, in],
@@ -68,13 +68,6 @@ class Part(NamedTuple):
 Piece = tuple[Part, Part]  # A part of an original tensor, and the part of our parameter that holds the same numbers.
 
 
-def to_flax(
-    tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
-) -> dict[str, Any]:
-    """Returns the nested parameters of `TransformerXL` that `to_leaves` describes."""
-    return leaves_lib.to_tree(to_leaves(leaves_lib.from_tree(tensors), config, vocab_size=vocab_size, format=format))
-
-
 def to_leaves(
     tensors: Leaves, config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
 ) -> dict[str, Leaf]:
@@ -102,7 +95,7 @@ def to_leaves(
 def from_flax(
     params: Mapping[str, Any], config: ModelConfig, *, format: Format = Format.ORIGINAL
 ) -> dict[str, np.ndarray]:
-    """Inverts `to_flax`. Also takes a tree of gradients: a shared tensor's is then the sum over its uses."""
+    """Inverts `to_leaves` for nested parameters, or for their gradients: a shared tensor's is the sum over its uses."""
     leaves = from_leaves(leaves_lib.from_tree(params), config, format=format)
     tensors = {name: leaf.read() for name, leaf in leaves.items()}
     return tensors | {name: tensors[first] for name, first in aliases(config, format).items()}

@@ -50,7 +50,7 @@ tags:
 
 # Transformer-XL
 
-A language model with {parameters:,} parameters in the format of txl_jax {version}: {description}.
+A language model with {parameters:,} parameters in the format of txl_jax {version}: {info.description}.
 
 ## Model
 
@@ -61,7 +61,7 @@ A language model with {parameters:,} parameters in the format of txl_jax {versio
 | heads x head size | {model.n_head} x {model.d_head} |
 | inner size | {model.d_inner} |
 | parameters | {parameters:,} |
-| tokens | {vocabulary.size:,} ({vocabulary.kind}) |
+| tokens | {info.vocabulary.size:,} ({info.vocabulary.kind}) |
 | positional encoding | {model.encoding} |
 | cutoffs of the adaptive softmax | {cutoffs} |
 | div_val | {model.div_val} |
@@ -219,12 +219,11 @@ def read_vocabulary(path: AnyPath) -> Vocabulary:
 def _card(info: ModelInfo, num_parameters: int) -> str:
     """Returns README.md, the model card in Markdown."""
     return _CARD.format(
+        info=info,
         version=__version__,
-        description=info.description,
         parameters=num_parameters,
         model=info.config.model,
         lengths=info.config.eval,
-        vocabulary=info.vocabulary,
         cutoffs=format_value(info.config.model.cutoffs) or "none",
         clamp=format_value(info.config.eval.clamp_len),
         scores=_score_table(info.scores, info.vocabulary.measure),

@@ -224,10 +224,7 @@ def check_new_folder(folder: AnyPath) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: AnyPath) -> Iterator[Path]:
-    """Yields the name of a file or directory to make, which replaces `path` when the block ends, whole or not at all.
-
-    After an error nothing of it is left. A process that is killed leaves `.NAME.PID.tmp`.
-    """
+    """Yields a name, `.NAME.PID.tmp`, to make; it replaces `path` when the block ends, or an error leaves nothing."""
     if is_remote(path):
         with writing(path), tempfile.TemporaryDirectory() as folder:
             made = os.path.join(folder, "made")

@@ -14,9 +14,8 @@ function enter its mesh itself, whoever calls it; everywhere else `with use_mesh
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -92,13 +91,14 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     return num_slices * data, config.fsdp, config.tensor
 
 
-def use_mesh(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """Enters a mesh of several devices; does nothing with one device or None. Not to be used while tracing."""
     if mesh is None or mesh.size == 1:
-        return contextlib.nullcontext()
-    if isinstance(mesh, AbstractMesh):
-        return jax.sharding.use_abstract_mesh(mesh)
-    return jax.set_mesh(mesh)
+        yield
+    else:
+        with jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
+            yield
 
 
 def ambient_mesh() -> AbstractMesh | None:
@@ -111,15 +111,7 @@ def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
     """Returns a jitted function that enters `mesh` whenever it is called or lowered; itself with one device or None."""
     if mesh is None or mesh.size == 1:
         return jitted
-
-    def entering(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def inside(*arguments: Any, **named: Any) -> Any:
-            with use_mesh(mesh):
-                return function(*arguments, **named)
-
-        return inside
-
-    bound = entering(jitted)
+    entering = use_mesh(mesh)  # As a decorator it enters the mesh anew in each call.
+    bound: Any = entering(jitted)
     bound.lower, bound.eval_shape = entering(jitted.lower), entering(jitted.eval_shape)
     return bound

@@ -11,13 +11,11 @@ from txl_jax.training.step import TrainState
 
 @dataclasses.dataclass
 class HookContext:
-    """Context of a hook: the state it reads and the functions by which it reports.
-
-    The next update reuses the buffers of `state`, so copy what is needed later.
-    """
+    """Context of a hook: the state it reads and the functions by which it reports."""
 
     step: int  # Number of updates done.
-    state: TrainState  # After them, with a leading member axis in an ensemble.
+    # The state after them, with a leading member axis in an ensemble. The next update reuses its buffers: copy them.
+    state: TrainState
     run_log: RunLog
     stopping: bool = False  # Whether this hook has requested a stop.
 

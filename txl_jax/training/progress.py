@@ -75,7 +75,7 @@ class Progress:
         return self.members.to_json([dataclasses.asdict(totals) for totals in self._totals])
 
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
-        """Takes metrics [S], or [n, S], of updates after `first_step`. Raises `NonFiniteError` unless all are finite."""
+        """Takes metrics [S], or [n, S], of updates after `first_step`. Raises `NonFiniteError` if one is not finite."""
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
             _check_finite(first_step, own, self.members.prefix(index))

@@ -74,16 +74,12 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    # Whether scores depend on distances alone, so that text can be read and written one token at a time.
-    generates_by_token: ClassVar[bool] = False
+    generates_by_token: ClassVar[bool] = False  # Whether scores depend on distances alone, so that one token suffices.
     # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
     has_four_terms: ClassVar[bool] = False
-    # Matrix products per pair of query and key: content score, value, and position score where there is one.
-    products_per_key: ClassVar[int] = 2
-    # Whether training projects the codes of all K distances to position keys, in every layer and segment.
-    projects_codes: ClassVar[bool] = False
-    # The number of this encoding in the original (attn_type), or None if it has no such encoding.
-    original_type: ClassVar[int | None] = None
+    products_per_key: ClassVar[int] = 2  # Matmuls per query and key: content, value, and position score if any.
+    projects_codes: ClassVar[bool] = False  # Whether training projects all K codes, in every layer and segment.
+    original_type: ClassVar[int | None] = None  # The original's attn_type, or None if it has no such encoding.
     # Attention's inward projections in the original: its matrices, and the parameters that their rows hold.
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
 
@@ -144,8 +140,5 @@ class PositionEncoding:
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of the encoding's other parameters than `original_projections`.
-
-        Raises `UserError` if other implementations do not support the config's model.
-        """
+        """Returns the correspondence of parameters other than `original_projections`. Raises `UserError` if none."""
         return ()

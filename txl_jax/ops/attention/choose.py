@@ -65,10 +65,7 @@ def can_serve(implementation: Implementation, problem: Problem) -> bool:
 
 
 def resolve(implementation: Implementation | str, problem: Problem) -> Implementation:
-    """Returns the choice for a path, or an earlier choice, made for other lengths or another device, if it can serve.
-
-    Otherwise "auto" decides. Raises `UserError` as `choose`.
-    """
+    """Returns the choice for a path, or an earlier choice, of other lengths or device, if it can serve, or "auto"'s."""
     if not isinstance(implementation, Implementation):
         return choose(implementation, problem)[0]
     if implementation.path == "fused" and problem.platform != "tpu":

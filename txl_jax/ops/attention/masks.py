@@ -45,11 +45,6 @@ class Visibility:
         distances = self.n_keys - 1 - jnp.arange(self.n_positions, dtype=jnp.int32)
         return distances if clamp_len is None else jnp.clip(distances, -clamp_len, clamp_len)
 
-    @property
-    def may_hide_all(self) -> bool:
-        """Returns whether there may be a query that sees no key, not even itself."""
-        return self.lengths is not None
-
     def key_range(self) -> tuple[jax.Array, jax.Array]:
         """Returns the first column of [memory; segment] that a row's queries may see, and the end: int32 [B] each."""
         # More slots or tokens than there are mean all; a negative `valid` would hide the segment too.

@@ -45,11 +45,11 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
     visible_Bx1xLxK = visibility.mask()[:, None, :, :]
     scores_BxHxLxK = jnp.where(visible_Bx1xLxK, scores_BxHxLxK, -jnp.inf)
-    if visibility.may_hide_all:  # A softmax of nothing is nan, and so are its gradients.
+    if visibility.lengths is not None:  # A query may see no key. A softmax of nothing is nan, as are its gradients.
         sees_Bx1xLx1 = jnp.any(visible_Bx1xLxK, axis=-1, keepdims=True)
         scores_BxHxLxK = jnp.where(sees_Bx1xLx1, scores_BxHxLxK, 0)
     probabilities_BxHxLxK = jax.nn.softmax(scores_BxHxLxK, axis=-1).astype(o.value.dtype)
-    if visibility.may_hide_all:
+    if visibility.lengths is not None:
         probabilities_BxHxLxK = jnp.where(sees_Bx1xLx1, probabilities_BxHxLxK, 0)
     if dropout is not None:
         probabilities_BxHxLxK = dropout.apply(probabilities_BxHxLxK)

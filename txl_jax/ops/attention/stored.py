@@ -53,7 +53,7 @@ def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None
     visible_1xBxLxK = visibility.mask()[None]
     scores_HxBxLxK = jnp.where(visible_1xBxLxK, scores_HxBxLxK, _HIDDEN)
     weights = jnp.exp(scores_HxBxLxK - jnp.max(scores_HxBxLxK, axis=-1, keepdims=True))
-    if visibility.may_hide_all:
+    if visibility.lengths is not None:  # A query may see no key.
         weights = jnp.where(visible_1xBxLxK, weights, 0)
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # It is at least 1 where a key is seen.
     # Without the barrier XLA stores the weights in float32 for both passes.

@@ -69,13 +69,8 @@ def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Arr
     return _forward(layout, arrays, masking)[0]
 
 
-def _save(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
-    result, log_total = _forward(layout, arrays, masking)
-    return result, (arrays, masking, result, log_total)
-
-
-def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, jax.Array]:
-    """Returns the result [B, H, L, E] and the logarithm of each query's sum, [B, H, L], wide."""
+def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Returns the result [B, H, L, E], and residuals, the logarithm of each query's sum [B, H, L], wide, the last."""
     padded = _pad_positions(arrays, layout)
 
     def body(place: _Place, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -86,7 +81,8 @@ def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax
 
     result = jnp.zeros(arrays.query.shape, arrays.value.dtype)
     log_total = jnp.zeros(arrays.query.shape[:3], wide_type(arrays.query))
-    return _over_groups(arrays, layout, body, (result, log_total))
+    result, log_total = _over_groups(arrays, layout, body, (result, log_total))
+    return result, (arrays, masking, result, log_total)
 
 
 class _Softmax(NamedTuple):
@@ -190,7 +186,7 @@ def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Ope
     return of_content + of_position, gradients
 
 
-_attention.defvjp(_save, _backward)
+_attention.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,10 +419,7 @@ class _Block:
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
-        """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients.
-
-        `of_scores` [G, n, m] are zero where hidden.
-        """
+        """Returns the position queries' part [G, n, E], or None, and sums, from scores' [G, n, m], 0 where hidden."""
         group = self._group
         if group.position_key is None and group.position_score is None:
             return None, gradients
