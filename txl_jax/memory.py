@@ -46,10 +46,8 @@ class Memory:
 
 def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:
     """Returns the memory before the first segment: zeros, masked or attended to according to `start`."""
-    return Memory(
-        hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
-        valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
-    )
+    hidden = jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype)
+    return Memory(hidden, jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32))
 
 
 @jax.named_scope("memory")

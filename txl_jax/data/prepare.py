@@ -192,11 +192,9 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         lines, words = (sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words"))
         self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
         if known.tokens is not None and known.sha256 not in (None, digest):
-            print(
-                f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
-                "the published one, but other bytes. Scores are comparable only if the difference is white space.",
-                flush=True,
-            )
+            where = f"the {part} split of {self._corpus.title} in {next(iter(tallies)).path}"
+            found = f"{where} has as many tokens as the published one, but other bytes"
+            print(f"note: {found}. Scores are comparable only if the difference is white space.", flush=True)
         return digest
 
     def _check(self, part: str, found: Facts) -> None:

@@ -146,10 +146,8 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
     """Returns the evaluation lengths from the facts, with our defaults for the rest."""
     config = EvalConfig()
     if "mem_len" not in facts:
-        notes.append(
-            f"the file does not record lengths: evaluation uses segments of {config.segment_len}, a memory of "
-            f"{config.mem_len} and a clamp of {config.clamp_len}, unless you set others"
-        )
+        used = f"segments of {config.segment_len}, a memory of {config.mem_len} and a clamp of {config.clamp_len}"
+        notes.append(f"the file does not record lengths: evaluation uses {used}, unless you set others")
         return config
     found = EvalConfig(
         segment_len=max(facts.get("tgt_len", 0), 0) or config.segment_len,

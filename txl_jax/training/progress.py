@@ -108,12 +108,10 @@ class Progress:
         if self._has_forecast or seconds < _SECONDS_TO_TIME or updates == 0 or done == self.steps:
             return
         self._has_forecast = True
-        each, memory = seconds / updates, self.device_memory()
-        self.log.print(
-            f"time      {environment.brief_number(each)} s per step, about "
-            f"{environment.brief_duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
-            "without evaluations" + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
-        )
+        each, left, memory = seconds / updates, self.steps - done, self.device_memory()
+        total = f"about {environment.brief_duration(left * each)} for the remaining {left:,} steps, without evaluations"
+        in_use = "" if memory is None else f"; {environment.megabytes(memory)} per device in use"
+        self.log.print(f"time      {environment.brief_number(each)} s per step, {total}{in_use}")
 
     def _report(self, step: int, learning_rates: Sequence[float]) -> None:
         now = self._now()

@@ -74,7 +74,7 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    generates_by_token: ClassVar[bool] = False  # Whether scores depend on distances alone, so that one token suffices.
+    generates_by_token: ClassVar[bool] = False  # Whether scores depend on distances alone: text may come by token.
     # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
     has_four_terms: ClassVar[bool] = False
     products_per_key: ClassVar[int] = 2  # Matmuls per query and key: content, value, and position score if any.

@@ -277,10 +277,8 @@ class _Ring:
             # Keys lie along their last axis: without the barrier XLA would test every number for where it comes from.
             key = lax.optimization_barrier(jnp.concatenate([key, key_on], axis=3))
             value = jnp.concatenate([value, value_on], axis=2)
-            return (
-                lax.dynamic_slice_in_dim(key, shift, n_key, axis=3),
-                lax.dynamic_slice_in_dim(value, shift, n_key, axis=2),
-            )
+            key = lax.dynamic_slice_in_dim(key, shift, n_key, axis=3)
+            return key, lax.dynamic_slice_in_dim(value, shift, n_key, axis=2)
 
         return lax.cond(slot > capacity - n_key, over_the_end, lambda: at(slot))
 

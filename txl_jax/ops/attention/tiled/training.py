@@ -108,12 +108,8 @@ def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Arra
         return _Softmax(state.summed * shrink + summed, highest, state.total * shrink + total)
 
     shape = group.key.shape[0], strip.n_query
-    state = _Softmax(
-        jnp.zeros((*shape, group.value.shape[-1]), wide),
-        jnp.full((*shape, 1), _LOWEST, wide),
-        jnp.zeros((*shape, 1), wide),
-    )
-    state = _over_blocks(strip, add_block, state)
+    summed, total = jnp.zeros((*shape, group.value.shape[-1]), wide), jnp.zeros((*shape, 1), wide)
+    state = _over_blocks(strip, add_block, _Softmax(summed, jnp.full((*shape, 1), _LOWEST, wide), total))
     total = jnp.where(state.total == 0, 1, state.total)
     kept_part = 1 if dropout is None else 1 - jnp.asarray(dropout.rate, wide)
     return state.summed / (total * kept_part), (state.highest + jnp.log(total))[..., 0]
