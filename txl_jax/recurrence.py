@@ -29,14 +29,13 @@ def scan_segments(
 ) -> tuple[Any, Any, Any]:
     """Applies `body` to S segments in order. Rows whose reset bit is set start from an empty memory.
 
+    Returns state and memory after the last segment, and the collected results, stacked along S.
+
     Args:
       body: Takes one segment (arrays [B, L], reset [B]) and must return the memory updated with it.
       state: Any pytree carried along, e.g. the parameters that are being trained.
       memory: The memory before the first segment, a `Memory` or a `KVCache`.
       reset: Empties the rows of a memory that a bool [B] marks.
-
-    Returns:
-      State and memory after the last segment, and the collected results, stacked along S.
     """
 
     def step(carry: tuple[Any, Any], segment: Segments) -> tuple[tuple[Any, Any], Any]:

@@ -121,11 +121,9 @@ class ExperimentConfig(Config):
                 expect(not get(self, name), f"{name} model.network", f"The former requires {Network.TRANSFORMER_XL}")
         holds = self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED
         expect(holds, "data.reset_at model.compat.memory_start", f"Resets require {MemoryStart.MASKED} memory")
-        expect(
-            self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
-            "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model",
-            "A temperature requires a full softmax over d_model, without clusters or projections",
-        )
+        names = "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model"
+        holds = self.eval.temperature == 1 or not (model.cutoffs or model.has_projections)
+        expect(holds, names, "A temperature requires a full softmax over d_model, without clusters or projections")
         if self.init_vocabulary is InitVocabulary.KEPT:
             expect(self.init_from, "init_vocabulary init_from", "Set --init_from=PATH")
             for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):

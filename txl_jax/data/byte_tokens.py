@@ -28,6 +28,7 @@ class ByteVocabulary(Vocabulary):
 
     kind: ClassVar[str] = "byte"
     measure: ClassVar[Measure] = Measure.BPC
+    join: ClassVar[Any] = staticmethod(lambda lines: bytes(map(int, lines)))
 
     def __post_init__(self) -> None:
         if not self.symbols or self.symbols != distinct(self.symbols):
@@ -69,11 +70,6 @@ class ByteVocabulary(Vocabulary):
     def lines(self) -> Iterator[str]:
         """Returns the byte values, as numbers."""
         return map(str, self.symbols)
-
-    @classmethod
-    def load(cls, lines: list[str], **header: Any) -> Self:
-        """Builds a vocabulary from its saved form."""
-        return cls(bytes(map(int, lines)), **header)
 
     def _of_bytes(self, block: bytes, where: str, offset: int) -> np.ndarray:
         dropped = b"\n" if self.newlines is Newlines.DROP else b""

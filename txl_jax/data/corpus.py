@@ -53,7 +53,6 @@ def read_corpus(
     """Reads the text of a config.
 
     Args:
-      config: The text and its tokens.
       data_dir: Directory of the published corpora's files. If it is remote, this corpus's files are copied into
         `cache_dir`.
       cache_dir: Directory of this machine for the prepared text and ids, or None for `prepared` in `data_dir`.

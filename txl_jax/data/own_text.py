@@ -6,6 +6,7 @@ archives are read at random.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -40,10 +41,8 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
     lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
     if config.json_field is not None:
-        lists = {
-            name: [_text_of_json(path, config.json_field, document_end, cache) for path in paths]
-            for name, paths in lists.items()
-        }
+        as_text = functools.partial(_text_of_json, field=config.json_field, end=document_end, cache=cache)
+        lists = {name: list(map(as_text, paths)) for name, paths in lists.items()}
     first, name = next(iter(lists.values())), Path(config.file or "").name
     total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
     if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.

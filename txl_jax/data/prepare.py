@@ -306,8 +306,7 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
-    fits, or a file is there twice.
+    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` for none or two.
     """
     holder = " and ".join(dict.fromkeys(place.path for place in places))
     urls = " and ".join(dict.fromkeys(place.url for place in places))

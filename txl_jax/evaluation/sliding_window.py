@@ -133,8 +133,7 @@ def context_losses(
 ) -> np.ndarray:
     """Computes the nats of the tokens at positions `scored` [n], each from `context` tokens and no others: float32 [n].
 
-    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c = 500 costs 500 times
-    as much as streaming.
+    They are l(c, t) of the paper's appendix C. The c tokens are encoded for each loss: c = 500 costs 500 x streaming.
     """
     nats = np.zeros(len(tokens), np.float32)
     batches = _in_batches(tokens, scored - context, context, 1, batch_size)

@@ -60,19 +60,15 @@ class TransformerXL(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the hidden states of a segment.
+        """Computes the last layer's hidden states [B, L, D] of a segment, and the memory moved on by L positions.
 
         Args:
           tokens: int [B, L], below the vocabulary's size. As usual in JAX, larger ids are clipped, not rejected. Or
             floats [B, L, D] instead of their embeddings (`embed_tokens`). `init` with floats creates only the layers,
             without embedding and softmax.
-          memory: M slots before it.
           clamp_len: Distances above this share one position code, or None to tell all apart.
           same_length: Whether every query sees the same number of keys, M (or M + 1, see `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
-
-        Returns:
-          Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
 
         Raises:
           UserError: If tokens or embeddings have another shape, or the memory other layers or rows.

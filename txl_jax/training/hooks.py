@@ -40,8 +40,7 @@ class HookContext:
 class Hook:
     """An action that is due after every `every` updates, and after the last one.
 
-    It may return a new state to continue with, or None to keep it. After a kill a hook may run again for steps that
-    it has already run for.
+    It may return a new state to continue with, or None to keep it. After a kill it may run again for earlier steps.
     """
 
     every: int

@@ -24,8 +24,7 @@ from txl_jax.training.weight_averaging import Average
 class TrainState:
     """The training state, which a checkpoint stores as a whole.
 
-    The position in the text and the random keys are functions of `step`: neither has state. In an ensemble every leaf
-    has a leading member axis.
+    Position in the text and random keys are functions of `step`. In an ensemble leaves have a leading member axis.
     """
 
     step: jax.Array  # int32 [], updates done.

@@ -159,8 +159,7 @@ def _by_columns(position_key: jax.Array | Int8 | None, wide: jnp.dtype) -> Multi
 def _position_scores(query: jax.Array, product: Multiply | None, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
     """Computes scores by distance, before the shift: [B, H, L, P], or [1, H, L, P] for all rows without a matmul.
 
-    One [B L, E] x [E, P] product per head: left to itself, XLA's CPU backend turns the einsum bhle,hke->bhlk into B
-    small products.
+    One [B L, E] x [E, P] product per head: XLA's CPU backend turns the einsum bhle,hke->bhlk into B small products.
     """
     batch, n_head, n_query, width = query.shape
     if product is None:
