@@ -219,7 +219,7 @@ def _copy_of(folder: str, cache: Path) -> Path:
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
-    """Downloads an object to its path relative to `root` or its directory, unless a copy has its size and time."""
+    """Downloads an object, to its path below `root` (by default its directory), unless a copy has its size and time."""
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
     time = storage.modified(url)  # Before the download: an object that is replaced meanwhile is copied again.

@@ -254,7 +254,7 @@ class Place(NamedTuple):
 
 
 def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
-    """Opens the corpus's files in the first directory that has all, or downloads them. Raises `UserError` if not."""
+    """Opens the corpus's files in the first directory that has all, or downloads them, or raises `UserError`."""
     folders, partly = corpus.places(data_dir), ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):

@@ -79,7 +79,7 @@ def make_train_step(
     *,
     seed: int | jax.Array | None = None,
 ) -> TrainStep:
-    """Returns a step for `jax.jit` the state donated. The dropout `seed`, by default the config's, may be traced."""
+    """Returns a step to be jitted, the state donated. The dropout `seed`, by default the config's, may be traced."""
     train = config.train
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
     seed = config.seed if seed is None else seed
