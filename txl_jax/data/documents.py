@@ -93,7 +93,7 @@ class DocumentRows:
         return call
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields a row's pieces (number of the document, first position, pairs, is it the last), None if none may begin."""
+        """Yields a row's pieces (document's number, first position, pairs, is it the last), None if none may begin."""
         while True:
             if (document := self._next_document()) is None:
                 yield None
