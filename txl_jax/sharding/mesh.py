@@ -94,11 +94,11 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """Enters a mesh of several devices; does nothing with one device or None. Not to be used while tracing."""
-    if mesh is None or mesh.size == 1:
+    entered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if mesh is not None and mesh.size > 1:
+        entered = jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
+    with entered:
         yield
-    else:
-        with jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
-            yield
 
 
 def ambient_mesh() -> AbstractMesh | None:
