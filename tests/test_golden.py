@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support import foreign
 from support.tiny import enable_x64
 from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
 from txl_jax.interop import original
@@ -85,7 +86,7 @@ def test_golden(file, start, path):
 def load(arrays, golden, start, path):
     implementation, dtype = (EXACT | KERNELS)[path], DType.FLOAT64 if path in EXACT else DType.FLOAT32
     config, tensors = config_of(golden, start, dtype), under(arrays, "param/") | under(arrays, "buffer/")
-    params = original.to_flax(tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"]))
+    params = foreign.to_flax(tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"]))
     model = TransformerXL(config, golden["n_token"], attention=Implementations(implementation, implementation))
     return model, jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
 

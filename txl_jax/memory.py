@@ -19,17 +19,10 @@ from txl_jax.errors import UserError
 
 @flax.struct.dataclass
 class Memory:
-    """States of the last M positions.
+    """States of the last M positions. Rows are independent: a microbatch takes its own."""
 
-    Attributes:
-      hidden: [N, B, M, D]. Inputs of the layers, oldest position first.
-      valid: int32 [B]. Number of filled slots of each row, which are the last ones.
-
-    Rows are independent: a microbatch takes its rows of axis 1 of `hidden` and of axis 0 of `valid`.
-    """
-
-    hidden: jax.Array
-    valid: jax.Array
+    hidden: jax.Array  # [N, B, M, D], inputs of the layers, oldest position first.
+    valid: jax.Array  # int32 [B], number of filled slots of each row, which are the last ones.
 
     @property
     def mem_len(self) -> int:
@@ -37,30 +30,24 @@ class Memory:
         return self.hidden.shape[2]
 
     def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Raises `UserError` unless it is a memory of `n_layer` layers for the rows of tokens [B, L].
-
-        Embeddings, floats [B, L, D], may take the place of the tokens.
-        """
+        """Raises `UserError` unless it has `n_layer` layers and the rows of tokens [B, L], or embeddings [B, L, D]."""
         width = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
             if tokens.ndim != 3 or tokens.shape[2] != width:
                 raise UserError(f"embeddings must be floats [B, L, {width}], got shape {tokens.shape}")
         elif tokens.ndim != 2:
             raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
-        if self.hidden.shape[:2] != (n_layer, tokens.shape[0]):
-            raise UserError(
-                f"the memory must have {n_layer} layers of {tokens.shape[0]} rows, like the model and the segment, got "
-                f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows. Make it with "
-                f"init_memory(batch_size={tokens.shape[0]}, ...)"
-            )
+        batch = tokens.shape[0]
+        if self.hidden.shape[:2] != (n_layer, batch):
+            wanted = f"the memory must have {n_layer} layers of {batch} rows, like the model and the segment"
+            found = f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows"
+            raise UserError(f"{wanted}, got {found}. Make it with init_memory(batch_size={batch}, ...)")
 
 
 def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:
     """Returns the memory before the first segment: zeros, masked or attended to according to `start`."""
-    return Memory(
-        hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
-        valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
-    )
+    hidden = jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype)
+    return Memory(hidden, jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32))
 
 
 @jax.named_scope("memory")
@@ -73,18 +60,10 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
 
 
 class Documents(NamedTuple):
-    """The positions where documents begin in a segment, from the tokens that end them.
+    """Where documents begin in a segment, from the tokens that end them: 0 0 2 2 2 5 in `a e b c e d`, ended by e."""
 
-    With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: the end token belongs to the document that it ends.
-
-    Attributes:
-      start: int32 [B, L]. Position at which the document of each position begins, or 0 if it begins with the segment
-        or in the memory.
-      last: int32 [B]. Position after the last end token, or 0 if the segment has none.
-    """
-
-    start: jax.Array
-    last: jax.Array
+    start: jax.Array  # int32 [B, L], where each position's document begins; 0 if with the segment or in the memory.
+    last: jax.Array  # int32 [B], position after the last end token, or 0 if the segment has none.
 
     def valid(self, valid: jax.Array) -> jax.Array:
         """Returns the number of filled slots [B] after the segment, at most `valid`: the last document's positions."""

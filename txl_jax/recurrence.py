@@ -12,19 +12,12 @@ import numpy as np
 
 
 class Segments(NamedTuple):
-    """S consecutive segments of L tokens for B rows of a batch (one process's rows).
+    """S consecutive segments of L tokens for B rows of a batch (one process's rows)."""
 
-    Attributes:
-      inputs: int32 [S, B, L]. 0 in padding.
-      targets: int32 [S, B, L]. The token after each input, or 0 in padding.
-      weights: float32 [S, B, L]. 1 for a scored target, 0 for padding, warm-up and tokens read twice.
-      reset: bool [S, B]. Whether the row restarts with this segment, so that its memory is emptied first.
-    """
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    reset: np.ndarray
+    inputs: np.ndarray  # int32 [S, B, L]. 0 in padding.
+    targets: np.ndarray  # int32 [S, B, L]. The token after each input, or 0 in padding.
+    weights: np.ndarray  # float32 [S, B, L]. 1 for a scored target, 0 for padding, warm-up and tokens read twice.
+    reset: np.ndarray  # bool [S, B]. Whether the row restarts with this segment, so that its memory is emptied first.
 
 
 # (state, memory, one segment) -> (state, memory, what to collect)
@@ -36,15 +29,13 @@ def scan_segments(
 ) -> tuple[Any, Any, Any]:
     """Applies `body` to S segments in order. Rows whose reset bit is set start from an empty memory.
 
+    Returns state and memory after the last segment, and the collected results, stacked along S.
+
     Args:
       body: Takes one segment (arrays [B, L], reset [B]) and must return the memory updated with it.
       state: Any pytree carried along, e.g. the parameters that are being trained.
       memory: The memory before the first segment, a `Memory` or a `KVCache`.
-      segments: Arrays [S, B, L], reset [S, B].
       reset: Empties the rows of a memory that a bool [B] marks.
-
-    Returns:
-      State and memory after the last segment, and the collected results, stacked along S.
     """
 
     def step(carry: tuple[Any, Any], segment: Segments) -> tuple[tuple[Any, Any], Any]:
@@ -57,8 +48,5 @@ def scan_segments(
 
 
 def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns summed nats and summed weights of losses [B, L] with weights [B, L].
-
-    A position of weight 0 adds exactly 0 even where its loss is not finite.
-    """
+    """Returns summed nats and weights of losses [B, L]. Weight 0 adds exactly 0 even where a loss is not finite."""
     return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)

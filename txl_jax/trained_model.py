@@ -1,8 +1,8 @@
 """A trained model with its vocabulary: scores of documents, generation, hidden states, log probabilities."""
 
-import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, Literal, NamedTuple, overload
@@ -68,20 +68,13 @@ class LanguageModel:
     A document is a text (str, or bytes of UTF-8, or any bytes for a byte model) or a sequence of token ids. Each
     starts from an empty memory, and its results do not depend on the others. `batch_size` documents are read side by
     side, in one compiled function for any number and lengths. Each needs a KV cache of `config.eval.mem_len` slots.
-
-    Attributes:
-      components: The config, the Flax module and the mesh.
-      vocabulary: Text to token ids and back.
-      params: The parameters.
-      step: Training step at which they were saved.
-      source: The directory they were loaded from, and what they were trained on, or empty.
     """
 
-    components: Built
-    vocabulary: Vocabulary
-    params: Any
-    step: int
-    source: str = ""
+    components: Built  # The config, the Flax module and the mesh.
+    vocabulary: Vocabulary  # Text to token ids and back.
+    params: Any  # The parameters.
+    step: int  # Training step at which they were saved.
+    source: str = ""  # The directory they were loaded from, and what they were trained on, or empty.
 
     def __repr__(self) -> str:
         """Returns one line: kind, sizes, parameters, vocabulary, and where the weights come from."""
@@ -125,8 +118,7 @@ class LanguageModel:
         Raises:
           UserError: If a text cannot be encoded, ids are outside the vocabulary, or `documents` is a single text.
         """
-        reader = self._reader(batch_size)
-        return read_all(self._with_first(documents, first), reader.nats if per_token else self._totals(reader))
+        return read_all(self._with_first(documents, first), self._scores(batch_size, per_token=per_token))
 
     def score_stream(
         self,
@@ -140,23 +132,18 @@ class LanguageModel:
 
         At most 16 documents per row are held. If one cannot be encoded, the results before it come first.
         """
+        return self._scores(batch_size, per_token=per_token)(self._with_first(documents, first))
+
+    def _scores(self, batch_size: int, *, per_token: bool) -> Callable[[Iterable[np.ndarray]], Iterator[Any]]:
+        """Returns a function that yields the nats of each document, ids [T], or its totals."""
         reader = self._reader(batch_size)
-        return (reader.nats if per_token else self._totals(reader))(self._with_first(documents, first))
 
-    def _totals(self, reader: DocumentReader) -> Callable[[Iterable[np.ndarray]], Iterator[Totals]]:
-        """Returns a function that yields the totals of each document, ids [T]."""
-        n_bytes = collections.deque[int]()  # Of the documents that are being read.
+        def totals(documents: Iterable[np.ndarray]) -> Iterator[Totals]:
+            documents, scored = itertools.tee(documents)
+            for nats, ids in zip(reader.nats(documents), scored, strict=True):
+                yield dataclasses.replace(Totals.of(nats), bytes=self.vocabulary.count_bytes(ids[1:]))
 
-        def counted(documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-            for ids in documents:
-                n_bytes.append(self.vocabulary.count_bytes(ids[1:]))
-                yield ids
-
-        def read(documents: Iterable[np.ndarray]) -> Iterator[Totals]:
-            for nats in reader.nats(counted(documents)):
-                yield dataclasses.replace(Totals.of(nats), bytes=n_bytes.popleft())
-
-        return read
+        return reader.nats if per_token else totals
 
     def score_continuations(
         self, pairs: Iterable[tuple[Document, Document]], *, first: Token | None = None, batch_size: int = _BATCH_SIZE

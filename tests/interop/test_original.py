@@ -20,7 +20,7 @@ from txl_jax.interop.original import Format
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.VASWANI, Encoding.AL_RFOU])
 def test_other_encodings_have_no_names_in_hugging_face(encoding):
     config, params = foreign.make("pytorch", encoding=encoding, num_positions=7, n_head=2, d_head=3)
-    for convert in (original.from_flax, functools.partial(original.to_flax, vocab_size=tiny.V)):
+    for convert in (original.from_flax, functools.partial(foreign.to_flax, vocab_size=tiny.V)):
         with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
             convert(params, config, format=Format.HUGGINGFACE)
 
@@ -78,7 +78,7 @@ def test_a_tensor_that_does_not_fit_is_named(format, changes, name, value, named
     tensors = original.from_flax(params, config, format=format) | {name: value}
     tensors = {key: value for key, value in tensors.items() if value is not None}
     with pytest.raises(UserError, match=rf" {re.escape(name)}\b{named}"):
-        original.to_flax(tensors, config, vocab_size=tiny.V, format=format)
+        foreign.to_flax(tensors, config, vocab_size=tiny.V, format=format)
 
 
 @pytest.mark.parametrize("format", [Format.ORIGINAL, Format.HUGGINGFACE])

@@ -333,7 +333,6 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
     """Otherwise the others would wait in the next save, and report the disk or the network."""
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
     monkeypatch.setattr(distributed, "gather_texts", lambda own: [own, ""])
-    monkeypatch.setattr(distributed, "_broadcast_text", lambda own: own)
     with open_checkpoints() as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr("txl_jax.runtime.storage.sha256", no_space)

@@ -52,7 +52,7 @@ def test_names_are_checked_with_and_without_a_mesh(mesh):
     with sharding.use_mesh(mesh):
         with pytest.raises(ValueError, match="'bach'"):
             jax.eval_shape(lambda x: constrain(x, "bach", None), x)
-        with pytest.raises(ValueError, match="one per axis"):
+        with pytest.raises(ValueError, match="one logical name per axis"):
             jax.eval_shape(lambda x: constrain(x, axes.BATCH), x)
 
 

@@ -32,6 +32,11 @@ LENGTHS = EvalConfig(mem_len=7, clamp_len=5, same_length=True)
 WORDS = ("<eos>", "the", "<unk>", "of", ",", "a", "Ünder", "@-@", "b", "c", "d", "e", "f")
 
 
+def to_flax(tensors: dict[str, np.ndarray], config: ModelConfig, **options) -> dict:
+    """The nested parameters of tensors by the names of a release; `options` are those of `to_leaves`."""
+    return leaves.to_tree(original.to_leaves(leaves.from_tree(tensors), config, **options))
+
+
 def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
     """A config and random parameters of float32."""
     model = tiny.make(compat=tiny.compat_config(preset), **changes)

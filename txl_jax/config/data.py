@@ -161,11 +161,8 @@ class DataConfig(Config, prefix="data."):
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self._validate_files()
-        self.expect(
-            self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
-            "tokenizer.kind corpus",
-            f"Ready-made ids require --data.corpus={CorpusName.TEXT}",
-        )
+        holds = self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT
+        self.expect(holds, "tokenizer.kind corpus", f"Ready-made ids require --data.corpus={CorpusName.TEXT}")
         if self.order is Order.SENTENCES:
             has_marks = self.tokenizer.kind is Tokenizer.WORD and self.tokenizer.line_mark is not LineMark.NONE
             self.expect(
@@ -180,8 +177,6 @@ class DataConfig(Config, prefix="data."):
             return
         without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
         found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
-        require(
-            not given if self.file else (len(given) == 3 or without_test),
-            "your own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
-            f"--data.test=..., got {found}",
-        )
+        lists = "three lists, --data.train=... --data.valid=... --data.test=..."
+        holds = not given if self.file else (len(given) == 3 or without_test)
+        require(holds, f"your own text needs one file, --data.file=PATH, or {lists}, got {found}")

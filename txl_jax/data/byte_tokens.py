@@ -9,7 +9,7 @@ import numpy as np
 
 from txl_jax.config import Newlines
 from txl_jax.data.text import File
-from txl_jax.data.vocabulary import Vocabulary, check_ids
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 
@@ -28,6 +28,7 @@ class ByteVocabulary(Vocabulary):
 
     kind: ClassVar[str] = "byte"
     measure: ClassVar[Measure] = Measure.BPC
+    join: ClassVar[Any] = staticmethod(lambda lines: bytes(map(int, lines)))
 
     def __post_init__(self) -> None:
         if not self.symbols or self.symbols != distinct(self.symbols):
@@ -62,32 +63,21 @@ class ByteVocabulary(Vocabulary):
         """Returns the ids, uint8 [<= len(text)], read-only. Raises `UserError` for a byte not in the vocabulary."""
         return self._of_bytes(text, "", 0)
 
-    def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids."""
-        return np.frombuffer(self.symbols, np.uint8)[check_ids(ids, self.size)].tobytes()
-
-    @property
-    def byte_lengths(self) -> np.ndarray:
-        """The bytes of text behind each id: ones [V]."""
-        return np.ones(self.size, np.int64)
+    @functools.cached_property
+    def _texts(self) -> list[bytes]:
+        return [bytes([symbol]) for symbol in self.symbols]
 
     def lines(self) -> Iterator[str]:
         """Returns the byte values, as numbers."""
         return map(str, self.symbols)
 
-    @classmethod
-    def load(cls, lines: list[str], **header: Any) -> Self:
-        """Builds a vocabulary from its saved form."""
-        return cls(bytes(map(int, lines)), **header)
-
     def _of_bytes(self, block: bytes, where: str, offset: int) -> np.ndarray:
         dropped = b"\n" if self.newlines is Newlines.DROP else b""
         foreign = block.translate(None, delete=self.symbols + dropped)
         if foreign:
-            raise UserError(
-                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not one of the {self.size} "
-                "symbols of the vocabulary. Remove it from the text, or use a vocabulary that contains it."
-            )
+            found = f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])}"
+            advice = "Remove it from the text, or use a vocabulary that contains it."
+            raise UserError(f"{found} is not one of the {self.size} symbols of the vocabulary. {advice}")
         return np.frombuffer(block.translate(self._ids, delete=dropped), np.uint8)
 
     @functools.cached_property

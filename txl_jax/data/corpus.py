@@ -53,7 +53,6 @@ def read_corpus(
     """Reads the text of a config.
 
     Args:
-      config: The text and its tokens.
       data_dir: Directory of the published corpora's files. If it is remote, this corpus's files are copied into
         `cache_dir`.
       cache_dir: Directory of this machine for the prepared text and ids, or None for `prepared` in `data_dir`.
@@ -70,10 +69,8 @@ def read_corpus(
     require(not is_remote(unmapped), f"prepared text must be in a local directory, got {unmapped}. {advice}")
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
-    require(
-        config.json_field is None or takes_json,
-        "data.json_field is only for your own text files, not for a corpus or ids. Omit it.",
-    )
+    wrong = "data.json_field is only for your own text files, not for a corpus or ids. Omit it."
+    require(config.json_field is None or takes_json, wrong)
     config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))

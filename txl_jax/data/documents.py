@@ -18,9 +18,7 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
-# Maximum number of documents per row that have begun and are not delivered: while a long document is read, the results
-# of the documents after it are kept.
-_LOOKAHEAD = 16
+_LOOKAHEAD = 16  # Documents per row that may have begun: results of those after a long one are kept until it ends.
 
 
 class Pairs(NamedTuple):
@@ -95,10 +93,7 @@ class DocumentRows:
         return call
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin.
-
-        A piece is the document's number, the piece's first position and pairs, and whether the document ends with it.
-        """
+        """Yields a row's pieces (document's number, first position, pairs, is it the last), None if none may begin."""
         while True:
             if (document := self._next_document()) is None:
                 yield None

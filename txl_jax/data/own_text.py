@@ -6,6 +6,7 @@ archives are read at random.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -32,19 +33,16 @@ _BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to t
 def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), document_end: str = "\n") -> Text:
     """Reads one file, split 90/5/5, or the user's own files, a list per split, each concatenated in the order given.
 
-    With a published corpus the file is a part of it. A pattern in a list matches files in the order of their names.
-    A training list by itself is split: by position or, from three files on, between files.
-    JSON lines become text in `cache`, each document followed by `document_end`.
-    Raises `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in empty lines,
-    each of which would be a token.
+    With a published corpus the file is a part of it. A pattern in a list matches files in the order of their names. A
+    training list by itself is split: by position or, from three files on, between files. JSON lines become text in
+    `cache`, each document followed by `document_end`. Raises `UserError` if a name has no file, or a file is a
+    directory, empty, a NumPy array, or ends in empty lines, each of which would be a token.
     """
     given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
     lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
     if config.json_field is not None:
-        lists = {
-            name: [_text_of_json(path, config.json_field, document_end, cache) for path in paths]
-            for name, paths in lists.items()
-        }
+        as_text = functools.partial(_text_of_json, field=config.json_field, end=document_end, cache=cache)
+        lists = {name: list(map(as_text, paths)) for name, paths in lists.items()}
     first, name = next(iter(lists.values())), Path(config.file or "").name
     total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
     if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
@@ -60,9 +58,8 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
-    digest = digest_of(
-        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
-    )
+    shown = (with_bar(f"reading {split}", files) for split, files in splits.items())
+    digest = digest_of(digest_of(_digest([file]) for file in files) for files in shown)
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 
@@ -88,10 +85,7 @@ def _split_text(name: str, description: str, paths: Sequence[str], config: DataC
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
-    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %. Borders are rounded down.
-
-    With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
-    """
+    """Splits the files' bytes 90/5/5. Borders are rounded down, and with `at_lines` moved on as by `_line_start`."""
     total = sum(map(os.path.getsize, paths))
     inner = [total * 90 // 100, total * 95 // 100]
     borders = [0, *([_line_start(paths, border) for border in inner] if at_lines else inner), total]
@@ -225,10 +219,7 @@ def _copy_of(folder: str, cache: Path) -> Path:
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
-    """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
-
-    Copies keep the objects' paths relative to `root` (by default the object's directory).
-    """
+    """Downloads an object, to its path below `root` (by default its directory), unless a copy has its size and time."""
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
     time = storage.modified(url)  # Before the download: an object that is replaced meanwhile is copied again.

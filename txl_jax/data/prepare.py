@@ -136,8 +136,7 @@ def _refusing_damage(what: str, advice: str) -> Iterator[None]:
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """A corpus as records of the files in `files_in`, or of downloaded ones, written without TensorFlow.
 
-    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for which it needs
-    TensorFlow above 1 GB.
+    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them, above 1 GB with TensorFlow.
     """
 
     VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.
@@ -193,11 +192,9 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         lines, words = (sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words"))
         self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
         if known.tokens is not None and known.sha256 not in (None, digest):
-            print(
-                f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
-                "the published one, but other bytes. Scores are comparable only if the difference is white space.",
-                flush=True,
-            )
+            where = f"the {part} split of {self._corpus.title} in {next(iter(tallies)).path}"
+            found = f"{where} has as many tokens as the published one, but other bytes"
+            print(f"note: {found}. Scores are comparable only if the difference is white space.", flush=True)
         return digest
 
     def _check(self, part: str, found: Facts) -> None:
@@ -257,10 +254,7 @@ class Place(NamedTuple):
 
 
 def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
-    """Opens the corpus's files, in the first directory that has all of them, or downloaded.
-
-    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or they are not official.
-    """
+    """Opens the corpus's files in the first directory that has all, or downloads them, or raises `UserError`."""
     folders, partly = corpus.places(data_dir), ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):
@@ -305,17 +299,14 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
         except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
             failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
-    raise UserError(
-        f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)}). Put "
-        f"{wanted} into {folders[0]} (--data_dir){corpus.advice}"
-    )
+    missing = f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)})"
+    raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
 
 
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
-    fits, or a file is there twice.
+    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` for none or two.
     """
     holder = " and ".join(dict.fromkeys(place.path for place in places))
     urls = " and ".join(dict.fromkeys(place.url for place in places))
@@ -441,7 +432,5 @@ def _check_safe(path: str, name: str, target: str, *, is_device: bool = False) -
     for place in (name.replace("\\", "/"), target.replace("\\", "/")):  # Windows may have written it.
         if is_device or re.match("/|[A-Za-z]:", place) or ".." in place.split("/"):
             link = f" (a link to {target!r})" if target else ""
-            raise UserError(
-                f"{path} is not safe to read: its member {name!r}{link} is a device or points outside the archive. "
-                "Get the archive from another source."
-            )
+            wrong = f"its member {name!r}{link} is a device or points outside the archive"
+            raise UserError(f"{path} is not safe to read: {wrong}. Get the archive from another source.")

@@ -73,10 +73,7 @@ class PublishedCorpus:
         return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
 
     def file_sets(self, folder: str) -> list[list[str]]:
-        """Returns the sets of files that are the corpus if all are below a directory of this name.
-
-        They are unpacked, in an archive that users make of a directory, or in official archives.
-        """
+        """Returns the sets of files, unpacked, or in users' or official archives, that are the corpus in `folder`."""
         layouts = self.layouts + (self.own_layouts if folder in self.folders else ())
         unpacked = [list(itertools.chain(*layout.values())) for layout in layouts]
         made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]
@@ -117,10 +114,9 @@ def _by_split(pattern: str) -> Layout:
     return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
 
 
-def _wikitext(
-    name: CorpusName, number: str, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
-) -> PublishedCorpus:
+def _wikitext(name: CorpusName, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int) -> PublishedCorpus:
     """Returns the row of a WikiText (Merity et al., 2016, table 1). Both share the validation and test splits."""
+    number = name.removeprefix("wikitext")
     folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",
@@ -216,7 +212,6 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     ),
     CorpusName.WIKITEXT103: _wikitext(
         CorpusName.WIKITEXT103,
-        number="103",
         vocab_size=267_735,
         train_tokens=103_227_021,
         zip_size=190_229_076,
@@ -224,7 +219,6 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
     ),
     CorpusName.WIKITEXT2: _wikitext(
         CorpusName.WIKITEXT2,
-        number="2",
         vocab_size=33_278,
         train_tokens=2_088_628,
         zip_size=4_475_746,
@@ -243,11 +237,10 @@ def default_data(name: CorpusName) -> DataConfig:
 def check_file(data: DataConfig) -> None:
     """Raises `UserError` if `data.file` is set for a published corpus that is not one file split by position."""
     one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
-    require(
-        not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each,
-        f"data.file is {data.file!r}, but data.corpus is {data.corpus}. Only part of "
-        f"{' or '.join(one_file_each)} can be passed as data.file. For any other file, pass --data.corpus=text.",
-    )
+    found = f"data.file is {data.file!r}, but data.corpus is {data.corpus}"
+    advice = f"Only part of {' or '.join(one_file_each)} can be passed as data.file"
+    allowed = not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each
+    require(allowed, f"{found}. {advice}. For any other file, pass --data.corpus=text.")
 
 
 def program_of(name: CorpusName) -> str:

@@ -78,10 +78,8 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)
             if (foreign := np.flatnonzero((ids < 0) | (ids >= _LARGEST_SIZE))).size:
-                first = foreign[0]
-                raise UserError(
-                    f"ids must be from 0 to below 2^31 - 1, got {ids[first]} at position {position + first} of {path}"
-                )
+                found = f"{ids[foreign[0]]} at position {position + foreign[0]} of {path}"
+                raise UserError(f"ids must be from 0 to below 2^31 - 1, got {found}")
             largest = max(largest, int(ids.max()))
             position += len(ids)
     return digest.hexdigest(), largest
@@ -177,10 +175,8 @@ def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool =
         ids: list[int] = vocabulary.encode(content).tolist()
     if not ids or (len(ids) > 1 and not several) or vocabulary.unknown_id in ids:
         found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
-        raise UserError(
-            f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary, got {text!r}, which "
-            f"this model reads as {len(ids)} tokens, {found}"
-        )
+        wanted = f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary"
+        raise UserError(f"{wanted}, got {text!r}, which this model reads as {len(ids)} tokens, {found}")
     return ids
 
 

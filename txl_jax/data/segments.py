@@ -145,10 +145,8 @@ def training_segments(
     Args:
       tokens: Integer ids [T], may be memory-mapped.
       batch_size: B, over all processes.
-      segment_len: L.
       stride: Positions by which a row advances from segment to segment, or None for L. In all but its first segment of
         an epoch, only the last `stride` positions are scored.
-      seed: Seed of rolls and shuffling.
       roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same targets in each.
       sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
         The sentences are shuffled in each epoch. None keeps the order of the text.
@@ -164,11 +162,9 @@ def training_segments(
     require(1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}")
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
-    require(
-        row_len >= segment_len,
-        f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}, got "
-        f"{len(tokens)}. Lower --train.batch_size or --train.segment_len, or pass a longer text.",
-    )
+    wanted = f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}"
+    advice = "Lower --train.batch_size or --train.segment_len, or pass a longer text."
+    require(row_len >= segment_len, f"{wanted}, got {len(tokens)}. {advice}")
     if sentence_starts is not None and roll is not Roll.NONE:
         raise ValueError(f"with sentence_starts, roll must be none, got {roll}")
     first_B = np.arange(batch_size) * row_len
@@ -193,15 +189,9 @@ def evaluation_segments(
     >>> reader.segments(1, 1).targets.tolist()
     [[[4, 5, 6], [10, 11, 0]]]
 
-    The other arguments are described in `training_segments`.
-
-    Args:
-      warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
-        fewer, and a row without targets reads none.
-
-    Raises:
-      UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.
-      ValueError: If own rows are outside the batch.
+    A row reads `warmup_tokens` targets before its own with weight 0, to fill its memory. The first rows have fewer, and
+    a row without targets reads none. The other arguments and errors are those of `training_segments`, but the text
+    needs only 2 tokens, and a negative number of warm-up tokens is a `UserError`.
     """
     _check(tokens, batch_size, segment_len, own)
     require(warmup_tokens >= 0, f"warmup_tokens must be at least 0, got {warmup_tokens}")

@@ -93,10 +93,8 @@ class SubwordVocabulary(Vocabulary):
             # Byte tokens spell all bytes of a character or lose some of it.
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
-                raise UserError(
-                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so it would vanish. Pass "
-                    "another tokenizer, or remove the character from the text."
-                )
+                missing = f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so it would vanish"
+                raise UserError(f"{missing}. Pass another tokenizer, or remove the character from the text.")
         self._kept.update(text)
 
     @functools.cached_property
@@ -157,10 +155,7 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
-    """Yields a text cut at single newlines between characters that are not white space.
-
-    Tokenizers may read newlines, or a newline and the spaces around it, as one token.
-    """
+    """Yields a text cut at single newlines: tokenizers may read newlines, and the spaces around one, as one token."""
     text = ""
     for block in blocks:
         text += block

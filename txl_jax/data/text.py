@@ -105,10 +105,7 @@ def expanded(names: Iterable[str], *, flag: str) -> list[str]:
 
 
 def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tuple[int, str]]:
-    """Yields the text in a field of each JSON line that is not empty, after the line's number, from 1 on.
-
-    Raises `UserError` with number and `name` of the file for a line without such a text.
-    """
+    """Yields number, from 1 on, and text in a field of JSON lines that are not empty, or raises `UserError`."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -116,10 +113,9 @@ def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tup
             text = json.loads(line)[field]
             text.encode()  # A number has no such method, and half a surrogate pair no UTF-8.
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(
-                f"line {number} of {name} must be a JSON object with a text in the field {field!r}, got "
-                f"{line.strip()[:60]!r}. Correct the line, or change --data.json_field (none for plain text files)."
-            ) from None
+            wanted = f"line {number} of {name} must be a JSON object with a text in the field {field!r}"
+            advice = "Correct the line, or change --data.json_field (none for plain text files)."
+            raise UserError(f"{wanted}, got {line.strip()[:60]!r}. {advice}") from None
         yield number, text
 
 

@@ -27,10 +27,7 @@ _ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved 
 
 
 class Vocabulary(Protocol):
-    """A map between text and token ids. Kinds are dataclasses that share the methods with a body.
-
-    The first field is the tokens, the others are settings.
-    """
+    """A map between text and token ids. Kinds are dataclasses: the first field is the tokens, the others settings."""
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
     measure: ClassVar[Measure] = Measure.PPL  # Usual measure of a loss per token.
@@ -87,10 +84,7 @@ class Vocabulary(Protocol):
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order. Raises `UserError` for an id out of range.
-
-        Texts of successive ids may be concatenated.
-        """
+        """Returns the text of ids of any shape, one after the other. Raises `UserError` for an id out of range."""
         return b"".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist()))
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from txl_jax.config import LineMark
+from txl_jax.config.config_tree import require
 from txl_jax.data.text import File, text_blocks
 from txl_jax.data.vocabulary import MARKS, Vocabulary, id_type
 from txl_jax.errors import UserError
@@ -139,8 +140,6 @@ class CharacterVocabulary(Vocabulary):
 
 
 def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
-    if len(set(tokens)) != len(tokens) or unknown not in tokens:
-        raise UserError(
-            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include {unknown!r}, got "
-            f"{len(set(tokens))} distinct tokens"
-        )
+    distinct = len(set(tokens))
+    wanted = f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include {unknown!r}"
+    require(distinct == len(tokens) and unknown in tokens, f"{wanted}, got {distinct} distinct tokens")

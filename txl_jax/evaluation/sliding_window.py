@@ -41,10 +41,7 @@ class Windows(NamedTuple):
 
 
 def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
-    """Returns the jitted scoring of windows. Its arguments decide A and the number n of scored positions.
-
-    Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.
-    """
+    """Returns the jitted scoring of windows: only the hidden states of the n targets go through the softmax."""
 
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
         variables = {"params": params}
@@ -110,10 +107,8 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
     Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
     require(tokens.ndim == 1 and len(tokens) > 1, f"tokens must have one axis of at least 2, got shape {tokens.shape}")
-    require(
-        batch_size > 0 and 1 <= stride <= attention_len,
-        f"stride must be 1 to attention_len ({attention_len}) and batch_size at least 1, got {stride} and {batch_size}",
-    )
+    wanted = f"stride must be 1 to attention_len ({attention_len}) and batch_size at least 1"
+    require(batch_size > 0 and 1 <= stride <= attention_len, f"{wanted}, got {stride} and {batch_size}")
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
     starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
     yield from _in_batches(tokens, starts, attention_len, stride, batch_size)
@@ -138,8 +133,7 @@ def context_losses(
 ) -> np.ndarray:
     """Computes the nats of the tokens at positions `scored` [n], each from `context` tokens and no others: float32 [n].
 
-    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c = 500 costs 500 times
-    as much as streaming.
+    They are l(c, t) of the paper's appendix C. The c tokens are encoded for each loss: c = 500 costs 500 x streaming.
     """
     nats = np.zeros(len(tokens), np.float32)
     batches = _in_batches(tokens, scored - context, context, 1, batch_size)

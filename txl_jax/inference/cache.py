@@ -17,7 +17,6 @@ class KVCache(flax.struct.PyTreeNode):
     """A KV cache: the memory, projected once to keys and values, in a ring of R slots per row.
 
     Training keeps the layers' inputs instead (`txl_jax.memory.Memory`), since the projections change with every update.
-
     A segment of L tokens overwrites the oldest L slots, so nothing is moved. R is M rounded up to a multiple of L,
     so that no segment is written across the ring's end. Each layer has its own arrays: one array for all layers
     would have to be cut apart, that is copied, in every step. Keys are along their last axis, values are not: the
@@ -56,10 +55,7 @@ def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Arr
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
-    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots. `after` as in `write_slots`.
-
-    If each row has its own index, L must be 1.
-    """
+    """Writes keys and values, per layer [B, H, L, E], over the oldest slots. If each row has its own index, L is 1."""
     n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
     if not capacity:
         return cache

@@ -79,11 +79,8 @@ def decode_block(
     """Runs up to `count` steps, until every row has done its steps or has drawn its stop token.
 
     The parameters are for single tokens. The cache of R rows, with one index or an index per row, is to be donated.
-    With `top` the drawn tokens and so many most likely ones are scored.
-
-    Returns:
-      The cache, the drawn tokens int32 [R, count], the number of steps that ran, and the scores [R, count]. Where a row
-      has ended, its tokens are `rows.stop`.
+    With `top` the drawn tokens and so many most likely ones are scored. Returns the cache, the drawn tokens int32
+    [R, count], which are `rows.stop` where a row has ended, the number of steps that ran, and the scores [R, count].
     """
     n_row, n_given = rows.given.shape
     keys = jax.random.wrap_key_data(rows.key)
@@ -134,10 +131,8 @@ def prefill_row(
     """Reads the first `count` of tokens [W] in one row, whose index may be any. The cache is to be donated.
 
     The row is taken out of the rings, so nothing of the others is in its numbers. The tokens after the first `count`
-    are padding, which leaves no trace.
-
-    Returns:
-      The cache, in which `valid` and `write_index` are as before (the host sets them), and hidden states [W, D].
+    are padding, which leaves no trace. Returns the cache, in which `valid` and `write_index` are as before (the host
+    sets them), and hidden states [W, D].
     """
     own = take_row(cache, row)
     first = own.write_index[0]

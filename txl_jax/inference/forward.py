@@ -33,6 +33,7 @@ from txl_jax.modules.block import feed_forward
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import CachedVisibility, cached_attention
+from txl_jax.ops.attention.reference import biased
 from txl_jax.ops.matmul import Int8, project
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
@@ -62,14 +63,9 @@ def init_cache(
 def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
     """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
 
-    Args:
-      tokens: int [B, L], L at most the one of `prepare_params`, and L = 1 if each row of the cache has its own index.
-
-    Returns:
-      Hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
-
-    Raises:
-      UserError: If L does not divide the cache's capacity, or the parameters were prepared for shorter lengths.
+    int [B, L] -> hidden states [B, L, D] of the last layer, and the cache moved on by L positions. L is 1 if each row
+    of the cache has its own index. Raises `UserError` if L does not divide the cache's capacity, or the parameters were
+    prepared for shorter lengths.
     """
     segment_len = tokens.shape[1]
     found = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
@@ -87,10 +83,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
 def apply_layers(
     params: DecodeParams, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
-    """Computes what `forward` does before `finish`, without writing to the cache, whose index may be any, or [B].
-
-    int [B, L] -> hidden states [B, L, D], and keys and values per layer, each [B, H, L, E].
-    """
+    """Computes hidden states [B, L, D], and each layer's keys and values [B, H, L, E], at any index, or [B]."""
     model = params.model
     documents = memory_lib.documents(tokens, model.end_token)  # None unless data.reset_at keeps documents apart.
     start = None if documents is None else documents.start
@@ -121,10 +114,7 @@ def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Arra
 def _forward_layer(
     layer: Layer, model: TransformerXL, inputs: jax.Array, ring: tuple[Any, Any], visibility: CachedVisibility
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Applies one layer, as `modules.block.Block` does.
-
-    [B, L, D] -> outputs [B, L, D], and this segment's keys and values [B, H, L, E].
-    """
+    """Applies one layer, as `Block` does: [B, L, D] -> outputs [B, L, D], and own keys and values [B, H, L, E]."""
     attention_norm, feed_forward_norm = (norm_of(model, scales) for scales in layer.norms)
     pre = model.config.layer_norm is NormPlace.PRE
     if layer.position_vectors is not None:
@@ -133,8 +123,8 @@ def _forward_layer(
     query, key, value = (constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads)
     position, position_keys = None, layer.position_keys
     if position_keys is not None:
-        position = _biased(query, position_keys.bias), position_keys.key, position_keys.score
-    content = _biased(query, layer.content_bias), key, value, ring
+        position = biased(query, position_keys.bias), position_keys.key, position_keys.score
+    content = biased(query, layer.content_bias), key, value, ring
     attended = _attend(*content, position, visibility, model.implementations.cached)
     batch, _, segment_len, _ = attended.shape
     attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
@@ -171,8 +161,3 @@ def _attend(
 
     rows = query, key, value, ring, position_query, visibility.valid, visibility.document_start
     return jax.vmap(of_row)(rows, visibility.write_index)
-
-
-def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Adds [H, E] to [B, H, L, E]."""
-    return query if bias is None else query + bias[None, :, None, :]

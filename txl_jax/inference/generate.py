@@ -40,10 +40,7 @@ class Generator:
     """Compiled functions that generate text with prepared parameters, at the lengths of evaluation."""
 
     def __init__(self, params: DecodeParams, eval_config: EvalConfig, *, mesh: Mesh | AbstractMesh | None = None):
-        """Compiles nothing yet, with parameters as evaluation prepares them (`Scorer.prepare_params`).
-
-        `mesh` has the devices that the model is built for. None means one device, or the mesh that the caller enters.
-        """
+        """Compiles nothing yet. Parameters are as evaluation prepares them, `mesh` as in `bind_mesh`."""
         self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
         self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
         self._eval_config = eval_config
@@ -70,13 +67,10 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yields int32 [B, up to `block`] until `config.length` tokens of B samples are drawn or all have ended.
 
-        A sample that has ended continues with its stop token. Raises `UserError` if the prompt is empty.
-
-        Args:
-          prompt: int [T], at least one token, read once for all samples.
-          stop_token: A sample ends with this token, or only at `config.length` if it is None or a string.
-          block: Tokens per call. More is a little faster, fewer are seen sooner.
-          stop_requested: Asked between segments of the prompt and between blocks. Once it is true nothing more comes.
+        The prompt [T] is read once for all samples. A sample ends with `stop_token`, which then fills its rest, or only
+        at `config.length` if that is None or a string. Larger blocks are a little faster, smaller ones are seen sooner.
+        Once `stop_requested`, asked between segments of the prompt and between blocks, is true nothing more comes.
+        Raises `UserError` if the prompt is empty.
         """
         if len(prompt) == 0:
             raise UserError("the prompt must have at least one token, got an empty one")

@@ -49,6 +49,7 @@ def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[
 
 def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
     lengths: dict[str, Any] = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
+    start = model.config.compat.memory_start
 
     def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         if eval_config.temperature != 1:  # (h w + b) / T; there is one cluster.
@@ -71,9 +72,7 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
         ),
         forward=lambda weights, memory, tokens: forward.forward(weights, tokens, memory),
         nll=nll,
-        reset=lambda weights, memory, rows: cache_lib.reset_cache(
-            memory, rows, weights.initial, model.config.compat.memory_start
-        ),
+        reset=lambda weights, memory, rows: cache_lib.reset_cache(memory, rows, weights.initial, start),
     )
 
 

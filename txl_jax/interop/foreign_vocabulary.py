@@ -39,10 +39,7 @@ class Found(NamedTuple):
 
 
 def find(folder: Path, vocab_size: int) -> Found:
-    """Reads a directory's vocabulary, if it has one: a pickle, a file of PyTorch, or a text with a token per line.
-
-    Raises `UserError` if the file is corrupted, would run code, or has no vocabulary of the model's size.
-    """
+    """Reads a directory's vocabulary, if any: a pickle, PyTorch's, or a token per line. Raises `UserError` if unfit."""
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
         return Found(None, None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
@@ -53,10 +50,8 @@ def find(folder: Path, vocab_size: int) -> Found:
 def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
     """Returns a file's vocabulary, or raises `UserError` if the model has another number of tokens."""
     if found.vocabulary and found.vocabulary.size != vocab_size:
-        raise UserError(
-            f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}. Pass the vocabulary that it "
-            "was trained with."
-        )
+        wrong = f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}"
+        raise UserError(f"{wrong}. Pass the vocabulary that it was trained with.")
     return found
 
 

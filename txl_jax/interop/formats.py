@@ -49,17 +49,12 @@ class _Weights(NamedTuple):
 
 
 def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
-    """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary.
-
-    If `format` is None it is recognised.
-    """
+    """Reads another implementation's model, of this format or a recognised one, from a file of weights or directory."""
     path = Path(path)
     weights = _open_any(path)
     if weights is None:
-        raise UserError(
-            f"{path} contains no weights of another implementation. Expected one of {', '.join(_NAMES)}, such a file, "
-            "or a TensorFlow checkpoint."
-        )
+        expected = f"Expected one of {', '.join(_NAMES)}, such a file, or a TensorFlow checkpoint."
+        raise UserError(f"{path} contains no weights of another implementation. {expected}")
     found, file = weights.format, weights.path
     if found is None or format not in (None, found):
         some = ", ".join(list(weights.tensors)[:3])

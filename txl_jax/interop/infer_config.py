@@ -100,10 +100,9 @@ def _cutoffs(
     known = _PUBLISHED_CUTOFFS.get(vocab_size, ())
     if len(known) == tails:
         return known
-    raise UserError(
-        f"tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs of {tails} clusters in "
-        f'{vocab_size} tokens. Put a config.json with {{"cutoffs": [...]}} next to it.'
-    )
+    missing = f"no shape gives the cutoffs of {tails} clusters in {vocab_size} tokens"
+    advice = 'Put a config.json with {"cutoffs": [...]} next to it.'
+    raise UserError(f"tensor crit.cluster_weight has shape {[tails, width]}, but {missing}. {advice}")
 
 
 def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,10 +119,8 @@ def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
         encoding = Encoding.SHAW if "r_bias" in tensors else Encoding.AL_RFOU
         return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
     if "n_head" not in facts:
-        raise UserError(
-            "the model adds sinusoids to its input, so no shape determines the number of heads. Put a config.json with "
-            '{"n_head": ...} next to it.'
-        )
+        missing = "the model adds sinusoids to its input, so no shape determines the number of heads"
+        raise UserError(f'{missing}. Put a config.json with {{"n_head": ...}} next to it.')
     return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
 
 
@@ -149,10 +146,8 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
     """Returns the evaluation lengths from the facts, with our defaults for the rest."""
     config = EvalConfig()
     if "mem_len" not in facts:
-        notes.append(
-            f"the file does not record lengths: evaluation uses segments of {config.segment_len}, a memory of "
-            f"{config.mem_len} and a clamp of {config.clamp_len}, unless you set others"
-        )
+        used = f"segments of {config.segment_len}, a memory of {config.mem_len} and a clamp of {config.clamp_len}"
+        notes.append(f"the file does not record lengths: evaluation uses {used}, unless you set others")
         return config
     found = EvalConfig(
         segment_len=max(facts.get("tgt_len", 0), 0) or config.segment_len,

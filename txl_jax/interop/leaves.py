@@ -19,8 +19,7 @@ class Leaf(NamedTuple):
         return self.part(...)
 
 
-# A file's tensors by name, or parameters by path: "stack/layers/attention/query".
-Leaves = Mapping[str, Leaf]
+Leaves = Mapping[str, Leaf]  # A file's tensors by name, or parameters by path: "stack/layers/attention/query".
 
 
 def leaf_of(array: Any) -> Leaf:

@@ -1,6 +1,6 @@
 """Weights of the authors' PyTorch release, in both directions, by its names and other implementations' names.
 
-    params = to_flax(tensors, config, vocab_size=204)    # {"params": params} is what `model.apply` takes
+    leaves = to_leaves(tensors, config, vocab_size=204)  # our parameters by path, from tensors by name
     tensors = from_flax(params, config)                  # every name of the release's state_dict
 
 `_pieces` is the correspondence as one table, which both directions read. The release stores matrices as [out, in],
@@ -68,13 +68,6 @@ class Part(NamedTuple):
 Piece = tuple[Part, Part]  # A part of an original tensor, and the part of our parameter that holds the same numbers.
 
 
-def to_flax(
-    tensors: Mapping[str, np.ndarray], config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
-) -> dict[str, Any]:
-    """Returns the nested parameters of `TransformerXL` that `to_leaves` describes."""
-    return leaves_lib.to_tree(to_leaves(leaves_lib.from_tree(tensors), config, vocab_size=vocab_size, format=format))
-
-
 def to_leaves(
     tensors: Leaves, config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
 ) -> dict[str, Leaf]:
@@ -93,18 +86,16 @@ def to_leaves(
         _check_frequencies(constant.read(), config.d_model, format)
     for name, first in shared.items():
         if not leaves_lib.is_same(found[name], found[first]):
-            raise UserError(
-                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
-                f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
-                "equal values."
-            )
+            ties = f"model.tie_weight {config.tie_weight}, model.tie_projs {list(config.tie_projs)}"
+            wrong = f"tensors {name} and {first} differ, but {ties} and model.untie_r {config.untie_r} share them"
+            raise UserError(f"{wrong}. Turn the tie off or pass equal values.")
     return _assembled(found, pieces)
 
 
 def from_flax(
     params: Mapping[str, Any], config: ModelConfig, *, format: Format = Format.ORIGINAL
 ) -> dict[str, np.ndarray]:
-    """Inverts `to_flax`. Also takes a tree of gradients: a shared tensor's is then the sum over its uses."""
+    """Inverts `to_leaves` for nested parameters, or for their gradients: a shared tensor's is the sum over its uses."""
     leaves = from_leaves(leaves_lib.from_tree(params), config, format=format)
     tensors = {name: leaf.read() for name, leaf in leaves.items()}
     return tensors | {name: tensors[first] for name, first in aliases(config, format).items()}
@@ -270,10 +261,8 @@ def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
     is_rounded = found.dtype.itemsize < 4 or format is Format.NVIDIA  # NVIDIA's recipe trains in 16 bits.
     expected, rounding = _frequencies(d_model), 2**-8 if is_rounded else 1e-5
     if found.shape != expected.shape or not np.allclose(found.astype(_DOUBLE), expected, rtol=rounding, atol=0):
-        raise UserError(
-            f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}, got shape "
-            f"{list(found.shape)}. Only those frequencies are supported."
-        )
+        wanted = f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}"
+        raise UserError(f"{wanted}, got shape {list(found.shape)}. Only those frequencies are supported.")
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
@@ -285,10 +274,7 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
 def write_model(
     folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
 ) -> list[str]:
-    """Writes model.safetensors, config.json and the vocabulary for an implementation. Returns notes on differences.
-
-    Raises `UserError` if the implementation does not support the model.
-    """
+    """Writes weights, config.json, vocabulary. Returns notes on differences, or raises `UserError` if unsupported."""
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})

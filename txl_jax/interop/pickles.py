@@ -156,10 +156,8 @@ def load(
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         reason = str(error) if isinstance(error, DamagedError) else type(error).__name__
-        raise UserError(
-            f"{name}: the pickle at byte {start} is corrupted or ends early at byte {file.tell()} ({reason}). Copy or "
-            "download the file again."
-        ) from error
+        wrong = f"the pickle at byte {start} is corrupted or ends early at byte {file.tell()} ({reason})"
+        raise UserError(f"{name}: {wrong}. Copy or download the file again.") from error
     raise AssertionError("genops ends with STOP or an error")
 
 
@@ -342,7 +340,5 @@ class _Machine:
         raise self.refused("calls", dotted)
 
     def refused(self, verb: str, what: str) -> UserError:
-        return UserError(
-            f"{self.name}: its pickle {verb} {what[:120]}, which weights and vocabularies do not need. None of it "
-            "was run. Get the file from a source that you trust."
-        )
+        wrong = f"{self.name}: its pickle {verb} {what[:120]}, which weights and vocabularies do not need"
+        return UserError(f"{wrong}. None of it was run. Get the file from a source that you trust.")

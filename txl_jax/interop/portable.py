@@ -50,7 +50,7 @@ tags:
 
 # Transformer-XL
 
-A language model with {parameters:,} parameters in the format of txl_jax {version}: {description}.
+A language model with {parameters:,} parameters in the format of txl_jax {version}: {info.description}.
 
 ## Model
 
@@ -61,7 +61,7 @@ A language model with {parameters:,} parameters in the format of txl_jax {versio
 | heads x head size | {model.n_head} x {model.d_head} |
 | inner size | {model.d_inner} |
 | parameters | {parameters:,} |
-| tokens | {vocabulary.size:,} ({vocabulary.kind}) |
+| tokens | {info.vocabulary.size:,} ({info.vocabulary.kind}) |
 | positional encoding | {model.encoding} |
 | cutoffs of the adaptive softmax | {cutoffs} |
 | div_val | {model.div_val} |
@@ -104,10 +104,7 @@ def is_portable(folder: AnyPath) -> bool:
 
 
 def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
-    """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
-
-    `leaves` are the parameters of `TransformerXL`, which are converted to float32.
-    """
+    """Writes the files, the leaves as float32, into a directory; config.json last, which makes it a checkpoint."""
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
@@ -129,10 +126,8 @@ def read_record(folder: Path) -> ModelInfo:
     sums = _read_config(folder, RECORD)["sha256"]
     for name in (WEIGHTS, VOCABULARY, CONFIG):
         if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
-            raise UserError(
-                f"{folder / name} was changed after {RECORD} was written for it. Restore it, or remove {RECORD}: "
-                f"then the model is read with the settings in {CONFIG}."
-            )
+            advice = f"Restore it, or remove {RECORD}: then the model is read with the settings in {CONFIG}."
+            raise UserError(f"{folder / name} was changed after {RECORD} was written for it. {advice}")
     return read_info(folder, RECORD)
 
 
@@ -166,10 +161,8 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
         _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
-        raise UserError(
-            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name} (sha256, or vocab_size "
-            f"{expected[1]}). Copy or convert the directory again."
-        )
+        wrong = f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name}"
+        raise UserError(f"{wrong} (sha256, or vocab_size {expected[1]}). Copy or convert the directory again.")
     return info
 
 
@@ -226,12 +219,11 @@ def read_vocabulary(path: AnyPath) -> Vocabulary:
 def _card(info: ModelInfo, num_parameters: int) -> str:
     """Returns README.md, the model card in Markdown."""
     return _CARD.format(
+        info=info,
         version=__version__,
-        description=info.description,
         parameters=num_parameters,
         model=info.config.model,
         lengths=info.config.eval,
-        vocabulary=info.vocabulary,
         cutoffs=format_value(info.config.model.cutoffs) or "none",
         clamp=format_value(info.config.eval.clamp_len),
         scores=_score_table(info.scores, info.vocabulary.measure),

@@ -88,9 +88,8 @@ def facts_of_module(root: Any) -> dict[str, Any]:
     if not isinstance(module, Record):
         return {}
     modules = dict(_modules(module))
-    facts: dict[str, Any] = {
-        name: value for name, value in modules[""].items() if isinstance(value, bool | int | float)
-    }
+    own = modules[""].items()
+    facts: dict[str, Any] = {name: value for name, value in own if isinstance(value, bool | int | float)}
     if isinstance(cutoffs := modules.get("word_emb.", {}).get("cutoffs"), list):
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.
     if attention := modules.get("layers.0.dec_attn."):

@@ -37,17 +37,8 @@ class Embedding(nn.Module):
         """Creates the parameters."""
         c = self.config
         sizes = cluster_sizes(c, self.vocab_size) if c.div_val > 1 else [self.vocab_size]
-        widths = [c.cluster_width(i) for i in range(len(sizes))]
-        table = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
-        self.tables = [
-            self.param(f"table_{i}", table, (size, width))
-            for i, (size, width) in enumerate(zip(sizes, widths, strict=True))
-        ]
-        projection = axes.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
-        self.projections = [
-            self.param(f"projection_{i}", projection, (width, c.d_model)) if c.has_projections else None
-            for i, width in enumerate(widths)
-        ]
+        self.tables = [_table(self, i, size) for i, size in enumerate(sizes)]
+        self.projections = [_projection(self, i) if c.has_projections else None for i in range(len(sizes))]
 
     def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Embeds tokens: int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
@@ -72,6 +63,20 @@ class Embedding(nn.Module):
         return jnp.where(begins[..., None], embedded, others)
 
 
+def _table(module: "Embedding | Softmax", cluster: int, size: int) -> jax.Array:
+    """Creates a cluster's table, [size, width]."""
+    c = module.config
+    init = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
+    return module.param(f"table_{cluster}", init, (size, c.cluster_width(cluster)))
+
+
+def _projection(module: "Embedding | Softmax", cluster: int) -> jax.Array:
+    """Creates a cluster's projection, [width, D]."""
+    c = module.config
+    init = axes.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
+    return module.param(f"projection_{cluster}", init, (c.cluster_width(cluster), c.d_model))
+
+
 class Softmax(nn.Module):
     """Adaptive softmax, with the parameters that are not tied to the embedding.
 
@@ -88,20 +93,10 @@ class Softmax(nn.Module):
         c = self.config
         self.sizes = cluster_sizes(c, self.vocab_size)
         self.bias = self.param("bias", axes.zeros(axes.VOCAB), (self.vocab_size,))
-        table = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
         table_sizes = self.sizes if c.div_val > 1 else [self.vocab_size]
-        self.own_tables = [
-            None if c.tie_weight else self.param(f"table_{i}", table, (size, c.cluster_width(i)))
-            for i, size in enumerate(table_sizes)
-        ]
-        projection = axes.normal(c.projection_init_std, axes.CLUSTER_EMBED, axes.EMBED)
-        tied = c.tie_projs or (False,) * c.n_cluster
-        self.own_projections = [
-            self.param(f"projection_{i}", projection, (c.cluster_width(i), c.d_model))
-            if c.has_projections and not tied[i]
-            else None
-            for i in range(c.n_cluster)
-        ]
+        self.own_tables = [None if c.tie_weight else _table(self, i, size) for i, size in enumerate(table_sizes)]
+        own = [c.has_projections and not tied for tied in c.tie_projs or (False,) * c.n_cluster]
+        self.own_projections = [_projection(self, i) if is_own else None for i, is_own in enumerate(own)]
         if c.cutoffs:
             n_tail = len(c.cutoffs)
             tail_table = axes.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)

@@ -56,10 +56,7 @@ class RecurrentModel(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the outputs [B, L, D] of the last layer, and the states at the segment's end, of tokens [B, L].
-
-        `clamp_len` and `same_length` have no effect. Dropout needs an rng named "dropout".
-        """
+        """Computes the last layer's outputs [B, L, D] of tokens [B, L], and the states at the segment's end."""
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
         embedded = self.embedding(tokens, deterministic=deterministic)

@@ -27,10 +27,7 @@ from txl_jax.ops.attention import Implementations, Visibility
 
 
 class TransformerXL(nn.Module):
-    """The language model.
-
-    The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer).
-    """
+    """The language model; the vanilla one with M = 0 and absolute positions (Al-Rfou et al.: learned in each layer)."""
 
     config: ModelConfig
     vocab_size: int
@@ -63,19 +60,15 @@ class TransformerXL(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the hidden states of a segment.
+        """Computes the last layer's hidden states [B, L, D] of a segment, and the memory moved on by L positions.
 
         Args:
           tokens: int [B, L], below the vocabulary's size. As usual in JAX, larger ids are clipped, not rejected. Or
             floats [B, L, D] instead of their embeddings (`embed_tokens`). `init` with floats creates only the layers,
             without embedding and softmax.
-          memory: M slots before it.
           clamp_len: Distances above this share one position code, or None to tell all apart.
           same_length: Whether every query sees the same number of keys, M (or M + 1, see `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
-
-        Returns:
-          Hidden states [B, L, D] of the last layer, and the memory moved on by L positions.
 
         Raises:
           UserError: If tokens or embeddings have another shape, or the memory other layers or rows.
@@ -135,14 +128,9 @@ class TransformerXL(nn.Module):
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns the memory before the first segment, in the compute type."""
-        return memory_lib.init(
-            n_layer=self.config.n_layer,
-            batch_size=batch_size,
-            mem_len=mem_len,
-            d_model=self.config.d_model,
-            dtype=jnp.dtype(self.config.dtype),
-            start=self.config.compat.memory_start,
-        )
+        c = self.config
+        shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": mem_len, "d_model": c.d_model}
+        return memory_lib.init(**shape, dtype=jnp.dtype(c.dtype), start=c.compat.memory_start)
 
 
 def _are_embeddings(tokens: jax.Array) -> bool:

@@ -41,8 +41,7 @@ class TailEntries(NamedTuple):
 def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of type `dtype`, not yet scaled by sqrt(D).
 
-    Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
-    type: in bfloat16 a sum of ones stops at 256.
+    Rows are cast after the lookup: a token's gradients add up in the table's type. In bfloat16 ones stop at 256.
     """
     local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=sharding.vocab_axis())
     if sharding.ambient_mesh() is None:
@@ -61,13 +60,9 @@ def negative_log_likelihood(
 ) -> jax.Array:
     """Computes each target's loss in nats: [B, ..., D] and int [B, ...] -> [B, ...], in at least float32.
 
-    A tail is computed only at the positions whose target it contains.
-
-    Args:
-      clusters: The head and the tails.
-      tails: The head's entries for the tails, or None without tails or if the head ends with them (`with_tails`).
-      cutoffs: The first token of each tail.
-      chunk_size: Positions of a tail that a device computes at a time, or None for `_tail_chunk_size`.
+    `clusters` are the head and the tails, `cutoffs` the first token of each tail. `tails` are the head's entries for
+    them, or None without tails or if the head ends with them (`with_tails`). A tail is computed only at the positions
+    whose target it contains, `chunk_size` of them at a time on a device, or `_tail_chunk_size` if that is None.
     """
     vocab_axis = sharding.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
@@ -161,9 +156,8 @@ def _head_nll(
     if vocab_axis is None or tails is None:
         return _cluster_nll(with_tails(head, tails), hidden, labels, vocab_axis=vocab_axis)
     of_token = labels < n_token
-    own_total, own_target = _sharded_softmax(
-        logits(hidden, head), jnp.where(of_token, labels, -1), vocab_axis=vocab_axis
-    )
+    own_labels = jnp.where(of_token, labels, -1)
+    own_total, own_target = _sharded_softmax(logits(hidden, head), own_labels, vocab_axis=vocab_axis)
     entries = logits(hidden, Cluster(tails.table, tails.bias, head.projection))
     entry = jnp.take_along_axis(entries, jnp.maximum(labels - n_token, 0)[..., None], axis=-1)[..., 0]
     log_total = jnp.logaddexp(own_total, jax.nn.logsumexp(entries, axis=-1))
@@ -202,10 +196,8 @@ def _on_mesh(
 
     def run(*arrays: jax.Array) -> jax.Array:
         rows = PartitionSpec(batch_spec(arrays[0].shape[0]) or None)
-        mapped = shard_map(
-            lambda own, named: local(*own, **named), in_specs=((rows,) * len(arrays), specs), out_specs=rows
-        )
-        return mapped(arrays, named)
+        in_specs = (rows,) * len(arrays), specs
+        return shard_map(lambda own, named: local(*own, **named), in_specs=in_specs, out_specs=rows)(arrays, named)
 
     return run
 

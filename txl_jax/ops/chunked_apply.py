@@ -91,10 +91,7 @@ chunked_apply.defvjp(_forward, _backward)
 
 
 def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the selected positions in order, int [chunks, chunk_size], and how many chunks they fill.
-
-    Empty slots contain T, one past the last position: `_take` reads zeros there, and writes are dropped.
-    """
+    """Returns the selected positions, int [chunks, chunk_size], T in empty slots, and how many chunks they fill."""
     n_position = selected.shape[0]
     most = -(-n_position // chunk_size)
     positions = jnp.flatnonzero(selected, size=most * chunk_size, fill_value=n_position)
@@ -102,4 +99,5 @@ def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]
 
 
 def _take(array: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns the rows at some positions, and zeros for T, where writes are dropped."""
     return jnp.take(array, positions, axis=0, mode="fill", fill_value=0)

@@ -36,6 +36,16 @@ _MOST_TERMS = (2**31 - 1) // _MOST**2  # Terms of a sum of products up to 127 * 
 _TERMS = 12
 
 
+def wide_type(array: jax.Array) -> jnp.dtype:
+    """Returns the type of an array's sums: at least float32."""
+    return jnp.promote_types(array.dtype, jnp.float32)
+
+
+def product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Computes an einsum in the type of the operands, and adds in the wide one."""
+    return jnp.einsum(equation, left, right, preferred_element_type=wide_type(left))
+
+
 class Int8(flax.struct.PyTreeNode):
     """An array as values * scale."""
 
@@ -90,12 +100,8 @@ class Transposed(flax.struct.PyTreeNode):
 
 
 def quantize(array: jax.Array, *, axis: int) -> Int8:
-    """Rounds an array to int8, each channel (the numbers along `axis`) with its own scale.
-
-    The error is at most half a step: 1/254 of the channel's largest magnitude.
-    """
-    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    values, scale = _rounded(wide, axis)
+    """Rounds to int8, each channel, along `axis`, by its own scale. Errors are at most 1/254 of its largest number."""
+    values, scale = _rounded(array.astype(wide_type(array)), axis)
     return Int8(values.astype(jnp.int8), scale)
 
 
@@ -158,12 +164,9 @@ def _multiply_few(states: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def multiply(rows: jax.Array, matrix: Int8) -> jax.Array:
-    """Computes products with int8: [..., L, n] x [..., n, m] -> [..., L, m], in at least float32.
-
-    The matrix has a scale per column, [..., 1, m], or per row, [..., n, 1].
-    """
+    """Computes [..., L, n] x [..., n, m], in at least float32, of scale [..., 1, m] (by column) or [..., n, 1]."""
     assert rows.shape[-1] <= _MOST_TERMS, f"{rows.shape[-1]} terms may overflow int32"
-    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    wide = rows.astype(wide_type(rows))
     by_column = matrix.scale.shape[-2] == 1
     if not by_column:
         wide *= matrix.scale.swapaxes(-1, -2).astype(wide.dtype)

@@ -84,10 +84,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Starts writing a step. Returns once the arrays are copied to the host, so they may be donated.
 
         An existing checkpoint of this step is replaced, and later steps are deleted, once the new one is verified: they
-        belong to a run that was abandoned when this one fell back.
-
-        Raises `CheckpointError` if this save cannot start or the one before it failed, and `RemoteProcessError` if that
-        happened in another process.
+        belong to a run that was abandoned when this one fell back. Raises `CheckpointError` if this save cannot start
+        or the one before it failed, and `RemoteProcessError` if that happened in another process.
         """
         distributed.run_on_all(self.wait)
         path = os.path.join(self._directory, distributed.broadcast_from_primary(lambda: self._prepare(step)))
@@ -107,10 +105,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                         storage.remove_tree(os.path.join(self._directory, name))
 
     def wait(self) -> None:
-        """Returns once the last save is on disk with its digests.
-
-        Raises `CheckpointError` if it failed. The steps before it are intact, and saving may be tried again.
-        """
+        """Waits for the last save and its digests. Raises `CheckpointError` if it failed: earlier steps are intact."""
         if self._pending is not None:
             step, future = self._pending
             concurrent.futures.wait([future])
@@ -125,11 +120,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.sweep()
             found = _steps(self._directory)
             if newer := sorted({other for other, _, _ in found if other > step}):
-                self._log(
-                    f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step}, "
-                    "which is now saved: they belong to an abandoned run, and are deleted once the new one is "
-                    "verified"
-                )
+                after = f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step}"
+                fate = "they belong to an abandoned run, and are deleted once the new one is verified"
+                self._log(f"{after}, which is now saved: {fate}")
             again = next((number + 1 for other, number, _ in found if other == step), 0)
             return f"{step}.again-{again}" if again else str(step)
 
@@ -181,11 +174,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores the latest valid checkpoint (`before` a step): verified ones first, then ones without digests.
 
-        Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like the
-        saved one, of jax.ShapeDtypeStruct with shardings, or of arrays.
-
-        Returns (step, state with the shardings of `abstract_state`, notes), or None if no step exists. Raises
-        `CheckpointError` if no step can be restored, or they belong to another model.
+        Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like the saved one, of
+        jax.ShapeDtypeStruct with shardings, or of arrays. Returns (step, state with those shardings, notes), or None if
+        no step exists. Raises `CheckpointError` if no step can be restored, or they belong to another model.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.

@@ -43,7 +43,7 @@ def broadcast_from_primary(find: Callable[[], T]) -> T:
     if not is_multiprocess():
         return find()
     found, error, failure = _attempt(find) if is_primary() else (None, None, None)
-    found, failure = json.loads(_broadcast_text(json.dumps([found, failure])))
+    found, failure = json.loads(gather_texts(json.dumps([found, failure]))[0])
     if failure is not None:
         raise _known_to_all(error or RemoteProcessError(f"process 0: {failure}"))
     return found
@@ -127,14 +127,6 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None, str | No
 def _known_to_all(error: Exception) -> Exception:
     setattr(error, _KNOWN_TO_ALL, True)
     return error
-
-
-def _broadcast_text(text: str) -> str:
-    """Returns the text of process 0."""
-    own = np.frombuffer(text.encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(own))))
-    sent = own if is_primary() else np.zeros(length, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().decode()
 
 
 def gather_texts(text: str) -> list[str]:

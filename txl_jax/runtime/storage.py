@@ -224,10 +224,7 @@ def check_new_folder(folder: AnyPath) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: AnyPath) -> Iterator[Path]:
-    """Yields the name of a file or directory to make, which replaces `path` when the block ends, whole or not at all.
-
-    After an error nothing of it is left. A process that is killed leaves `.NAME.PID.tmp`.
-    """
+    """Yields a name, `.NAME.PID.tmp`, to make; it replaces `path` when the block ends, or an error leaves nothing."""
     if is_remote(path):
         with writing(path), tempfile.TemporaryDirectory() as folder:
             made = os.path.join(folder, "made")
@@ -400,10 +397,8 @@ def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
     elif isinstance(error, FileNotFoundError):
         reason, advice = "no such bucket or object", "Create the bucket, or pass the name of an existing one."
     elif isinstance(error, PermissionError):
-        advice = (
-            "Log in with `gcloud auth application-default login`, or grant this machine's account the role Storage "
-            "Object User on the bucket."
-        )
+        role = "the role Storage Object User on the bucket"
+        advice = f"Log in with `gcloud auth application-default login`, or grant this machine's account {role}."
     return UserError(f"cannot {what} {path} ({reason}). {advice}")
 
 

@@ -20,10 +20,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains the sharding of an activation and of its gradient over an ambient mesh of several devices, if any.
 
     `names` are logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows of a batch are
-    replicated if they do not divide among the devices, such as the one row of a published evaluation.
-
-    Raises:
-      ValueError: If a name is unknown or their number is not the number of axes of `x`, also without a mesh.
+    replicated if they do not divide among the devices, such as the one row of a published evaluation. Raises
+    `ValueError`, also without a mesh, if a name is unknown or the number of names is not that of the axes.
     """
     if len(names) != x.ndim:
         raise ValueError(f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}")
@@ -31,17 +29,15 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     mesh = ambient_mesh()
     if mesh is None:
         return x
-    placed = tuple(
-        batch_axes(mesh, size) if name == axes.BATCH else name for name, size in zip(names, x.shape, strict=True)
-    )
+    sizes = zip(names, x.shape, strict=True)
+    placed = (batch_axes(mesh, size) if name == axes.BATCH else name for name, size in sizes)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*placed)))
 
 
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Maps `function` over the shards of its arguments on the ambient mesh.
 
-    Gradients of replicated arguments are summed over devices. With check_vma every array that differs between devices
-    would have to be marked.
+    Gradients of replicated arguments are summed over devices. check_vma would ask for marks on arrays that differ.
     """
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

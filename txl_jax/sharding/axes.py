@@ -36,11 +36,7 @@ _MESH_AXES: dict[str, Any] = {
 
 
 def spec(*names: str | None) -> PartitionSpec:
-    """Returns the mesh axes of an array with these logical axes; it is replicated over a name that is None.
-
-    Raises:
-      ValueError: If a name has no row in the table (flax would silently replicate it).
-    """
+    """Returns the mesh axes of logical ones, None for None. Raises `ValueError` for others, which flax replicates."""
     for name in names:
         if name is not None and name not in _MESH_AXES:
             raise ValueError(f"logical axis {name!r} has no row in the sharding table; known: {', '.join(_MESH_AXES)}")
@@ -120,8 +116,7 @@ def vocab_axis() -> str | None:
     return _MESH_AXES[VOCAB] if num_vocab_shards() > 1 else None
 
 
-# Makes a boxed parameter (`nn.LogicallyPartitioned`), which `self.param` unboxes.
-Initializer = Callable[..., Any]
+Initializer = Callable[..., Any]  # Makes a boxed parameter (`nn.LogicallyPartitioned`), which `self.param` unboxes.
 
 
 def normal(stddev: float, *names: str | None) -> Initializer:

@@ -14,9 +14,8 @@ function enter its mesh itself, whoever calls it; everywhere else `with use_mesh
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,11 +33,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """Makes the mesh over this run's devices, or over others, such as a topology that is not attached.
 
     With `data` given, devices beyond the product stay idle. Neighbours along an axis of the mesh are neighbours in the
-    interconnect, where devices have coordinates. Of `data`, the slice of TPUs is the outermost part.
-
-    Raises:
-      UserError: If the sizes need more devices than there are, or leave a remainder where `data` is None, or slices
-        have different numbers of devices.
+    interconnect, where devices have coordinates. Raises `UserError` if the sizes need more devices than there are, or
+    leave a remainder where `data` is None, or slices have different numbers of devices.
     """
     slices = _slices(jax.devices() if devices is None else devices)
     shape = _shape(config, sum(map(len, slices)), num_slices=len(slices))
@@ -57,10 +53,7 @@ def num_slices(mesh: Mesh) -> int:
 
 
 def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
-    """Lays devices over a mesh, each slice in the order of its interconnect.
-
-    `shape` is data x fsdp x tensor over all slices, whose number divides `data`. Returns devices [data, fsdp, tensor].
-    """
+    """Returns devices [data, fsdp, tensor] of this shape, each slice, of which `data` has equal parts, in its order."""
     data, fsdp, tensor = shape
     in_slice = data // len(slices), fsdp, tensor
     chosen = [device for one in slices for device in one[: math.prod(in_slice)]]
@@ -74,10 +67,7 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
 
 
 def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
-    """Groups devices by slice of TPUs, in the order of the slices' indices; other devices are one group.
-
-    (jax gives GPUs a slice_index too, their host's. Over those FSDP is usual, and remains a choice.)
-    """
+    """Groups devices by slice of TPUs, in order. Others are one group, also GPUs, whose slice_index is their host's."""
     found: dict[int, list[jax.Device]] = {}
     for device in devices:
         index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
@@ -89,28 +79,26 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     """Returns data x fsdp x tensor over all slices."""
     in_slice, rest = divmod(n_device, num_slices)
     if rest:
-        raise UserError(
-            f"there are {n_device} devices in {num_slices} slices of TPUs; each slice must have as many as the others"
-        )
+        found = f"there are {n_device} devices in {num_slices} slices of TPUs"
+        raise UserError(f"{found}; each slice must have as many as the others")
     shared = config.fsdp * config.tensor
     data = config.data or in_slice // shared
     if data * shared > in_slice or (not config.data and data * shared != in_slice):
         where = f" in each of {num_slices} slices" if num_slices > 1 else ""
-        raise UserError(
-            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
-            f"there are {in_slice} devices{where}; the product must not exceed that, nor leave a remainder where data "
-            "is none"
-        )
+        asked = f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor}"
+        wanted = "the product must not exceed that, nor leave a remainder where data is none"
+        raise UserError(f"{asked} and there are {in_slice} devices{where}; {wanted}")
     return num_slices * data, config.fsdp, config.tensor
 
 
-def use_mesh(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """Enters a mesh of several devices; does nothing with one device or None. Not to be used while tracing."""
-    if mesh is None or mesh.size == 1:
-        return contextlib.nullcontext()
-    if isinstance(mesh, AbstractMesh):
-        return jax.sharding.use_abstract_mesh(mesh)
-    return jax.set_mesh(mesh)
+    entered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if mesh is not None and mesh.size > 1:
+        entered = jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
+    with entered:
+        yield
 
 
 def ambient_mesh() -> AbstractMesh | None:
@@ -123,15 +111,7 @@ def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
     """Returns a jitted function that enters `mesh` whenever it is called or lowered; itself with one device or None."""
     if mesh is None or mesh.size == 1:
         return jitted
-
-    def entering(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def inside(*arguments: Any, **named: Any) -> Any:
-            with use_mesh(mesh):
-                return function(*arguments, **named)
-
-        return inside
-
-    bound = entering(jitted)
+    entering = use_mesh(mesh)  # As a decorator it enters the mesh anew in each call.
+    bound: Any = entering(jitted)
     bound.lower, bound.eval_shape = entering(jitted.lower), entering(jitted.eval_shape)
     return bound

@@ -28,11 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Members:
-    """Members of an ensemble by name.
-
-    Without names there is no member axis: one run, whose arrays, files and records are like a single run's. Code
-    that goes through `labels` serves both.
-    """
+    """Members of an ensemble by name. Without names it is a single run, without a member axis; `labels` serves both."""
 
     names: tuple[str, ...] = ()  # In the order of the axis.
 
@@ -54,9 +50,7 @@ class Members:
 
     def stack(self, trees: Sequence[Any]) -> Any:
         """Inverts `split`, for arrays on the host or on devices."""
-        if not self.names:
-            return trees[0]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) if self.names else trees[0]
 
     def abstract(self, tree: Any) -> Any:
         """Adds the axis to a tree of `jax.ShapeDtypeStruct`."""
@@ -94,11 +88,10 @@ class Variation(NamedTuple):
         """Returns the values of members with these configs."""
         base_rates, *rates = (_rates(config.model.dropout) for config in (base, *configs))
         dropout = {name: _unless_all(base_rates[name], [each[name] for each in rates], float) for name in RATES}
+        base_peak, *peaks = (config.optimizer.learning_rate for config in (base, *configs))
         return cls(
             seed=_unless_all(base.seed, [config.seed for config in configs], jnp.uint32),
-            learning_rate=_unless_all(
-                base.optimizer.learning_rate, [config.optimizer.learning_rate for config in configs], float
-            ),
+            learning_rate=_unless_all(base_peak, peaks, float),
             dropout={name: values for name, values in dropout.items() if values is not None},
         )
 
@@ -130,10 +123,7 @@ def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | No
 def make_ensemble_step(
     model: AnyModel, base: ExperimentConfig
 ) -> Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
-    """Returns S updates of n members, each the same as `make_train_step` with the member's values, up to rounding.
-
-    The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
-    """
+    """Returns S updates of n members, states [n, ..], segments [n, S, B, L], up to rounding as by `make_train_step`."""
 
     def step(own: Variation, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
         member_step = make_train_step(

@@ -51,10 +51,8 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
             own_segment = jax.tree.map(lambda array: take(array, 0, index), segment)
             key = jax.random.fold_in(dropout_key, index)
             more, (nats, own_memory) = gradient(params, own_memory, own_segment, key, tokens)
-            memory = Memory(
-                hidden=put(memory.hidden, own_memory.hidden, 1, index),
-                valid=put(memory.valid, own_memory.valid, 0, index),
-            )
+            hidden = put(memory.hidden, own_memory.hidden, 1, index)
+            memory = Memory(hidden, put(memory.valid, own_memory.valid, 0, index))
             return (jax.tree.map(jnp.add, grads, more), memory), nats
 
         start = jax.tree.map(jnp.zeros_like, params), memory

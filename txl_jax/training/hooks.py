@@ -11,20 +11,13 @@ from txl_jax.training.step import TrainState
 
 @dataclasses.dataclass
 class HookContext:
-    """Context of a hook: the state it reads and the functions by which it reports.
+    """Context of a hook: the state it reads and the functions by which it reports."""
 
-    Attributes:
-      step: Number of updates done.
-      state: The training state after them, with a leading member axis in an ensemble. The next update reuses its
-        buffers, so copy what is needed later.
-      run_log: The log of the run.
-      stopping: Whether this hook has requested a stop.
-    """
-
-    step: int
+    step: int  # Number of updates done.
+    # The state after them, with a leading member axis in an ensemble. The next update reuses its buffers: copy them.
     state: TrainState
     run_log: RunLog
-    stopping: bool = False
+    stopping: bool = False  # Whether this hook has requested a stop.
 
     def log(self, line: str) -> None:
         """Prints a line and adds it to log.txt."""
@@ -47,8 +40,7 @@ class HookContext:
 class Hook:
     """An action that is due after every `every` updates, and after the last one.
 
-    It may return a new state to continue with, or None to keep it. After a kill a hook may run again for steps that
-    it has already run for.
+    It may return a new state to continue with, or None to keep it. After a kill it may run again for earlier steps.
     """
 
     every: int

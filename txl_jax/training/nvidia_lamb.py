@@ -55,12 +55,11 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         of_step, of_weight = norms(updates), norms(params)
-        ratio = {
-            tensor: jnp.where(
-                (norm == 0) | (of_weight[tensor] == 0), 1, jnp.minimum(of_weight[tensor], LARGEST_NORM) / (norm + eps)
-            )
-            for tensor, norm in of_step.items()
-        }
+        ratio = {}
+        for tensor, step in of_step.items():
+            weight = of_weight[tensor]
+            trusted = jnp.minimum(weight, LARGEST_NORM) / (step + eps)
+            ratio[tensor] = jnp.where((step == 0) | (weight == 0), 1, trusted)
 
         def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             parts = list(_parts(names_of(path), leaf.shape, model, joined))

@@ -31,8 +31,7 @@ def is_stacked(names: tuple[str, ...]) -> bool:
 def matrix_axes(names: tuple[str, ...]) -> MatrixAxes | None:
     """Returns the axes of a layer's matrix that go in and out, counted from the last, or None for others.
 
-    Heads and their width are together one side of a projection: a query is [D, H * E]. Embeddings, the softmax and its
-    projections are none.
+    Heads and their width are one side of a projection: a query is [D, H * E]. Embeddings and the softmax are none.
     """
     last = names[-1]
     if names[:-1] == (*_LAYERS, "attention"):

@@ -24,8 +24,7 @@ from txl_jax.training.weight_averaging import Average
 class TrainState:
     """The training state, which a checkpoint stores as a whole.
 
-    The position in the text and the random keys are functions of `step`: neither has state. In an ensemble every leaf
-    has a leading member axis.
+    Position in the text and random keys are functions of `step`. In an ensemble leaves have a leading member axis.
     """
 
     step: jax.Array  # int32 [], updates done.
@@ -49,10 +48,7 @@ def init_params(model: AnyModel, key: jax.Array) -> Any:
 def init_state(
     model: AnyModel, optimizer: optax.GradientTransformation, config: ExperimentConfig, params: Any
 ) -> TrainState:
-    """Returns the state before the first update of training that begins with these parameters.
-
-    The optimizer's state is boxed like the parameters. Bare parameters give a bare state.
-    """
+    """Returns the state before the first update. The optimizer's state is boxed like the parameters, or bare."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -83,10 +79,7 @@ def make_train_step(
     *,
     seed: int | jax.Array | None = None,
 ) -> TrainStep:
-    """Returns a function of (state, S segments) that is ready for `jax.jit` with the state donated.
-
-    `seed` is the dropout seed, which may be traced, or None for the config's.
-    """
+    """Returns a step to be jitted, the state donated. The dropout `seed`, by default the config's, may be traced."""
     train = config.train
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
     seed = config.seed if seed is None else seed

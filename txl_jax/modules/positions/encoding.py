@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
+from txl_jax.ops.attention import positions
 
 
 class Projections(NamedTuple):
@@ -42,10 +43,7 @@ class PositionTerms(NamedTuple):
 
 
 class PositionKeys(flax.struct.PyTreeNode):
-    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0: `key`, `score` or both.
-
-    They are added to scores that are already divided by sqrt(E), like the query.
-    """
+    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0: `key`, `score` or both."""
 
     bias: jax.Array | None  # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
     key: Any  # [H, E, P], not divided: the query is; perhaps `Int8`.
@@ -76,16 +74,12 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    # Whether scores depend on distances alone, so that text can be read and written one token at a time.
-    generates_by_token: ClassVar[bool] = False
+    generates_by_token: ClassVar[bool] = False  # Whether scores depend on distances alone: text may come by token.
     # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
     has_four_terms: ClassVar[bool] = False
-    # Matrix products per pair of query and key: content score, value, and position score where there is one.
-    products_per_key: ClassVar[int] = 2
-    # Whether training projects the codes of all K distances to position keys, in every layer and segment.
-    projects_codes: ClassVar[bool] = False
-    # The number of this encoding in the original (attn_type), or None if it has no such encoding.
-    original_type: ClassVar[int | None] = None
+    products_per_key: ClassVar[int] = 2  # Matmuls per query and key: content, value, and position score if any.
+    projects_codes: ClassVar[bool] = False  # Whether training projects all K codes, in every layer and segment.
+    original_type: ClassVar[int | None] = None  # The original's attn_type, or None if it has no such encoding.
     # Attention's inward projections in the original: its matrices, and the parameters that their rows hold.
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
 
@@ -99,21 +93,21 @@ class PositionEncoding:
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array | None:
-        """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], int [K], or None.
+        """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], or None.
 
-        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here.
+        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here. The encoding of a
+        learned table is the distances themselves, clamped to it, int [K].
         """
-        return None
+        if not self.config.encoding.is_learned:
+            return None
+        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
 
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
         """Adds positions to the input of the first layer, [B, L, D]."""
         return embedded
 
     def shared_parameters(self) -> Any:
-        """Creates parameters that all layers share. Called in the module of the stack.
-
-        Inference finds them under the name "biases".
-        """
+        """Creates parameters that all layers share, in the module of the stack. Inference finds them as "biases"."""
         return None
 
     def layer_parameters(self, shared: Any) -> Any:
@@ -127,10 +121,7 @@ class PositionEncoding:
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
-        """Returns the terms of a layer's scores, keys and biases of type `dtype`.
-
-        Called in the module of the attention.
-        """
+        """Returns the terms of a layer's scores, keys and biases of type `dtype`. Called in the attention's module."""
         return PositionTerms()
 
     # Inference: the same mathematics with parameters that do not change.
@@ -140,21 +131,14 @@ class PositionEncoding:
     ) -> DecodeTerms:
         """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
 
-        `position_keys` belong to the P distances P - 1, .., 0, where P is
-        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
-        `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
-        `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
-
-        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None.
+        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None. The distances
+        P - 1, .., 0 of `position_keys` end at the clamp (`positions.table_length`), and attention uses the largest for
+        all beyond. A learned encoding clamps by `config.clamp`, and `position_vectors` by itself.
         """
         return DecodeTerms()
 
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of the encoding's other parameters than `original_projections`.
-
-        Raises:
-          UserError: If other implementations do not support the config's model.
-        """
+        """Returns the correspondence of parameters other than `original_projections`. Raises `UserError` if none."""
         return ()

@@ -3,7 +3,6 @@
 They are counted back from the segment's end. A layer keeps its inputs with the vectors added in its memory.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -34,12 +33,6 @@ class LearnedPositions(PositionEncoding):
 
     original_type = 3
 
-    def shared_codes(
-        self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array | None:
-        """Returns the distances K - 1, .., 0, clamped to the table: int [K]."""
-        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
-
     def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
         """Adds the vectors of the distances L - 1, .., 0 to the inputs of a layer, [B, L, D]."""
         assert codes is not None, "codes are None; expected the distances that `shared_codes` returns"
@@ -56,7 +49,6 @@ class LearnedPositions(PositionEncoding):
 
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns the vectors of all layers, which the original cuts into heads."""
-        c = self.config
+        c, path = self.config, "stack/layers/positions/vector"
         lead = (c.n_layer, c.table_size)
-        path = "stack/layers/positions/vector"
         return [OriginalTensor("r_emb", (*lead, c.n_head, c.d_head), path, (*lead, c.d_model), True)]

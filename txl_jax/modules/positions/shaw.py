@@ -4,7 +4,7 @@ The authors' release (attn_type 1) has more than the paper, for `compat.shaw_ter
 learned number per distance.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -67,12 +67,6 @@ class ShawPositions(PositionEncoding):
     def has_position_score(self) -> bool:
         """Returns whether scores have a number per distance, as in the original."""
         return self.config.compat.shaw_terms is ShawTerms.ORIGINAL
-
-    def shared_codes(
-        self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array | None:
-        """Returns the distances K - 1, .., 0, clamped to the table: int [K]."""
-        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
 
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype

@@ -40,12 +40,10 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
     if biases and "position_key" not in given:
         raise ValueError(f"position_key must be an array [H, P, E] with {' and '.join(biases)}, got None")
     sizes = _sizes(given["query"].shape, visibility.segment_len)
-    if visibility.mem_len < 0:
-        raise ValueError(
-            f"visibility.mem_len must be at least 0 (keys include the segment's), got {visibility.mem_len}"
-        )
+    if (mem_len := visibility.mem_len) < 0:
+        raise ValueError(f"visibility.mem_len must be at least 0 (keys include the segment's), got {mem_len}")
     sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
-    lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
+    lengths = f"L {visibility.segment_len}, M {mem_len} and causal={visibility.causal}"
     _check_shapes(given, _AXES, sizes, f"with query {given['query'].shape}, {lengths}")
     _check_types(given, free=("position_score",))
     _check_visibility(visibility, sizes["B"])
@@ -102,9 +100,8 @@ def _check_types(given: Mapping[str, Any], *, free: tuple[str, ...]) -> None:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must have a floating-point dtype, got {array.dtype.name}")
         if array.dtype != of_query and name not in free:
-            raise ValueError(
-                f"{name} must have the query's dtype {of_query.name}, got {array.dtype.name}. Cast one with .astype."
-            )
+            wanted = f"{name} must have the query's dtype {of_query.name}"
+            raise ValueError(f"{wanted}, got {array.dtype.name}. Cast one with .astype.")
 
 
 def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
@@ -136,9 +133,8 @@ def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropou
     if isinstance(dropout.rate, int | float | np.number) and not 0 <= dropout.rate < 1:
         raise ValueError(f"the dropout rate must be at least 0 and below 1, got {dropout.rate}")
     if dropout.n_head < n_head:  # Rows of the batch would share masks.
-        raise ValueError(
-            f"dropout.n_head must be at least the query's {n_head} heads (of all devices), got {dropout.n_head}"
-        )
+        wanted = f"dropout.n_head must be at least the query's {n_head} heads (of all devices)"
+        raise ValueError(f"{wanted}, got {dropout.n_head}")
     return dropout
 
 
@@ -148,7 +144,6 @@ def _seed(seed: Any) -> jax.Array:
     dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
         found = type(seed).__name__ if dtype is None else f"{dtype} {list(shape or ())}"
-        raise ValueError(
-            f"the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32), got {found}"
-        )
+        wanted = "the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
+        raise ValueError(f"{wanted}, got {found}")
     return jnp.asarray(seed).astype(jnp.uint32)

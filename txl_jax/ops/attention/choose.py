@@ -20,15 +20,10 @@ _FEWEST_CACHED_KEYS = 512
 
 
 def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[Implementation, str]:
-    """Chooses an implementation: (implementation, the reason for it).
+    """Chooses an implementation by a path, or "auto" for the fastest: (implementation, the reason for it).
 
-    Args:
-      path: One of `PATHS`, or "auto" for the path that is expected to be the fastest.
-      problem: The call. Over a KV cache "stored" means the reference.
-      without: Paths that "auto" must not take, as they failed on this device (`runs.first_contact`).
-
-    Raises:
-      UserError: If the path is unknown or cannot serve this call.
+    Over a KV cache "stored" means the reference. "auto" takes no path of `without`, which failed on this device
+    (`runs.first_contact`). Raises `UserError` if the path is unknown or cannot serve this call.
     """
     if path not in (AUTO, *PATHS):
         raise UserError(f"the attention path must be one of {AUTO}, {', '.join(PATHS)}, got {path!r}")
@@ -38,12 +33,9 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
         return _choose_fastest(problem, without)
     if path == "stored" and problem.cached:
         return REFERENCE, _INFERENCE
-    refused = refusal(path, problem)
-    if refused is not None:
-        what = "attention over a KV cache" if problem.cached else "attention"
-        raise UserError(
-            f"{what} cannot be {path} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}."
-        )
+    if (refused := refusal(path, problem)) is not None:
+        what = f"{'attention over a KV cache' if problem.cached else 'attention'} cannot be {path}"
+        raise UserError(f"{what} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}.")
     return _make(path, problem), "by model.attention"
 
 
@@ -73,11 +65,7 @@ def can_serve(implementation: Implementation, problem: Problem) -> bool:
 
 
 def resolve(implementation: Implementation | str, problem: Problem) -> Implementation:
-    """Returns the implementation of a call: for a path the choice, for an earlier choice that one where it can serve.
-
-    An earlier choice was made for other lengths, or on a machine that only compiles for the device. If it cannot serve
-    this call, "auto" decides. Raises `UserError` as `choose`.
-    """
+    """Returns the choice for a path, or an earlier choice, of other lengths or device, if it can serve, or "auto"'s."""
     if not isinstance(implementation, Implementation):
         return choose(implementation, problem)[0]
     if implementation.path == "fused" and problem.platform != "tpu":

@@ -48,18 +48,13 @@ def attention(
 
     Args:
       query: [B, H, L, E], of any floating-point type, which all others have too (`position_score` aside).
-      key: [B, H, K, E], memory first.
-      value: [B, H, K, E].
+      key, value: [B, H, K, E], memory first.
       position_key: [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`), or None for none and no biases.
-      content_bias: [H, E], u, or None.
-      position_bias: [H, E], v, or None.
-      position_score: [H, P], added to the scores of these distances before the division by sqrt(E), with or without
-        position keys, or None.
+      content_bias, position_bias: [H, E], u and v, or None.
+      position_score: [H, P], added to these distances' scores before the division, also without keys, or None.
       visibility: Which keys a query sees. One that sees none gets zeros.
-      dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update,
-        or None.
-      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
-        (`choose.resolve`).
+      dropout: On the probabilities, (rate, seed) with a seed uint32 [] that is new in each layer and update, or None.
+      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice.
 
     Raises:
       ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in [0, 1).
@@ -78,11 +73,9 @@ def attention(
 
     def on_one(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> jax.Array:
         if dropout is not None:  # The masks of the whole batch.
-            dropout = dropout.replace(
-                first_row=dropout.first_row + (jax.lax.axis_index(shards.rows) * shards.batch if shards.rows else 0),
-                first_head=dropout.first_head
-                + (jax.lax.axis_index(shards.heads) * shards.n_head if shards.heads else 0),
-            )
+            row = jax.lax.axis_index(shards.rows) * shards.batch if shards.rows else 0
+            head = jax.lax.axis_index(shards.heads) * shards.n_head if shards.heads else 0
+            dropout = dropout.replace(first_row=dropout.first_row + row, first_head=dropout.first_head + head)
         return compute(operands, visibility, dropout)
 
     specs = (
@@ -107,13 +100,11 @@ def cached_attention(
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).
-      key: [B, H, L, E], of the segment.
-      value: [B, H, L, E].
+      key, value: [B, H, L, E], of the segment.
       ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per slot included.
       position: Queries [B, H, L, E] with v instead of u, position keys [H, E, P] or None, and scores [H, P] to add,
         divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which the largest stands
         for all beyond it. None without relative positions.
-      visibility: Which keys a query sees.
       implementation: A path, or an earlier choice. A segment of one token always uses the reference.
 
     Raises:
@@ -194,10 +185,9 @@ class Shards(NamedTuple):
 
 
 def shards_of(batch: int, n_head: int) -> Shards | None:
-    """Returns how B rows and H heads are divided, or None if they are not divided here.
+    """Returns how B rows and H heads are divided, or None.
 
-    They are not if there is one device, if the ambient mesh is the caller's with axes of other names, or if the call is
-    inside the caller's own `shard_map`, where arrays are already one device's.
+    It is None with one device, a caller's mesh of other axes, or in a caller's `shard_map`, whose arrays are parts.
     """
     mesh = ambient_mesh()
     if mesh is None:

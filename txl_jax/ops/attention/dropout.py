@@ -22,21 +22,13 @@ _LARGEST = np.float32(2**32 - 2**8)  # The largest float32 below 2^32.
 
 
 class Dropout(flax.struct.PyTreeNode):
-    """Dropout on the probabilities of one attention.
+    """Dropout on the probabilities of one attention."""
 
-    Attributes:
-      rate: Fraction that is dropped, at least 0 and below 1. A number or a traced scalar.
-      seed: uint32 []. Each layer and update draws its own.
-      first_row: int32 [], place of the first row in the batch of all devices.
-      first_head: int32 [], index of the first head among all devices' heads.
-      n_head: heads of all devices.
-    """
-
-    rate: float | jax.Array
-    seed: jax.Array
-    n_head: int = flax.struct.field(pytree_node=False)
-    first_row: int | jax.Array = 0
-    first_head: int | jax.Array = 0
+    rate: float | jax.Array  # Fraction that is dropped, at least 0 and below 1. A number or a traced scalar.
+    seed: jax.Array  # uint32 []. Each layer and update draws its own.
+    n_head: int = flax.struct.field(pytree_node=False)  # Heads of all devices.
+    first_row: int | jax.Array = 0  # int32 [], place of the first row in the batch of all devices.
+    first_head: int | jax.Array = 0  # int32 [], index of the first head among all devices' heads.
 
     def threshold(self) -> jax.Array:
         """Returns the uint32 below which bits mean "left out": rate * 2^32, of the rate in float32."""
@@ -65,10 +57,7 @@ class Dropout(flax.struct.PyTreeNode):
 
 
 def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
-    """Returns 32 random bits of each pair, uint32, of broadcasting integers; pure integer operations, for kernels too.
-
-    `row_head` is the row of the batch times the number of heads, plus the head.
-    """
+    """Returns 32 random bits of each pair, uint32, of broadcasting integers (`Dropout.row_heads`), as kernels can."""
     shared = _rounds(_uint32(seed) ^ (_uint32(row_head) * _ROW_HEAD), last=False)
     return _rounds(shared + _uint32(query) * _QUERY + _uint32(key) * _KEY, last=True)
 

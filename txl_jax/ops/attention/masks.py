@@ -18,24 +18,16 @@ class Visibility:
     """Description of the keys that the queries of a segment see, from which an implementation derives its mask.
 
     The keys are [memory; segment]. Without memory: `Visibility(jnp.zeros(B, jnp.int32), L, 0)`.
-
-    Attributes:
-      valid: int32 [B], filled memory slots of each row, right-aligned (latest last).
-      segment_len: L.
-      mem_len: M.
-      window: Maximum keys that a query attends to, itself included (`same_length`), on each side, or None.
-      causal: whether keys behind the query are hidden.
-      lengths: int32 [B], tokens of each row's segment, or None for L. Later positions are padding that no query sees.
-      document_start: int32 [B, L], the position of the segment from which each query sees keys. 0 includes the memory.
-        None means 0.
     """
 
-    valid: jax.Array
-    segment_len: int = flax.struct.field(pytree_node=False)
-    mem_len: int = flax.struct.field(pytree_node=False)
+    valid: jax.Array  # int32 [B], filled memory slots of each row, right-aligned (latest last).
+    segment_len: int = flax.struct.field(pytree_node=False)  # L
+    mem_len: int = flax.struct.field(pytree_node=False)  # M
+    # Maximum keys that a query attends to, itself included (`same_length`), on each side, or None.
     window: int | None = flax.struct.field(pytree_node=False, default=None)
-    causal: bool = flax.struct.field(pytree_node=False, default=True)
-    lengths: jax.Array | None = None
+    causal: bool = flax.struct.field(pytree_node=False, default=True)  # Whether keys behind the query are hidden.
+    lengths: jax.Array | None = None  # int32 [B], tokens of each row's segment, before padding, or None for L.
+    # int32 [B, L], the position of the segment from which each query sees keys. 0, like None, includes the memory.
     document_start: jax.Array | None = None
 
     @property
@@ -49,17 +41,9 @@ class Visibility:
         return self.n_keys if self.causal else self.n_keys + self.segment_len - 1
 
     def distances(self, *, clamp_len: int | None = None) -> jax.Array:
-        """Returns the distances K - 1, .. that position keys belong to, int32 [P]. Negative distances are ahead.
-
-        Those farther than `clamp_len`, on either side, become `clamp_len`.
-        """
+        """Returns the distances K - 1, .. of position keys, int32 [P], clamped on both sides. Those ahead are < 0."""
         distances = self.n_keys - 1 - jnp.arange(self.n_positions, dtype=jnp.int32)
         return distances if clamp_len is None else jnp.clip(distances, -clamp_len, clamp_len)
-
-    @property
-    def may_hide_all(self) -> bool:
-        """Returns whether there may be a query that sees no key, not even itself."""
-        return self.lengths is not None
 
     def key_range(self) -> tuple[jax.Array, jax.Array]:
         """Returns the first column of [memory; segment] that a row's queries may see, and the end: int32 [B] each."""
@@ -90,23 +74,14 @@ class Visibility:
 
 @flax.struct.dataclass
 class CachedVisibility:
-    """Description of the keys of a KV cache that the queries of a segment see. All layers share it.
+    """Description of the keys of a KV cache that the queries of a segment see. All layers share it."""
 
-    Attributes:
-      valid: int32 [B], how many of the latest slots count.
-      write_index: int32 [], the oldest slot.
-      segment_len: L.
-      capacity: R.
-      window: As in `Visibility`. None means no limit except `valid`.
-      document_start: As in `Visibility`, where 0 means from the slots on.
-    """
-
-    valid: jax.Array
-    write_index: jax.Array
-    segment_len: int = flax.struct.field(pytree_node=False)
-    capacity: int = flax.struct.field(pytree_node=False)
-    window: int | None = flax.struct.field(pytree_node=False, default=None)
-    document_start: jax.Array | None = None
+    valid: jax.Array  # int32 [B], how many of the latest slots count.
+    write_index: jax.Array  # int32 [], the oldest slot.
+    segment_len: int = flax.struct.field(pytree_node=False)  # L
+    capacity: int = flax.struct.field(pytree_node=False)  # R
+    window: int | None = flax.struct.field(pytree_node=False, default=None)  # As in `Visibility`.
+    document_start: jax.Array | None = None  # As in `Visibility`, where 0 means from the slots on.
 
     def age(self) -> jax.Array:
         """Returns the age of each slot, int32 [R]. 1 is the position just before the segment."""

@@ -19,11 +19,9 @@ def key_distances(n_keys: int, *, clamp_len: int | None = None) -> jax.Array:
 def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array:
     """The code R of each distance: [K] -> [K, D], sines in the first half and cosines in the second.
 
-    Frequency i of D / 2 is 10000^(-2i / D). Angles are formed in at least float32: a bfloat16 angle of a
-    few thousand radians would be off by whole turns. Distances may be negative, as of keys ahead of a query.
-
-    Raises:
-      ValueError: If D is odd.
+    Frequency i of D / 2 is 10000^(-2i / D). Angles are formed in at least float32: a bfloat16 angle of a few thousand
+    radians would be off by whole turns. Distances may be negative, as of keys ahead of a query. Raises `ValueError` if
+    D is odd.
     """
     if d_model % 2:
         raise ValueError(f"d_model must be even (sinusoids are pairs of sine and cosine), got {d_model}")
@@ -61,11 +59,7 @@ def relative_shift(scores: jax.Array) -> jax.Array:
 
 
 def by_key(scores: jax.Array, n_keys: int) -> jax.Array:
-    """Moves scores from "column = distance" to "column = key": [..., L, P] -> [..., L, K].
-
-    Column p belongs to the distance K - 1 - p, and query i meets key j at column (L - 1 - i) + j. With P = K, all that
-    causal attention needs, this is `relative_shift`. With P = K + L - 1 there is a column for every pair (`skew`).
-    """
+    """Moves scores from distances to keys: [..., L, P] -> [..., L, K], with P = K, or K + L - 1 if not causal."""
     return relative_shift(scores) if scores.shape[-1] == n_keys else skew(scores, n_keys)
 
 

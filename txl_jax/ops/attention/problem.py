@@ -10,9 +10,7 @@ PATHS = ("reference", "tiled", "stored", "fused")
 KERNELS = ("mosaic_roll", "mosaic_gather")
 _GONE = re.compile(r"fused (triton( \d+x\d+)?|cudnn)")  # Kernels for GPUs, which records up to commit 624573f name.
 
-# Queries [B, H, L, E] with v in place of u, position keys [H, E, P] or None, and scores [H, P] to add, divided by
-# sqrt(E), or None: of the distances P - 1, .., 0, of which the largest stands for all beyond it. None without relative
-# positions. Keys, and what is stored, may be `Int8`.
+# Queries, position keys and scores, as `cached_attention` describes them. Keys, and what is stored, may be `Int8`.
 Position = tuple[jax.Array, Any, jax.Array | None] | None
 Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
 
@@ -66,9 +64,7 @@ class Problem:
     causal: bool = True  # Whether keys behind the query are hidden.
     window: int | None = None  # Maximum keys that a query sees, or None for no limit.
     dropout: bool = False  # Whether there is dropout on the probabilities.
-    capacity: int | None = (
-        None  # R, slots of the KV cache, or None in training, where memory and segment are one array.
-    )
+    capacity: int | None = None  # R, slots of the KV cache, or None in training, over [memory; segment].
     cache_dtype: str | None = None  # Of the stored keys and values, or None for `dtype`.
     documents: bool = False  # Whether documents are kept apart within a segment (`Visibility.document_start`).
 
@@ -94,7 +90,6 @@ class Implementation:
 
     def __post_init__(self) -> None:
         """Checks that the parts match. A run's record may be corrupted."""
-        wrong = None
         if self.path not in PATHS:
             wrong = f"the path must be one of {', '.join(PATHS)}"
         elif (self.kernel in KERNELS) != (self.path == "fused"):
@@ -103,8 +98,9 @@ class Implementation:
             wrong = "it must have a tile, such as 128x256"
         elif self.tile is not None and min(self.tile) < 1:
             wrong = "the sides of a tile must be at least 1"
-        if wrong is not None:
-            raise ValueError(f"{str(self)!r} is not an attention implementation: {wrong}")
+        else:
+            return
+        raise ValueError(f"{str(self)!r} is not an attention implementation: {wrong}")
 
     def __str__(self) -> str:
         words = [self.path, self.kernel, self.tile, "interpreted" if self.interpret else None]

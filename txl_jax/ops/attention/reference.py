@@ -36,20 +36,20 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     o = operands
     wide = jnp.promote_types(o.query.dtype, jnp.float32)
-    content_query = _biased(o.query, o.content_bias)
+    content_query = biased(o.query, o.content_bias)
     scores_BxHxLxK = jnp.einsum("bhle,bhke->bhlk", content_query, o.key, preferred_element_type=wide)
     if o.position_key is not None or o.position_score is not None:
-        position_query = _biased(o.query, o.position_bias)
+        position_query = biased(o.query, o.position_bias)
         by_distance = _position_scores(position_query, _by_rows(o.position_key, wide), o.position_score, wide)
         scores_BxHxLxK += positions.by_key(by_distance, visibility.n_keys)
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
     visible_Bx1xLxK = visibility.mask()[:, None, :, :]
     scores_BxHxLxK = jnp.where(visible_Bx1xLxK, scores_BxHxLxK, -jnp.inf)
-    if visibility.may_hide_all:  # A softmax of nothing is nan, and so are its gradients.
+    if visibility.lengths is not None:  # A query may see no key. A softmax of nothing is nan, as are its gradients.
         sees_Bx1xLx1 = jnp.any(visible_Bx1xLxK, axis=-1, keepdims=True)
         scores_BxHxLxK = jnp.where(sees_Bx1xLx1, scores_BxHxLxK, 0)
     probabilities_BxHxLxK = jax.nn.softmax(scores_BxHxLxK, axis=-1).astype(o.value.dtype)
-    if visibility.may_hide_all:
+    if visibility.lengths is not None:
         probabilities_BxHxLxK = jnp.where(sees_Bx1xLx1, probabilities_BxHxLxK, 0)
     if dropout is not None:
         probabilities_BxHxLxK = dropout.apply(probabilities_BxHxLxK)
@@ -68,10 +68,7 @@ class ScoreTerms(NamedTuple):
 def score_terms(
     query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
 ) -> ScoreTerms:
-    """Computes the four terms of causal scores. `attention` shifts the sum of two. Future keys get leftovers.
-
-    The arrays are as in `Operands`.
-    """
+    """Computes the four terms of causal scores, of arrays as in `Operands`. Future keys get leftovers."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
     none = jnp.zeros_like(query)
 
@@ -81,7 +78,7 @@ def score_terms(
     def distance(rows: jax.Array) -> jax.Array:
         return positions.relative_shift(_position_scores(rows, _by_rows(position_key, wide), None, wide))
 
-    u, v = _biased(none, content_bias), _biased(none, position_bias)
+    u, v = biased(none, content_bias), biased(none, position_bias)
     terms = content(query), distance(query), content(u), distance(v)
     return ScoreTerms(*(term * query.shape[-1] ** -0.5 for term in terms))
 
@@ -135,8 +132,8 @@ def _by_ring(rows: jax.Array, ring: jax.Array | Int8, wide: jnp.dtype) -> jax.Ar
     return products(rows, ring)
 
 
-def _biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """[B, H, L, E] and [H, E] -> [B, H, L, E]."""
+def biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Adds [H, E] to [B, H, L, E]."""
     return query if bias is None else query + bias[None, :, None, :]
 
 
@@ -162,8 +159,7 @@ def _by_columns(position_key: jax.Array | Int8 | None, wide: jnp.dtype) -> Multi
 def _position_scores(query: jax.Array, product: Multiply | None, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
     """Computes scores by distance, before the shift: [B, H, L, P], or [1, H, L, P] for all rows without a matmul.
 
-    One [B L, E] x [E, P] product per head: left to itself, XLA's CPU backend turns the einsum bhle,hke->bhlk into B
-    small products.
+    One [B L, E] x [E, P] product per head: XLA's CPU backend turns the einsum bhle,hke->bhlk into B small products.
     """
     batch, n_head, n_query, width = query.shape
     if product is None:

@@ -25,6 +25,7 @@ from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands
+from txl_jax.ops.matmul import product, wide_type
 
 _HIDDEN = -1e30  # Finite, so that a query that sees no key yields no nan.
 _ALIGNED = 8  # Columns: rows that begin at multiples of 16 bytes suit the libraries of matrix products.
@@ -42,8 +43,8 @@ def _attend(operands: Operands, visibility: Visibility, dropout: Dropout | None)
 
 
 def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> tuple[jax.Array, Any]:
-    o, scale, wide = operands, operands.query.shape[-1] ** -0.5, _wide(operands.query)
-    content = _product("hble,hbke->hblk", _biased(o.query, o.content_bias), o.key)
+    o, scale, wide = operands, operands.query.shape[-1] ** -0.5, wide_type(operands.query)
+    content = product("hble,hbke->hblk", _biased(o.query, o.content_bias), o.key)
     scores_HxBxLxK = _narrow(content * scale, o.query.dtype).astype(wide)
     by_distance = _scores_by_distance(o)
     if by_distance is not None:
@@ -52,26 +53,26 @@ def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None
     visible_1xBxLxK = visibility.mask()[None]
     scores_HxBxLxK = jnp.where(visible_1xBxLxK, scores_HxBxLxK, _HIDDEN)
     weights = jnp.exp(scores_HxBxLxK - jnp.max(scores_HxBxLxK, axis=-1, keepdims=True))
-    if visibility.may_hide_all:
+    if visibility.lengths is not None:  # A query may see no key.
         weights = jnp.where(visible_1xBxLxK, weights, 0)
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # It is at least 1 where a key is seen.
     # Without the barrier XLA stores the weights in float32 for both passes.
     probabilities = jax.lax.optimization_barrier((weights / total).astype(o.value.dtype))
-    output = _product("hblk,hbke->hble", _drop(probabilities, dropout), o.value).astype(o.value.dtype)
+    output = product("hblk,hbke->hble", _drop(probabilities, dropout), o.value).astype(o.value.dtype)
     return output, (operands, dropout, probabilities, output)
 
 
 def _backward(residuals: Any, gradient: jax.Array) -> tuple[Operands, None, None]:
     o, dropout, probabilities, output = residuals
     n_head, batch, n_query, width = o.query.shape
-    wide, dtype = _wide(o.query), o.query.dtype
-    of_value = _product("hblk,hble->hbke", _drop(probabilities, dropout), gradient)
-    of_weights = _product("hble,hbke->hblk", gradient, o.value).astype(dtype)
+    wide, dtype = wide_type(o.query), o.query.dtype
+    of_value = product("hblk,hble->hbke", _drop(probabilities, dropout), gradient)
+    of_weights = product("hble,hbke->hblk", gradient, o.value).astype(dtype)
     mean = jnp.sum(gradient.astype(wide) * output.astype(wide), axis=-1, keepdims=True)
     of_scores = probabilities.astype(wide) * (_drop(of_weights.astype(wide), dropout) - mean)
     of_scores = (of_scores * width**-0.5).astype(dtype)
-    of_query = of_content_query = _product("hblk,hbke->hble", of_scores, o.key)
-    of_key = _product("hblk,hble->hbke", of_scores, _biased(o.query, o.content_bias))
+    of_query = of_content_query = product("hblk,hbke->hble", of_scores, o.key)
+    of_key = product("hblk,hble->hbke", of_scores, _biased(o.query, o.content_bias))
     found = {"key": of_key, "value": of_value, "content_bias": jnp.sum(of_content_query, axis=(1, 2))}
     by_distance = o.position_score if o.position_key is None else o.position_key
     if by_distance is not None:
@@ -79,9 +80,9 @@ def _backward(residuals: Any, gradient: jax.Array) -> tuple[Operands, None, None
         columns = unskew(of_scores, n_positions + _behind(n_positions)).reshape(n_head, batch * n_query, -1)
         found["position_score"] = jnp.sum(columns.astype(wide), axis=1)[:, :n_positions]
         if o.position_key is not None:
-            of_position_query = _product("hnw,hwe->hne", columns, _padded(o.position_key)).reshape(o.query.shape)
+            of_position_query = product("hnw,hwe->hne", columns, _padded(o.position_key)).reshape(o.query.shape)
             found["position_bias"] = jnp.sum(of_position_query, axis=(1, 2))
-            found["position_key"] = _product("hnw,hne->hwe", columns, _position_rows(o))[:, :n_positions]
+            found["position_key"] = product("hnw,hne->hwe", columns, _position_rows(o))[:, :n_positions]
             of_query += of_position_query
     found["query"] = of_query
     given = {name: array for name, array in o._asdict().items() if array is not None}
@@ -94,10 +95,10 @@ _attend.defvjp(_forward, _backward)
 def _scores_by_distance(o: Operands) -> jax.Array | None:
     """Returns scores by distance [H, B or 1, L, W], or None without position keys and scores."""
     n_head, batch, n_query, _ = o.query.shape
-    score = None if o.position_score is None else _padded(o.position_score).astype(_wide(o.query))[:, None, None, :]
+    score = None if o.position_score is None else _padded(o.position_score).astype(wide_type(o.query))[:, None, None, :]
     if o.position_key is None:
         return None if score is None else jnp.broadcast_to(score, (n_head, 1, n_query, score.shape[-1]))
-    scores = _product("hne,hwe->hnw", _position_rows(o), _padded(o.position_key))
+    scores = product("hne,hwe->hnw", _position_rows(o), _padded(o.position_key))
     scores = scores.reshape(n_head, batch, n_query, -1)
     return scores if score is None else scores + score
 
@@ -131,15 +132,6 @@ def _drop(array: jax.Array, dropout: Dropout | None) -> jax.Array:
 def _biased(rows: jax.Array, bias: jax.Array | None) -> jax.Array:
     """[H, B, L, E] and [H, E] -> [H, B, L, E]."""
     return rows if bias is None else rows + bias[:, None, None, :]
-
-
-def _wide(array: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(array.dtype, jnp.float32)
-
-
-def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Multiplies, and adds in at least float32."""
-    return jnp.einsum(equation, left, right, preferred_element_type=_wide(left))
 
 
 def _narrow(scores: jax.Array, dtype: jnp.dtype) -> jax.Array:

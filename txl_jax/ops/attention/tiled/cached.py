@@ -97,7 +97,22 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
     partial = _Partial(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
 
     def block(partial: _Partial, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> _Partial:
-        return _add_block(partial, query, slots.read(oldest, size), position_score, oldest, visibility)
+        """Adds `size` slots, of the ages from `oldest` down, to the softmax."""
+        older_key, older_value = (part.astype(query.dtype) for part in slots.read(oldest, size))
+        scores = jnp.einsum("bhle,bhek->bhlk", query, older_key, preferred_element_type=wide)
+        if position_score is not None:
+            scores += position_score
+        age = oldest - jnp.arange(size, dtype=jnp.int32)
+        unseen = age[None, :] > visibility.valid[:, None]
+        scores += jnp.where(unseen, -jnp.inf, 0).astype(wide)[:, None, None, :]
+        if visibility.window is not None and _is_cut(oldest, query.shape[2], visibility.window):
+            row = jnp.arange(query.shape[2], dtype=jnp.int32)
+            scores = jnp.where((row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf)
+        top = jnp.maximum(partial.top, jnp.max(scores, axis=-1, keepdims=True))
+        weights, rescale = jnp.exp(scores - top), jnp.exp(partial.top - top)
+        summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(query.dtype), older_value, preferred_element_type=wide)
+        total = partial.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        return _Partial(partial.summed * rescale + summed, top, total)
 
     far, near = _regions(visibility, n_key, None if by_distance is None else by_distance.clamp)
     far_score = by_distance.far() if by_distance is not None and far.n_block else None
@@ -113,41 +128,8 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
     return (partial.summed / partial.total).astype(value.dtype)
 
 
-def _add_block(
-    partial: _Partial,
-    query: jax.Array,
-    slots: tuple[jax.Array, jax.Array],
-    position_score: jax.Array | None,
-    oldest: int | jax.Array,
-    visibility: CachedVisibility,
-) -> _Partial:
-    """Adds a block of slots, whose ages begin with `oldest`, to the softmax."""
-    key, value = (part.astype(query.dtype) for part in slots)
-    n_query, n_key = query.shape[2], key.shape[3]
-    scores = jnp.einsum("bhle,bhek->bhlk", query, key, preferred_element_type=partial.top.dtype)
-    if position_score is not None:
-        scores += position_score
-    age = oldest - jnp.arange(n_key, dtype=jnp.int32)
-    unseen = age[None, :] > visibility.valid[:, None]
-    scores += jnp.where(unseen, -jnp.inf, 0).astype(scores.dtype)[:, None, None, :]
-    if visibility.window is not None and _is_cut(oldest, n_query, visibility.window):
-        row = jnp.arange(n_query, dtype=jnp.int32)
-        scores = jnp.where((row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf)
-    top = jnp.maximum(partial.top, jnp.max(scores, axis=-1, keepdims=True))
-    weights, rescale = jnp.exp(scores - top), jnp.exp(partial.top - top)
-    summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(value.dtype), value, preferred_element_type=top.dtype)
-    return _Partial(
-        summed=partial.summed * rescale + summed,
-        top=top,
-        total=partial.total * rescale + jnp.sum(weights, axis=-1, keepdims=True),
-    )
-
-
 class _Region(NamedTuple):
-    """Blocks of one kind, oldest first. Static.
-
-    Block number t has the ages from `youngest + (n_block - t) * size - 1` down, `size` of them.
-    """
+    """Blocks of one kind, oldest first. Static. Block t has ages from `youngest + (n_block - t) * size - 1` down."""
 
     n_block: int
     size: int
@@ -176,10 +158,7 @@ def _fold(
 
 
 def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tuple[_Region, _Region]:
-    """Returns the blocks that are beyond the clamp for all queries, and the others.
-
-    Without positions, where `clamp` is None, all are beyond it.
-    """
+    """Returns the blocks beyond the clamp for all queries, which are all without positions (None), and the others."""
     n_query, window = visibility.segment_len, visibility.window
     n_age = visibility.capacity if window is None else min(visibility.capacity, window - 1)
     if clamp is None:
@@ -298,10 +277,8 @@ class _Ring:
             # Keys lie along their last axis: without the barrier XLA would test every number for where it comes from.
             key = lax.optimization_barrier(jnp.concatenate([key, key_on], axis=3))
             value = jnp.concatenate([value, value_on], axis=2)
-            return (
-                lax.dynamic_slice_in_dim(key, shift, n_key, axis=3),
-                lax.dynamic_slice_in_dim(value, shift, n_key, axis=2),
-            )
+            key = lax.dynamic_slice_in_dim(key, shift, n_key, axis=3)
+            return key, lax.dynamic_slice_in_dim(value, shift, n_key, axis=2)
 
         return lax.cond(slot > capacity - n_key, over_the_end, lambda: at(slot))
 

@@ -32,6 +32,7 @@ from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands, Tile, default_device
+from txl_jax.ops.matmul import product, wide_type
 
 # Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass and the next, and
 # a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2 cores: 2^17 142 ms, 2^18 109, 2^20 109).
@@ -68,13 +69,8 @@ def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Arr
     return _forward(layout, arrays, masking)[0]
 
 
-def _save(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
-    result, log_total = _forward(layout, arrays, masking)
-    return result, (arrays, masking, result, log_total)
-
-
-def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, jax.Array]:
-    """Returns the result [B, H, L, E] and the logarithm of each query's sum, [B, H, L], wide."""
+def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Returns the result [B, H, L, E], and residuals, the logarithm of each query's sum [B, H, L], wide, the last."""
     padded = _pad_positions(arrays, layout)
 
     def body(place: _Place, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -84,8 +80,9 @@ def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax
         return place.write(results[0], summed), place.write(results[1], log_total)
 
     result = jnp.zeros(arrays.query.shape, arrays.value.dtype)
-    log_total = jnp.zeros(arrays.query.shape[:3], _wide_type(arrays.query))
-    return _over_groups(arrays, layout, body, (result, log_total))
+    log_total = jnp.zeros(arrays.query.shape[:3], wide_type(arrays.query))
+    result, log_total = _over_groups(arrays, layout, body, (result, log_total))
+    return result, (arrays, masking, result, log_total)
 
 
 class _Softmax(NamedTuple):
@@ -106,17 +103,13 @@ def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Arra
         highest = jnp.maximum(state.highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, shrink = jnp.exp(scores - highest), jnp.exp(state.highest - highest)
         kept = weights if dropout is None else jnp.where(block.keep(dropout), weights, 0)
-        summed = _product("gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value))
+        summed = product("gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value))
         total = jnp.sum(weights, axis=-1, keepdims=True)
         return _Softmax(state.summed * shrink + summed, highest, state.total * shrink + total)
 
     shape = group.key.shape[0], strip.n_query
-    state = _Softmax(
-        jnp.zeros((*shape, group.value.shape[-1]), wide),
-        jnp.full((*shape, 1), _LOWEST, wide),
-        jnp.zeros((*shape, 1), wide),
-    )
-    state = _over_blocks(strip, add_block, state)
+    summed, total = jnp.zeros((*shape, group.value.shape[-1]), wide), jnp.zeros((*shape, 1), wide)
+    state = _over_blocks(strip, add_block, _Softmax(summed, jnp.full((*shape, 1), _LOWEST, wide), total))
     total = jnp.where(state.total == 0, 1, state.total)
     kept_part = 1 if dropout is None else 1 - jnp.asarray(dropout.rate, wide)
     return state.summed / (total * kept_part), (state.highest + jnp.log(total))[..., 0]
@@ -125,7 +118,7 @@ def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Arra
 def _backward(layout: "Layout", saved: tuple[Any, ...], given: jax.Array) -> tuple[Operands, None]:
     """Returns the gradients of the arrays."""
     arrays, masking, result, log_total = saved
-    wide = _wide_type(arrays.query)
+    wide = wide_type(arrays.query)
     delta = jnp.sum(given.astype(wide) * result.astype(wide), axis=-1)
     padded = _pad_positions(arrays, layout)
 
@@ -163,19 +156,19 @@ def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Ope
         of_content, of_position, gradients = state
         block = _Block(group, strip, index)
         weights = jnp.exp(block.scores() - rows.log_total)
-        of_weights = _product("gne,gme->gnm", rows.given, block.rows_of(group.value))
+        of_weights = product("gne,gme->gnm", rows.given, block.rows_of(group.value))
         kept = weights
         if dropout is not None:
             keep, kept_part = block.keep(dropout), 1 - jnp.asarray(dropout.rate, wide)
             kept, of_weights = (jnp.where(keep, array / kept_part, 0) for array in (weights, of_weights))
         of_scores = (weights * (of_weights - rows.delta)).astype(dtype)
-        of_value = _product("gen,gnm->gem", _transposed(rows.given), kept.astype(rows.given.dtype))
-        of_key = _product("gen,gnm->gem", _transposed(block.content_query), of_scores)
+        of_value = product("gen,gnm->gem", _transposed(rows.given), kept.astype(rows.given.dtype))
+        of_key = product("gen,gnm->gem", _transposed(block.content_query), of_scores)
         gradients = gradients._replace(
             key=_add_at(gradients.key, of_key, block.first_key),
             value=_add_at(gradients.value, of_value, block.first_key),
         )
-        of_content += _product("gnm,gme->gne", of_scores, block.rows_of(group.key))
+        of_content += product("gnm,gme->gne", of_scores, block.rows_of(group.key))
         part, gradients = block.add_position_gradients(gradients, of_scores)
         return of_content, of_position if part is None else of_position + part, gradients
 
@@ -189,7 +182,7 @@ def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Ope
     return of_content + of_position, gradients
 
 
-_attention.defvjp(_save, _backward)
+_attention.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,10 +214,8 @@ class Layout:
 
     def strips(self) -> list[Strip]:
         """Returns the strips, of nearly equal height."""
-        height = _even(self.segment_len, self.tile.query)
-        return [
-            self._strip(first, min(height, self.segment_len - first)) for first in range(0, self.segment_len, height)
-        ]
+        length, height = self.segment_len, _even(self.segment_len, self.tile.query)
+        return [self._strip(first, min(height, length - first)) for first in range(0, length, height)]
 
     def _strip(self, first: int, n_query: int) -> Strip:
         begin, end = 0, self.mem_len + self.segment_len
@@ -311,7 +302,7 @@ class _Place:
     def take(self, layout: Layout, arrays: Operands, masking: _Masking) -> _Group:
         """Returns a group of arrays whose positions were padded."""
         start, stop = (jax.lax.dynamic_slice_in_dim(x, self.first_row, self.n_rows) for x in masking.key_range)
-        query, scale, wide = self.rows(arrays.query), float(arrays.query.shape[-1] ** -0.5), _wide_type(arrays.query)
+        query, scale, wide = self.rows(arrays.query), float(arrays.query.shape[-1] ** -0.5), wide_type(arrays.query)
         position_key, position_score = jax.tree.map(self.of_head, (arrays.position_key, arrays.position_score))
 
         def biased(bias: jax.Array | None) -> jax.Array:
@@ -364,7 +355,7 @@ def _pad_positions(arrays: Operands, layout: Layout) -> Operands:
 
 def _zero_gradients(arrays: Operands) -> Operands:
     """Returns the gradients of all, before any group, of arrays whose positions were padded."""
-    wide = _wide_type(arrays.query)
+    wide = wide_type(arrays.query)
 
     def zeros(array: jax.Array) -> jax.Array:
         shape = array.shape if array.ndim == 2 else (*array.shape[:-2], array.shape[-1], array.shape[-2])
@@ -375,7 +366,7 @@ def _zero_gradients(arrays: Operands) -> Operands:
 
 def _zeros_of_group(gradients: Operands, n_rows: int) -> Operands:
     """Returns the gradients of a group, before any block."""
-    wide = _wide_type(gradients.key)
+    wide = wide_type(gradients.key)
 
     def zeros(array: jax.Array) -> jax.Array:
         return jnp.zeros((n_rows, *array.shape[2:]) if array.ndim == 4 else array.shape[1:], wide)
@@ -408,10 +399,10 @@ class _Block:
     def scores(self) -> jax.Array:
         """Returns the scores [G, n, m], wide, minus infinity where hidden."""
         group, strip = self._group, self._strip
-        scores = _product("gne,gme->gnm", self.content_query, self.rows_of(group.key))
+        scores = product("gne,gme->gnm", self.content_query, self.rows_of(group.key))
         if group.position_key is not None:
             # Position keys are the same for all rows: one product for the group.
-            by_distance = _product("ne,we->nw", _flat(self._position_query), self._columns_of(group.position_key))
+            by_distance = product("ne,we->nw", _flat(self._position_query), self._columns_of(group.position_key))
             scores += skew(by_distance.reshape(*scores.shape[:2], strip.width), strip.n_key)
         if group.position_score is not None:
             by_distance = jnp.broadcast_to(self._columns_of(group.position_score), (strip.n_query, strip.width))
@@ -424,10 +415,7 @@ class _Block:
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
-        """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients.
-
-        `of_scores` [G, n, m] are zero where hidden.
-        """
+        """Returns the position queries' part [G, n, E], or None, and sums, from scores' [G, n, m], 0 where hidden."""
         group = self._group
         if group.position_key is None and group.position_score is None:
             return None, gradients
@@ -439,8 +427,8 @@ class _Block:
         if group.position_key is None:
             return None, gradients
         flat = _flat(by_distance)
-        of_query = _product("nw,we->ne", flat, self._columns_of(group.position_key))
-        of_key = _product("en,nw->ew", _transposed(_flat(self._position_query)), flat)
+        of_query = product("nw,we->ne", flat, self._columns_of(group.position_key))
+        of_key = product("en,nw->ew", _transposed(_flat(self._position_query)), flat)
         gradients = gradients._replace(position_key=_add_at(gradients.position_key, of_key, self._first_column))
         return of_query.reshape(self._position_query.shape), gradients
 
@@ -469,11 +457,6 @@ class _Block:
         return seen[:, None, :] & near[None]
 
 
-def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Multiplies in the type of the operands and adds in the wide one."""
-    return jnp.einsum(spec, left, right, preferred_element_type=_wide_type(left))
-
-
 def _transposed(rows: jax.Array) -> jax.Array:
     """[.., n, E] -> [.., E, n], as a separate array.
 
@@ -492,8 +475,3 @@ def _add_at(total: jax.Array, part: jax.Array, first: Any) -> jax.Array:
     """Adds to the columns [first, ..) of the last axis."""
     here = jax.lax.dynamic_slice_in_dim(total, first, part.shape[-1], total.ndim - 1)
     return jax.lax.dynamic_update_slice_in_dim(total, here + part, first, total.ndim - 1)
-
-
-def _wide_type(array: jax.Array) -> jnp.dtype:
-    """Returns the type of scores and sums: at least float32."""
-    return jnp.promote_types(array.dtype, jnp.float32)
