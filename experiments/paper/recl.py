@@ -68,23 +68,17 @@ class Plan(cli.TextPlan):
     def validate(self) -> None:
         """Raises `UserError` if lengths are not a range of two or more, or a setting is out of range."""
         super().validate()
-        require(
-            len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
-            "lengths must be the shortest context, the longest and the step of two or more contexts, such as "
-            f"100,1000,100, got {','.join(map(str, self.lengths))}",
-        )
-        require(
-            self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
-            f"the ratios must be above 0 and at most 1, got {list(self.ratios)}",
-        )
+        are_three = len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2
+        wanted = "lengths must be the shortest context, the longest and the step of two or more, such as 100,1000,100"
+        require(are_three, f"{wanted}, got {','.join(map(str, self.lengths))}")
+        are_parts = self.ratios and all(0 < ratio <= 1 for ratio in self.ratios)
+        require(are_parts, f"the ratios must be above 0 and at most 1, got {list(self.ratios)}")
 
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
         names = self.names or tuple(map(os.path.basename, self.workdirs))
-        require(
-            len(names) == len(self.workdirs),
-            f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
-        )
+        wanted = f"names must name each of the {len(self.workdirs)} workdirs, or none"
+        require(len(names) == len(self.workdirs), f"{wanted}, got {len(names)} names")
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
         require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
@@ -108,8 +102,7 @@ def compare(
     finished scores are kept.
     """
     plan.validate()
-    tokens = getattr(corpus, plan.split)
-    scored = positions(len(tokens), longest=plan.contexts[-1], stride=plan.stride)
+    scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.
         load_to_score(each.config, corpus, each, log=lambda line: None)
     by_model = [_losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()]
@@ -161,13 +154,9 @@ def _losses_of(
         began = time.monotonic()
         progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
-            arguments = parts.window_step, params, getattr(corpus, plan.split), scored
-            found[length] = context_losses(
-                *arguments,
-                context=length,
-                batch_size=plan.batch_size,
-                after_call=lambda so_far: show(so_far.tokens, so_far),
-            )
+            how: dict[str, Any] = {"context": length, "batch_size": plan.batch_size}
+            how["after_call"] = lambda so_far, show=show: show(so_far.tokens, so_far)
+            found[length] = context_losses(parts.window_step, params, getattr(corpus, plan.split), scored, **how)
         totals = Totals.of(found[length])
         check_finite(totals, what)
         data = io.BytesIO()
@@ -259,7 +248,13 @@ def _write_results(
     results = {"plan": own, "recl": lengths, measure.value: means, "gains": steps}
     write_json(os.path.join(folder, "recl.json"), {**facts, **results})
     write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
-    page = _markdown(lengths, plan)
+    rows = [
+        [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
+        for name, found in lengths.items()
+    ]
+    if plan.ratios == Plan().ratios:
+        rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
+    page = "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
     caption = (
         f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, contexts from "
         f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
@@ -282,17 +277,6 @@ def _write_results(
     else:
         print("no plots: matplotlib is not installed (pip install '.[plots]')")
     print(f"results   {os.path.join(folder, 'recl.md')}")
-
-
-def _markdown(lengths: Mapping[str, list[int | None]], plan: Plan) -> str:
-    """Returns table 8, with the paper's rows below."""
-    rows = [
-        [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
-        for name, found in lengths.items()
-    ]
-    if plan.ratios == Plan().ratios:
-        rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
-    return "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
 
 
 if __name__ == "__main__":

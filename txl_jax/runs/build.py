@@ -72,12 +72,10 @@ class AttentionChoice(NamedTuple):
 
 def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
     """Describes attention in an update, of one microbatch on one device."""
-    train = config.train
-    n_keys = train.mem_len + train.segment_len
-    rows = train.batch_size // train.grad_accum_steps
+    train, n_keys = config.train, config.train.mem_len + config.train.segment_len
     return Problem(
         **_of_both(config, mesh, n_position=n_keys),
-        batch=max(rows // sharding.num_batch_shards(mesh), 1),
+        batch=max(train.batch_size // train.grad_accum_steps // sharding.num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
         n_keys=n_keys,
         window=config.model.compat.window(train.mem_len, same_length=train.same_length),
@@ -92,10 +90,9 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     n_position = table_length(
         segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
     )
-    split = sharding.batch_axes(mesh, rows) is not None
     return Problem(
         **_of_both(config, mesh, n_position=n_position),
-        batch=rows // sharding.num_batch_shards(mesh) if split else rows,
+        batch=rows if sharding.batch_axes(mesh, rows) is None else rows // sharding.num_batch_shards(mesh),
         segment_len=lengths.segment_len,
         n_keys=capacity + lengths.segment_len,
         window=config.model.compat.window(lengths.mem_len, same_length=lengths.same_length),
@@ -216,16 +213,12 @@ class Built:
         """Returns the state before the first update, made on the devices. A warm start makes it of the parameters."""
         if warm_state is not None:
             return warm_state(self.init_params())
-        make = self.jit(
-            lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=_shardings(self.abstract_state)
-        )
-        state: TrainState = make()
-        return state
+        shardings = _shardings(self.abstract_state)
+        return self.jit(lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=shardings)()
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of training that begins with these parameters."""
-        state: TrainState = self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))(params)
-        return state
+        return self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))(params)
 
     def _first_params(self) -> Any:
         return init_params(self.model, jax.random.key(self.config.seed))
@@ -262,8 +255,8 @@ class Built:
         """
         if jax.process_count() == 1:
             return np.arange(batch_size)
-        placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
-        own = placed.addressable_devices_indices_map((batch_size,))
+        rows = self._sharding(sharding.batch_axes(self.mesh, batch_size))
+        own = rows.addressable_devices_indices_map((batch_size,))
         where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
         require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
@@ -275,15 +268,13 @@ class Built:
         None. In an ensemble they have a leading member axis.
         """
         if self.mesh.size == 1:
-            on_device: Segments = jax.device_put(segments, sharding.named_sharding(self.mesh))
-            return on_device
+            return jax.device_put(segments, sharding.named_sharding(self.mesh))
         own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
         batch_size = batch_size or len(own)
 
         def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
             def of_device(index: Any) -> Any:
-                rows = np.arange(batch_size)[index[1]]
-                return array[:, np.searchsorted(own, rows)]
+                return array[:, np.searchsorted(own, np.arange(batch_size)[index[1]])]
 
             return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
 
@@ -294,8 +285,7 @@ class Built:
         per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
         tokens = (per_call, lengths.batch_size, lengths.segment_len)
         kinds = (tokens, "int32"), (tokens, "int32"), (tokens, "float32"), (tokens[:2], "bool")
-        shardings = self._segment_shardings(lengths.batch_size)
-        pairs = zip(kinds, shardings, strict=True)
+        pairs = zip(kinds, self._segment_shardings(lengths.batch_size), strict=True)
         return Segments(*(jax.ShapeDtypeStruct(*kind, sharding=placed) for kind, placed in pairs))  # type: ignore[arg-type]
 
     def _segment_shardings(self, batch_size: int) -> Any:

@@ -64,8 +64,7 @@ class Ensemble(Built):
         seeds = (jnp.asarray(config.seed, jnp.uint32) for config in self.configs.values())
         states = [state_of(params_of(seed)) for seed in seeds]
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.members.abstract(self.abstract_state))
-        placed: TrainState = jax.device_put(self.members.stack(states), shardings)
-        return placed
+        return jax.device_put(self.members.stack(states), shardings)
 
     def compile_step(self) -> Compilation:
         """Like `Built.compile_step`, for all members."""
@@ -92,8 +91,8 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
     require(not alike, f"ensemble members must differ, got {'; '.join(names)}")
     for config in configs:
         config.validate()
-        fits = 0 <= config.seed < 2**32
-        require(fits, f"seeds of an ensemble must be between 0 and {2**32 - 1}, got {config.seed}")
+        wanted = f"seeds of an ensemble must be between 0 and {2**32 - 1}"
+        require(0 <= config.seed < 2**32, f"{wanted}, got {config.seed}")
     return dict(zip(names, configs, strict=True))
 
 

@@ -252,15 +252,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
             storage.write(os.path.join(self.path, _VOCABULARY), texts[1].encode())
             storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
 
-    def stopping(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `stop_requested` preceded by a check that the lock is still ours."""
-
-        def check_first() -> Any:
-            if self._lock is not None:
-                self._lock.check()
-            return stop_requested()
-
-        return check_first
+    def check(self) -> None:
+        """Raises `UserError` if this process knows that another run has taken the lock over."""
+        if self._lock is not None:
+            self._lock.check()
 
     def confirm(self) -> None:
         """Confirms the lock before a checkpoint. Raises `UserError` if another run has it."""
@@ -330,8 +325,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._lock = lock
         ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)  # Other half-written files may belong to a running program.
         for name in storage.names(self.path):
-            partial = name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
-            if name.startswith(".probe-") or partial:
+            if name.startswith(".probe-") or (name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)):
                 storage.remove(os.path.join(self.path, name))
 
 

@@ -218,8 +218,7 @@ class DocumentReader:
         """Takes prepared parameters (`Built.prepare_params`) and the number of documents side by side."""
         check_batch_size(batch_size)
         lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
-        config = dataclasses.replace(components.config, eval=lengths)
-        self._components = dataclasses.replace(components, config=config)
+        self._components = dataclasses.replace(components, config=dataclasses.replace(components.config, eval=lengths))
         self._weights = weights
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -313,8 +312,7 @@ class DocumentReader:
             flat = hidden.reshape(-1, hidden.shape[-1])
             likeliest = sampling.top_k_tokens(flat, weights.clusters, 1)[1].reshape(targets.shape)
         else:
-            log_p = model.apply({"params": weights}, hidden, method=model.log_probabilities)
-            likeliest = jnp.argmax(log_p, axis=-1)
+            likeliest = model.apply({"params": weights}, hidden, method=model.log_probabilities).argmax(axis=-1)
         return likeliest == targets
 
 
@@ -392,8 +390,8 @@ def score_documents(
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
-    weights = components.prepare_params(params)
-    reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
+    batch_size = components.config.eval.batch_size
+    reader = DocumentReader(components, components.prepare_params(params), batch_size=batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
     reading: collections.deque[tuple[int, np.ndarray]] = collections.deque()  # (line, ids) of documents not written.
 

@@ -76,8 +76,7 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 
     def read() -> Corpus:
         if vocabulary is not None:
-            there = config_tree.replace(config, _tokenizer_settings(vocabulary))
-            different = config_tree.differences(there, config)
+            different = config_tree.differences(config_tree.replace(config, _tokenizer_settings(vocabulary)), config)
             named = "; ".join(f"{leaf.name} is {ours} instead of {theirs}" for leaf, theirs, ours in different)
             kept = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
             require(not different, f"{kept}, but {named}. Omit these flags.")
@@ -124,8 +123,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
     theirs = config_tree.replace(trained.config, changed)
-    same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
-    step, params = trained.params(same_mesh)
+    step, params = trained.params(build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=()))
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")

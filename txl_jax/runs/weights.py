@@ -76,12 +76,19 @@ class Weights:
         return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
-        """Builds the model over the mesh of its config. Raises `UserError` if settings do not match the devices."""
-        if isinstance(self.source, Run):
-            return build_trained(self.config, self.source, log=log)
-        built = first_contact.build_on_all(lambda: build_for(self.config, self.vocabulary, uses=["evaluation"]))
-        if built.attention is not None and built.attention.evaluation.failed:
-            log(f"attention: {built.attention.describe()}")
+        """Builds the model over the mesh of its config, a run's with its recorded implementations of attention.
+
+        All processes call it. Raises `UserError` if settings do not match the devices.
+        """
+        recorded = self.source.attention_for(self.config) if isinstance(self.source, Run) else None
+        built = first_contact.build_on_all(
+            lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
+        )
+        check_same_attention(built.attention)
+        if (attention := built.attention) is not None:
+            before = {"evaluation": str(recorded.cached)} if recorded else None
+            if (recorded or attention.evaluation.failed) and (line := attention.describe(before)):
+                log(f"attention: {line}")
         return built
 
     def params(self, built: Built, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
@@ -172,18 +179,6 @@ def load_to_score(
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
     built = weights.build(log=log)
     return built, *weights.params(built, log=log)
-
-
-def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
-    """Builds a trained run with its recorded implementations of attention. All processes call it."""
-    recorded = run.attention_for(config)
-    built = first_contact.build_on_all(
-        lambda: build_for(config, run.text.vocabulary, recorded=recorded, uses=["evaluation"])
-    )
-    check_same_attention(built.attention)
-    if built.attention is not None and (changed := built.attention.describe({"evaluation": str(recorded.cached)})):
-        log(f"attention: {changed}")
-    return built
 
 
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
