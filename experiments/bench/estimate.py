@@ -162,9 +162,8 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
         if rest or model.n_head % tensor or model.d_inner % tensor or rows % batch_shards:
             continue
         fsdp = next(n for n in range(batch_shards, 0, -1) if batch_shards % n == 0 and model.d_model % n == 0)
-        for remat in dict.fromkeys((model.remat, Remat.FULL)):
-            mesh = {"mesh.data": batch_shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
-            yield mesh | {"model.remat": remat}
+        mesh = {"mesh.data": batch_shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+        yield from (mesh | {"model.remat": remat} for remat in dict.fromkeys((model.remat, Remat.FULL)))
         return
 
 
@@ -199,8 +198,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
         compiler, _ = compiler_of(topology)
         print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown")
         return
-    for task in tasks:
-        yield estimate_task(components, task, chip.memory_bytes)
+    yield from (estimate_task(components, task, chip.memory_bytes) for task in tasks)
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
@@ -249,8 +247,8 @@ def compile_task(components: Built, task: str) -> Any:
         return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(mem_len=lengths.mem_len)
 
     def start(weights: Any) -> Any:
-        memory = components.scorer.init_memory(weights)
-        row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
+        cache = components.scorer.init_memory(weights)
+        row = jax.tree.map(lambda array: array[:1] if array.ndim else array, cache)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
     tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
@@ -298,10 +296,8 @@ def parse(name: str) -> Topology:
     known = f"known are {', '.join(CHIPS)}"
     if generation in CHIPS:
         known = f"{generation} has {', '.join(CHIPS[generation].sizes)}, and larger slices"
-    raise UserError(
-        f"a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a "
-        f"multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
-    )
+    wanted = "a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a multiple of"
+    raise UserError(f"a topology must be {wanted} {_PER_HOST}, such as h200x8, got {name!r}; {known}")
 
 
 def slices(name: str) -> list[str]:
@@ -347,10 +343,8 @@ def devices(name: str) -> Sequence[jax.Device] | None:
     try:
         return topologies.get_topology_desc(**options).devices
     except jax.errors.JaxRuntimeError as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{compiler} does not know the topology {name} ({reason}). Choose another --topology."
-        ) from None
+        unknown = f"{compiler} does not know the topology {name} ({first_line(error)})"
+        raise UserError(f"{unknown}. Choose another --topology.") from None
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ class Task:
         """Returns this throughput divided by the other's, for each pair of calls."""
         return [own / theirs for own, theirs in zip(self.rates, other.rates, strict=True)]
 
+    def speedup(self, other: "Task") -> float:
+        """Returns the median of `speedups`."""
+        return statistics.median(self.speedups(other))
+
 
 def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
     """Times calls of the tasks in turns, after `warmup` untimed calls: a slow minute of the machine affects all."""
@@ -76,16 +80,14 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
     """Draws tokens, the most frequent first and the same ones in every call: int32 [n_tokens]."""
     weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
-    drawn = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())
-    return drawn.astype(np.int32)
+    return np.random.default_rng(0).choice(vocab_size, n_tokens, p=weights / weights.sum()).astype(np.int32)
 
 
 def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    make_reader: Any = evaluation_segments
-    per_call = SEGMENTS_PER_CALL
-    if isinstance(lengths, TrainConfig):
-        make_reader, per_call = training_segments, lengths.segments_per_call
+    is_training = isinstance(lengths, TrainConfig)
+    make_reader: Any = training_segments if is_training else evaluation_segments
+    per_call = lengths.segments_per_call if is_training else SEGMENTS_PER_CALL
     tokens = draw_tokens(components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1)
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))

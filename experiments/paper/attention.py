@@ -245,7 +245,14 @@ def _write(
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
         before = corpus.vocabulary.decode(tokens[max(query.position - 60, 0) : query.position + 1])
-        lines += [f"## The query at token {query.position:,}", "", "It ends", "", "```", before.decode(errors="replace")]
+        lines += [
+            f"## The query at token {query.position:,}",
+            "",
+            "It ends",
+            "",
+            "```",
+            before.decode(errors="replace"),
+        ]
         rows = ([_name(head), f"{distances[head]:.1f}", _largest(query.probabilities[head], shown)] for head in heads)
         columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
         lines += ["```", "", *environment.table(columns, rows), ""]
