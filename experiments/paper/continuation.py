@@ -74,11 +74,9 @@ def write(
     generator = parts.generator(parts.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
-    lines = [
-        f"# Continuations of {corpus.description} ({plan.split})\n",
-        f"Step {step:,}; sampled {sampled}, temperature {how.temperature:g}, seed {how.seed}, with a memory of "
-        f"{config.eval.mem_len:,}; {facts['device']}, {facts['date']}.\n",
-    ]
+    sampled += f", temperature {how.temperature:g}, seed {how.seed}, with a memory of {config.eval.mem_len:,}"
+    lines = [f"# Continuations of {corpus.description} ({plan.split})\n"]
+    lines += [f"Step {step:,}; sampled {sampled}; {facts['device']}, {facts['date']}.\n"]
 
     def add(what: str, ids: np.ndarray) -> None:
         lines.append(f"### {what} ({len(ids):,} tokens)\n\n{quoted(corpus, ids)}\n")
