@@ -262,8 +262,7 @@ class Engine:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
                 raise
             _log.exception("a request failed")
-            message = "internal server error"
-            self._fail(job, RequestError(message, status=500, code="internal"))
+            self._fail(job, RequestError("internal server error", status=500, code="internal"))
 
     def _admit(self) -> None:
         """Puts waiting samples into free rows. Samples whose prompt is being read wait for its end."""

@@ -166,11 +166,9 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
     if body.session is None:
         found = [ids if len(ids) else vocabulary.start.astype(np.int32) for ids in found]
     _check_total(sum(map(len, found)) + count * body.max_tokens, limits)
-    seed = secrets.randbelow(1 << 32) if body.seed is None else body.seed
-    settings: dict[str, Any] = {
-        name: getattr(body, name) for name in ("n", "max_tokens", "temperature", "top_p", "echo")
-    }
-    settings |= {"seed": seed, "stop": _stop(body, limits), "logprobs": body.logprobs is not None}
+    settings = body.model_dump(include={"n", "max_tokens", "temperature", "top_p", "echo"})
+    settings["seed"] = secrets.randbelow(1 << 32) if body.seed is None else body.seed
+    settings |= {"stop": _stop(body, limits), "logprobs": body.logprobs is not None}
     return [Prompt(ids, **settings) for ids in found]
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from txl_jax.config import MemoryStart
-from txl_jax.errors import UserError
+from txl_jax.config.config_tree import require
 from txl_jax.inference import decode, forward
 from txl_jax.inference.cache import KVCache, cache_capacity
 from txl_jax.inference.decode import Limits, Scores, row_key
@@ -76,16 +76,12 @@ class Step:
         Raises `UserError` if the mesh has several devices or the model keeps documents apart. Whether it can generate
         at all is checked by `runs.generate.check_can_generate`.
         """
-        if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.
-            raise UserError(
-                f"the model keeps documents apart by the token {components.config.data.reset_at!r}, which the "
-                "server does not support. Generate with txl_jax.load."
-            )
-        if components.mesh.size > 1:
-            raise UserError(
-                f"the server must run on one device, got a mesh of {components.mesh.size}. Start it where JAX finds "
-                "one device, for example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1."
-            )
+        reset_at, size = components.config.data.reset_at, components.mesh.size
+        apart = f"the model keeps documents apart by the token {reset_at!r}, which the server does not support"
+        # A row's filled slots follow from its position here.
+        require(reset_at is None, f"{apart}. Generate with txl_jax.load.")
+        advice = "Start it where JAX finds one, for example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1."
+        require(size == 1, f"the server must run on one device, got a mesh of {size}. {advice}")
         assert isinstance(components.model, TransformerXL)
         self._components, self._model = components, components.model
         self.batch_size, self.block = batch_size, block
@@ -180,8 +176,7 @@ class Step:
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
         sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
-        dtype = memory_dtype(self._model, self._components.config.eval)
-        cache = forward.init_cache(weights, dtype=dtype, **sizes)
+        cache = forward.init_cache(weights, dtype=memory_dtype(self._model, self._components.config.eval), **sizes)
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 
 

@@ -64,8 +64,7 @@ class SessionStore:
     @property
     def num_bytes(self) -> int:
         """Memory of all sessions."""
-        rings = [session.state.rings for session in self._all()]
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(rings))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves([session.state.rings for session in self._all()]))
 
     def create(self, owner: str) -> Session:
         """Makes an empty session, replacing an idle one if there are too many. Raises `RequestError` (429)."""
