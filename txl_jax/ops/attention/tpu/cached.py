@@ -98,7 +98,6 @@ def _call(
     if sizes.clamped:
         scratch["far"] = pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32)
     names = ("valid", "write_index", *operands, "output", *scratch)
-    out = jax.ShapeDtypeStruct(operands["query"].shape, operands["value"].dtype)
     return pl.pallas_call(
         functools.partial(_kernel, names=names, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -108,7 +107,7 @@ def _call(
             out_specs=specs["query"],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=out,
+        out_shape=jax.ShapeDtypeStruct(operands["query"].shape, operands["value"].dtype),
         # Rows may not be split among cores: the first row of a head makes its table.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
@@ -122,22 +121,16 @@ def _call(
 
 def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
     """Returns what each step reads. A block that stays the same is not fetched again."""
-    width = sizes.width
-
-    def ring_block(step: jax.Array) -> jax.Array:
-        return jnp.minimum(step, sizes.n_ring - 1)
-
-    def own_block(step: jax.Array) -> jax.Array:
-        return jnp.minimum(step, sizes.n_own - 1)
-
-    queries = pl.BlockSpec((1, sizes.heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0))
-    own = pl.BlockSpec((1, sizes.heads, sizes.own_block, width), lambda h, b, a, t, *_: (b, h, own_block(t), 0))
-    columns = pl.BlockSpec((1, sizes.heads, width, sizes.ring_block), lambda h, b, a, t, *_: (b, h, 0, ring_block(t)))
-    rows = pl.BlockSpec((1, sizes.heads, sizes.ring_block, width), lambda h, b, a, t, *_: (b, h, ring_block(t), 0))
+    heads, width, last_ring, last_own = sizes.heads, sizes.width, sizes.n_ring - 1, sizes.n_own - 1
+    queries = pl.BlockSpec((1, heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0))
+    own = pl.BlockSpec((1, heads, sizes.own_block, width), lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_own), 0))
+    of_columns, of_rows = (1, heads, width, sizes.ring_block), (1, heads, sizes.ring_block, width)
+    columns = pl.BlockSpec(of_columns, lambda h, b, a, t, *_: (b, h, 0, jnp.minimum(t, last_ring)))
+    rows = pl.BlockSpec(of_rows, lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_ring), 0))
     return {
         "query": queries,
         "position_query": queries,
-        "position_key": pl.BlockSpec((sizes.heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)),
+        "position_key": pl.BlockSpec((heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)),
         "ring_key": columns,
         "ring_value": columns if sizes.value_columns else rows,
         "key": own,
