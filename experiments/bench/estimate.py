@@ -152,10 +152,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields a mesh over all devices as changes of a configuration, with its own remat and then with remat=full.
-
-    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`.
-    """
+    """Yields changes for one mesh, of few devices on `tensor` and then many on `fsdp`: with own remat, and full."""
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
         batch_shards, rest = divmod(num_devices, tensor)
@@ -168,10 +165,7 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
 
 
 def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
-    """Prints what a configuration needs on a topology, and yields whether each task fits if its compiler is installed.
-
-    Raises `UserError` if the settings are incompatible with the topology or each other.
-    """
+    """Prints what a config needs on a topology, and yields whether tasks fit. Raises `UserError` for wrong settings."""
     found, targets = parse(topology), devices(topology)
     chip = CHIPS[found.generation]
     mesh: Any = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
@@ -318,10 +312,7 @@ def compiler_of(topology: str) -> tuple[str, str | None]:
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
-    """Returns a topology's devices to compile for, or None if its compiler is not installed.
-
-    Raises `UserError` as `parse`, or if the compiler does not know the topology.
-    """
+    """Returns a topology's devices, or None without its compiler. Raises `UserError` if that does not know it."""
     generation, shape, num_slices, count = parse(name)
     compiler, version = compiler_of(name)
     if version is None:

@@ -52,10 +52,7 @@ class Peer(enum.StrEnum):
 
 
 class TorchModel:
-    """A peer. Evaluation, generation and training each carry a memory of their own from call to call.
-
-    A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
-    """
+    """A peer. It has a memory for each of its uses, first M zeros that are attended to, as with the preset "hf"."""
 
     format: ClassVar[Format]  # Names of the tensors.
     label = ""  # After a task's name in the table.
@@ -250,8 +247,8 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
 def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
     """Returns the peers with our untrained parameters and full memories. Prints the losses' largest differences.
 
-    They are the release from the clone at `path`, eager and compiled, or without a path Hugging Face's model.
-    Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than rounding.
+    They are the release in the clone at `path`, eager and compiled, or else Hugging Face's model. Raises `UserError`
+    if a token's loss, scored from zeros in the memory, differs by more than rounding.
     """
     config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
     ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)

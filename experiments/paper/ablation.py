@@ -118,11 +118,7 @@ def row_named(table: Table, name: str) -> Row:
 
 
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
-    """Returns the base with the settings of a row.
-
-    Without recurrence there is no memory, in training and in the evaluations during it. Learned tables have as many
-    distances as training.
-    """
+    """Returns the base with a row's settings. Without recurrence, evaluations during training have no memory either."""
     segment_len = row.segment_len or base.train.segment_len
     changes = {"seed": seed, "model": base.model.with_encoding(row.encoding), "train.loss": row.loss}
     changes |= {"train.segment_len": segment_len}
@@ -195,8 +191,7 @@ def train_and_score(
 ) -> dict[str, list[Score]]:
     """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
 
-    Returns the scores by row, one per seed. Settings of all rows are checked before the first is trained. After
-    `Interrupted` the same call resumes.
+    Returns the scores by row, one per seed. After `Interrupted` the same call resumes.
     """
     plan.validate()
     plan.check(config)

@@ -131,10 +131,7 @@ def draw(
 
 
 class AttentionWeights(NamedTuple):
-    """The attention weights of one segment's queries by distance 0 .. A - 1 (A: the window).
-
-    A key at distance d is d positions before the query, and 0 is the query's own.
-    """
+    """The attention weights of a segment's queries by distance 0 .. A - 1 (A: the window), 0 being the query's key."""
 
     probabilities: jax.Array  # [N, B, H, L, A].
     terms: ScoreTerms  # (a) to (d), [N, B, H, L, A] each, before any softmax.
@@ -296,10 +293,7 @@ def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
 
 
 def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
-    """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
-
-    The color scale is the square root, or all but the nearest distances would be white.
-    """
+    """Draws the mean attention [N, H, A] to each distance, a row per head. A square-root scale shows small ones."""
     from matplotlib.colors import PowerNorm
 
     n_layer, n_head, n_distance = average.shape

@@ -122,10 +122,7 @@ def compare(
 def _losses_of(
     name: str, run: Run, corpus: Corpus, scored: np.ndarray, plan: Plan, stop_requested: Callable[[], Any]
 ) -> dict[int, np.ndarray]:
-    """Returns the losses [n] of one model at every context length, from its files or computed.
-
-    Each length is a file, so that a stopped job resumes, and that other ratios and thresholds need no new scores.
-    """
+    """Returns the losses [n] of one model at every context length, from the files of a stopped job where they exist."""
     parts, step, params = load_to_score(run.config, corpus, run, log=print)
     folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
     identity = {
@@ -188,10 +185,7 @@ class Gain(NamedTuple):
 
 
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
-    """Computes, for each model, the gain of every step from a context length to the next.
-
-    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and at most 1.
-    """
+    """Computes each model's gain of every step between context lengths, from losses [models, T] by rising length."""
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
         baseline = losses[context].min(axis=0)

@@ -81,11 +81,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one attention length, on one device. Calls are interleaved, so that a slow minute affects both.
-
-    Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
-    is not timed.
-    """
+    """Times both at one length, interleaved. Returns the seconds per token of each call of the window and of ours."""
     window = _sliding_window(sliding_window_config(config), vocab_size, attention_len)
     ours = speed.evaluation(build(our_config(config, attention_len), vocab_size=vocab_size))
     time_in_turns([window, ours], warmup=1, calls=calls)

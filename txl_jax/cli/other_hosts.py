@@ -152,10 +152,7 @@ def _watch(names: list[str], host: str) -> None:
 
 
 def check_same(plan: Any) -> None:
-    """Raises `UserError`, in all processes, if one has another plan than the first. Directories may differ.
-
-    Settings of `ExperimentConfig` are compared when training or scoring begins.
-    """
+    """Raises `UserError` in all processes if one has another plan than the first, except for directories."""
     leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
     values = {leaf.name: config_tree.get(plan, leaf.name) for leaf in leaves if leaf.name != "compilation_cache"}
     given = {f"--{name}": config_tree.format_value(value) for name, value in values.items()}
@@ -190,25 +187,18 @@ def prefix() -> str:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Returns whether an error, of any type (Gloo raises ValueErrors), means that another process is unreachable.
-
-    An error that all processes know went through collectives, so that none was lost. Files have separate
-    connections.
-    """
+    """Returns whether an error of any type (Gloo raises ValueErrors) means that another process is unreachable."""
     origin = error
     while origin.__cause__ is not None:
         origin = origin.__cause__
-    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):
+    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):  # Collectives have passed it on.
         return False
-    of_file = isinstance(error, OSError) or isinstance(origin, OSError)
+    of_file = isinstance(error, OSError) or isinstance(origin, OSError)  # Files have separate connections.
     return not of_file and any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
 
 
 def announced(environment: Mapping[str, str]) -> Several | None:
-    """Returns the processes that environment variables announce, or None if this is the only one.
-
-    Raises `UserError` if only some of the three flags or variables are set, or they contradict each other.
-    """
+    """Returns the processes that variables announce, or None for one. Raises `UserError` if they are incomplete."""
     return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
 

@@ -30,8 +30,7 @@ def generate_text(
     """Prints `generate.samples` texts of a trained model, the first as it is written, and saves all in its directory.
 
     Returns the texts without the prompt, each with the stop that ended it. Raises `UserError` if the model has no
-    checkpoint, the prompt or the stop cannot be read, or the model cannot generate. A stop may be requested between
-    segments of the prompt and between blocks of tokens.
+    checkpoint or cannot generate, or the prompt or the stop cannot be read.
     """
     weights = Weights.of(model, config)
     vocabulary = weights.vocabulary

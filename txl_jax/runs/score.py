@@ -114,10 +114,7 @@ def score(
 def score_with_line(
     components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
 ) -> tuple[Totals, str]:
-    """Computes the losses of a text as `score` does. Returns them and a line about them and the time they took.
-
-    The totals have the bytes of the text where the vocabulary knows them.
-    """
+    """Scores like `score`. Returns the totals, with the text's bytes if they are known, and a line about them."""
     began, measure = time.monotonic(), vocabulary.measure
     totals = score(components, params, tokens, name=name, measure=measure, **options)
     totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
@@ -210,8 +207,7 @@ class DocumentReader:
     """Reads documents with one model at the evaluation lengths, each from an empty memory, without stride or warm-up.
 
     One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and a document's
-    results are the same as by itself. They come in the order of the documents, also before an error of their
-    iterator.
+    results are the same as by itself. They come in order, also before an error of the documents' iterator.
     """
 
     def __init__(self, components: Built, weights: Any, *, batch_size: int):

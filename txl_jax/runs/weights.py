@@ -76,9 +76,9 @@ class Weights:
         return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
-        """Builds the model over the mesh of its config, a run's with its recorded implementations of attention.
+        """Builds the model on its config's mesh, a run's with its recorded attention. All processes call it.
 
-        All processes call it. Raises `UserError` if settings do not match the devices.
+        Raises `UserError` if settings do not match the devices.
         """
         recorded = self.source.attention_for(self.config) if isinstance(self.source, Run) else None
         built = first_contact.build_on_all(
@@ -211,10 +211,7 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
-
-    For a chosen ensemble member it is that member's state, with the notes of all members.
-    """
+    """Loads the latest valid state, before step `before` if passed: (step, a member's own state, notes), or None."""
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:

@@ -101,10 +101,7 @@ class _Server(Collector):
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key, and a POST with JSON if it has a body's model. Errors are JSON too.
-
-        The function finds the key's owner and the body in `request.state`.
-        """
+        """Returns a route that needs a key and answers JSON. `request.state` has the key's owner and a POST's body."""
 
         async def answer(request: Request) -> Response:
             try:

@@ -238,10 +238,7 @@ class Geometry:
         return self.padded_queries + self.padded_keys + LANES
 
     def key_tiles(self, query_tile: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first tile of the keys from `start` to `stop` that some query of a tile sees, and the last.
-
-        The range is empty if none does.
-        """
+        """Returns the first and last tile of the keys `start` to `stop` that a query tile sees, or an empty range."""
         start, stop = self._key_range(query_tile, start, stop, jnp.minimum, jnp.maximum)
         size = jnp.int32(self.tile.key)
         return lax.div(start, size), jnp.where(stop > start, lax.div(stop - 1, size), -1)

@@ -450,7 +450,7 @@ class _Step(NamedTuple):
 
 
 def _make_blocks(geometry: Geometry) -> tuple[_Operands, pl.BlockSpec, pl.BlockSpec]:
-    """Returns what is in VMEM at a step of the operands, of the gradients of all keys, and of the log sums.
+    """Returns the parts of the operands, of all keys' gradients, and of the log sums that are in VMEM at a step.
 
     A step that is skipped names the keys of its nearest needed one, which fetches nothing.
     """
@@ -508,8 +508,7 @@ def _run(
 ) -> Any:
     """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid. Returns its outputs.
 
-    Heads come first in the grid, so that a head's position keys are fetched once and their gradient adds up over all
-    rows.
+    Heads come first, so that position keys are fetched once per head and their gradient adds up over all rows.
     """
 
     def function(*refs: Any) -> None:
