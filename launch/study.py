@@ -285,7 +285,6 @@ class Worker:
         return True
 
     def _look_after(self, training: _Training) -> None:
-        """Reports the losses of a training, and tells how it ended."""
         has_ended = training.process.poll() is not None
         # If others took this worker for dead, they wait until its training ends.
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):

@@ -270,7 +270,6 @@ def _as_text(value: Any) -> str:
 
 
 def _notes(folder: str) -> dict[str, Any]:
-    """Returns the content of sweep.json."""
     try:
         return json.loads(storage.read(os.path.join(folder, _NOTES)))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # Without it the table lacks a number; no run needs it.

@@ -39,8 +39,6 @@ from txl_jax.runtime.storage import exists, read, write, write_json
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
 
-# The rows of the tables, and the settings of a row
-
 
 class Table(enum.StrEnum):
     """A table of the paper."""
@@ -126,9 +124,6 @@ def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
         changes |= {"train.mem_len": 0, "train.same_length": False}
         changes |= {"eval.mem_len": 0, "eval.same_length": False, "eval.segment_len": segment_len}
     return config_tree.replace(base, changes).resolved()
-
-
-# The study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +245,6 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
     best = min(scores.values())
     length = min(length for length, value in scores.items() if value <= best + _TOLERANCE[measure])
     return Score(scores[_trained_length(config)], best, length, scores)
-
-
-# The files
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:

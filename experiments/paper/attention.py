@@ -127,9 +127,6 @@ def draw(
     return average
 
 
-# The weights
-
-
 class AttentionWeights(NamedTuple):
     """The attention weights of a segment's queries by distance 0 .. A - 1 (A: the window), 0 being the query's key."""
 
@@ -220,9 +217,6 @@ def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
     heads = [divmod(int(i), average.shape[1]) for i in np.argsort(-mean_distances(average), axis=None, kind="stable")]
     first = {layer: (layer, head) for layer, head in reversed(heads)}  # The widest of each layer.
     return sorted(heads, key=lambda head: head != first[head[0]])[:count]
-
-
-# The files
 
 
 def _write(

@@ -116,9 +116,6 @@ def compare(
     return lengths
 
 
-# The losses
-
-
 def _losses_of(
     name: str, run: Run, corpus: Corpus, scored: np.ndarray, plan: Plan, stop_requested: Callable[[], Any]
 ) -> dict[int, np.ndarray]:
@@ -214,9 +211,6 @@ def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
     return next((step.context for step in steps if step.relative < threshold), None)
 
 
-# The files
-
-
 def _write_results(
     lengths: Mapping[str, list[int | None]],
     all_gains: Mapping[float, list[list[Gain]]],
@@ -224,7 +218,6 @@ def _write_results(
     corpus: Corpus,
     plan: Plan,
 ) -> None:
-    """Writes lengths, gains and plots."""
     folder, measure = plan.out, corpus.vocabulary.measure
     means = {
         name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(lengths)

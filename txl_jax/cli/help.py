@@ -64,7 +64,6 @@ def _row(flag: flags.Flag, *, is_required: bool) -> tuple[str, str]:
 
 
 def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Lays out usages and explanations in two columns."""
     column = 4 + max((len(usage) for usage, _ in rows if len(usage) <= _WIDEST), default=_WIDEST)
     lines = []
     for usage, explanation in rows:

@@ -242,7 +242,6 @@ def _from_slurm(environment: Mapping[str, str]) -> Several | None:
 
 
 def _from_tpu(environment: Mapping[str, str]) -> Several | None:
-    """Returns the hosts of this TPU slice."""
     if "tpu" not in environment.get("JAX_PLATFORMS", "tpu") or not _has_tpu():
         return None
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")

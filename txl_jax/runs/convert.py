@@ -106,7 +106,6 @@ def convert(
 
 
 def _read(source: str, from_format: str | None, member: str | None, log: Callable[[str], None]) -> Model:
-    """Opens the weights of a run, a portable checkpoint, or another implementation."""
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
         require(member is None, f"--ensemble_member is {member!r}, but {source} is not an ensemble. Omit it.")
@@ -135,7 +134,6 @@ def _scores(run: Run, step: int) -> dict[str, Any]:
 
 
 def _describe(read: Model, log: Callable[[str], None]) -> None:
-    """Logs the format, the sizes, the settings that are not the defaults, and the notes."""
     info, count = read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values())
     log(f"from      {read.format}: {info.description}")
     log(f"tokens    {info.vocabulary.size:,} of kind {info.vocabulary.kind}")

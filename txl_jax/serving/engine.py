@@ -239,12 +239,10 @@ class Engine:
             return not self._stopping
 
     def _jobs(self) -> set[Job]:
-        """Returns the jobs that have not ended."""
         with self._changed:
             return {*self._waiting, *(row.job for row in self._rows.values())}
 
     def _drop_ended(self) -> None:
-        """Ends jobs that were cancelled or have no time left."""
         now = time.monotonic()
         for job in self._jobs():
             if job.cancelled:

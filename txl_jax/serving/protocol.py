@@ -216,7 +216,6 @@ class ChoiceWriter:
         }
 
     def _logprobs_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Returns tokens and their logprobs."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             for place, token in enumerate(piece.tokens.tolist()):
@@ -273,7 +272,6 @@ def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
 
 
 def _check_total(total: int, limits: Limits) -> None:
-    """Raises `RequestError` if a request has more tokens than a request may have."""
     if total > limits.tokens:
         most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
         advice = "Shorten the prompts, lower max_tokens or n, or continue a session over several requests."

@@ -71,7 +71,7 @@ class Step:
     """The compiled programs of one model at its evaluation lengths, for R rows."""
 
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
-        """Compiles nothing. K is `block`, a row's tokens per call. Raises `UserError` for devices or documents."""
+        """Compiles nothing. K is `block`, a row's tokens per call. Raises `UserError` for a mesh, or `reset_at`."""
         reset_at, size = components.config.data.reset_at, components.mesh.size
         apart = f"the model keeps documents apart by the token {reset_at!r}, which the server does not support"
         # A row's filled slots follow from its position here.

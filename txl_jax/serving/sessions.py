@@ -125,7 +125,6 @@ class SessionStore:
             self.num_evicted += 1
 
     def _expire(self) -> None:
-        """Removes the sessions that were not used for too long."""
         before = self._clock() - self.seconds
         for session in [each for each in self._all() if not each.busy and each.used < before]:
             del self._sessions[session.name]

@@ -475,7 +475,6 @@ def _present(of_all: _Operands, operands: _Operands) -> _Operands:
 
 
 def _pad_operands(geometry: Geometry, operands: _Operands) -> _Operands:
-    """Returns the operands in whole tiles."""
     keys = geometry.padded_keys - geometry.n_keys
     return operands._replace(
         query=_pad_queries(geometry, operands.query),
