@@ -1,8 +1,8 @@
 """A trained model with its vocabulary: scores of documents, generation, hidden states, log probabilities."""
 
-import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, Literal, NamedTuple, overload
@@ -145,16 +145,11 @@ class LanguageModel:
 
     def _totals(self, reader: DocumentReader) -> Callable[[Iterable[np.ndarray]], Iterator[Totals]]:
         """Returns a function that yields the totals of each document, ids [T]."""
-        n_bytes = collections.deque[int]()  # Of the documents that are being read.
-
-        def counted(documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-            for ids in documents:
-                n_bytes.append(self.vocabulary.count_bytes(ids[1:]))
-                yield ids
 
         def read(documents: Iterable[np.ndarray]) -> Iterator[Totals]:
-            for nats in reader.nats(counted(documents)):
-                yield dataclasses.replace(Totals.of(nats), bytes=n_bytes.popleft())
+            given, again = itertools.tee(documents)
+            for nats, ids in zip(reader.nats(given), again, strict=False):  # The reader's error ends them, if any.
+                yield dataclasses.replace(Totals.of(nats), bytes=self.vocabulary.count_bytes(ids[1:]))
 
         return read
 

@@ -68,12 +68,10 @@ def _save(path: str, content: bytes) -> str:
 def continue_prompts(
     model: Weights, prompts: Iterable[tuple[int, bytes]], *, name: str, write: Callable[[str], Any]
 ) -> None:
-    """Writes a JSON record of each sample after each prompt, in their order.
+    """Writes a JSON record (docs/usage.md) of each sample after each prompt, in their order.
 
-        {"index": 0, "sample": 0, "prompt": "Once upon", "text": " a time"}
-
-    `index` counts the prompts, and `sample` the samples of each, the same as from `generate_text`. `eval.batch_size`
-    are generated side by side. Arguments and errors are as for `score.score_documents`.
+    The samples are the same as from `generate_text`, and `eval.batch_size` are generated side by side. Arguments and
+    errors are as for `score.score_documents`.
     """
     config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
     check_can_generate(model.config)

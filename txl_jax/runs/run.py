@@ -2,7 +2,7 @@
 
 config.json       settings, text, implementations of attention, version, and the differences of ensemble members
 vocabulary.txt    the tokens by id
-checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
+checkpoints/      latest/ (everything), best/ or best/MEMBER/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
 """

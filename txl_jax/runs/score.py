@@ -158,10 +158,9 @@ def score_tokens(
         1	h	2.3841858
         2	\n	0.017624786
 
-    A file has one line per token but the first, in the order of the text, whatever rows and segments it was read in.
-    `token` is its name in the vocabulary as `printable` escapes it. `nats` is minus the logprob of the token, and reads
-    back as exactly the number that was computed. It depends on the evaluation lengths and on `eval.batch_size`: every
-    row of the batch begins with an empty memory.
+    There is a line for each token but the first, in the order of the text, with its name as `printable` escapes it.
+    `nats` is minus its logprob, and reads back as exactly the number that was computed. It depends on the evaluation
+    lengths and on `eval.batch_size`: every row of the batch begins with an empty memory.
     """
     found: dict[str, Totals] = {}
     weights = Weights.of(model, config)
@@ -370,16 +369,11 @@ def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = Fal
 def score_documents(
     model: Weights, texts: Iterable[tuple[int, bytes]], *, name: str, per_token: bool, write: Callable[[str], Any]
 ) -> None:
-    r"""Writes the JSON records of each document as soon as it is scored: one per document, or one per token.
+    r"""Writes the JSON records of each document (docs/usage.md) as soon as it is scored: one, or one per token.
 
-        {"index": 0, "nats": 35.17, "tokens": 14, "bytes": 14}
-
-        {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
-
-    `bytes` of the tokens are missing where the vocabulary does not know them. `index` counts the documents, which are
-    read as by `DocumentReader`. The first token of each is not scored. `token` is its name in the vocabulary, with \xNN
-    for a byte that is not a whole character. `nats` is minus the logprob of the token, and reads back as exactly the
-    number that was computed.
+    Documents are read as by `DocumentReader`, without a score of the first token. `bytes` are missing where the
+    vocabulary does not know them. A token's name has \xNN for a byte that is not a whole character. `nats` read back as
+    exactly the numbers that were computed.
 
     `texts` are the documents, each after the number of its line. Errors name that number and the input's `name`.
     `write` takes a document's records, lines with their newlines, and gets those before an error too.
@@ -389,16 +383,10 @@ def score_documents(
     batch_size = components.config.eval.batch_size
     reader = DocumentReader(components, components.prepare_params(params), batch_size=batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
-    reading: collections.deque[tuple[int, np.ndarray]] = collections.deque()  # (line, ids) of documents not written.
-
-    def encoded() -> Iterator[np.ndarray]:
-        for line, text in texts:
-            ids = ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")
-            reading.append((line, ids))
-            yield ids
-
-    for index, nats in enumerate(reader.nats(encoded())):
-        line, ids = reading.popleft()
+    encoded = ((line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")) for line, text in texts)
+    given, again = itertools.tee(encoded)
+    # The reader's error ends both, if any.
+    for index, (nats, (line, ids)) in enumerate(zip(reader.nats(ids for _, ids in given), again, strict=False)):
         totals = Totals.of(nats)
         check_finite(totals, f"line {line} of {name}")
         known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
