@@ -48,14 +48,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]
     if unknown:
         raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY.")
-    results = simple_evaluate(
-        model,
-        tasks=list(plan.tasks),
-        task_manager=manager,
-        num_fewshot=plan.num_fewshot,
-        limit=int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit,
-        log_samples=False,
-    )
+    limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
+    how = {"task_manager": manager, "num_fewshot": plan.num_fewshot, "limit": limit, "log_samples": False}
+    results = simple_evaluate(model, tasks=list(plan.tasks), **how)
     assert results is not None  # It is None only in other processes than the first.
     print(make_table(results))
     if results.get("groups"):

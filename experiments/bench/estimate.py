@@ -36,7 +36,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
-from txl_jax.runs.build import Built, build
+from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime.environment import megabytes
 
@@ -252,11 +252,7 @@ def compile_task(components: Built, task: str) -> Any:
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:
     """Returns shapes, types and the compiler's shardings of the result of a jitted function of abstract arguments."""
-    return jax.tree.map(
-        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-        function.eval_shape(*arguments),
-        function.lower(*arguments).compile().output_shardings,
-    )
+    return abstract_arrays(function.eval_shape(*arguments), function.lower(*arguments).compile().output_shardings)
 
 
 class Topology(NamedTuple):

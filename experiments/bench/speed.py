@@ -94,10 +94,8 @@ def run(plan: Plan, job: cli.Job) -> None:
         if task.flops_per_token:
             achieved = task.flops_per_token * statistics.median(task.rates) / components.mesh.size
             share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
-            print(
-                f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
-                f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
-            )
+            operations = f"{task.flops_per_token / 1e6:,.1f} million operations per token"
+            print(f"{task.name}: {operations}, {achieved / 1e12:.1f} TFLOP/s per device{share}")
 
 
 def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: list[Task]) -> Iterator[list[str]]:

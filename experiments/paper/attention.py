@@ -237,16 +237,11 @@ def _write(
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
         before = corpus.vocabulary.decode(tokens[max(query.position - 60, 0) : query.position + 1])
         lines += [
-            f"## The query at token {query.position:,}",
-            "",
-            "It ends",
-            "",
-            "```",
-            before.decode(errors="replace"),
+            f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{before.decode(errors='replace')}\n```\n"
         ]
         rows = ([_name(head), f"{distances[head]:.1f}", _largest(query.probabilities[head], shown)] for head in heads)
         columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
-        lines += ["```", "", *environment.table(columns, rows), ""]
+        lines += [*environment.table(columns, rows), ""]
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     write(os.path.join(folder, "attention.npz"), data.getvalue())

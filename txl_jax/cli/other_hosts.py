@@ -95,10 +95,9 @@ def join(found: Several) -> None:
             heartbeat_timeout_seconds=2 * LOSS_SECONDS,  # If a process hangs, JAX aborts the others.
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
-        raise ConnectionError(
-            f"{found.num_processes} processes were announced by {found.source}, but not all of them connected "
-            f"({first_line(error)}). Start the same command on every host, and check that all can reach process 0."
-        ) from error
+        failed = f"{found.num_processes} processes were announced by {found.source}, but not all of them connected"
+        advice = "Start the same command on every host, and check that all can reach process 0"
+        raise ConnectionError(f"{failed} ({first_line(error)}). {advice}.") from error
     finally:
         note.cancel()
     if not distributed.is_primary():
@@ -209,12 +208,10 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     announcing = "the three flags or variables that announce processes must be set together"
     require(not missing, f"{announcing}, but {' and '.join(missing)} is not set. Set all or none.")
     coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
-    are_numbers = count.isdecimal() and number.isdecimal()
-    require(
-        are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator),
-        f"the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a number from 0 to "
-        f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}",
-    )
+    fits = count.isdecimal() and number.isdecimal() and int(number) < int(count)
+    wanted = "the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a number from 0 to"
+    got = f"coordinator {coordinator!r}, process_id {number} and num_processes {count}"
+    require(fits and re.fullmatch(r".+:\d+", coordinator), f"{wanted} num_processes - 1, got {got}")
     if int(count) == 1:
         return None
     arguments = {"coordinator_address": coordinator, "num_processes": int(count), "process_id": int(number)}

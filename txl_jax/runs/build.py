@@ -183,11 +183,7 @@ class Built:
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
         shardings = sharding.param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
-        return jax.tree.map(
-            lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-            nn.unbox(boxed),
-            shardings,
-        )
+        return abstract_arrays(nn.unbox(boxed), shardings)
 
     @property
     def num_parameters(self) -> int:
@@ -197,12 +193,8 @@ class Built:
     def device_bytes(self) -> dict[str, int]:
         """Returns the persistent bytes per device: parameters, optimizer state, memory."""
         state = self.abstract_state
-        parts = {
-            "parameters": state.params,
-            "optimizer": state.opt_state,
-            "segment memory": state.memory,
-            "averaged parameters": state.average,
-        }
+        parts = {"parameters": state.params, "optimizer": state.opt_state}
+        parts |= {"segment memory": state.memory, "averaged parameters": state.average}
         return {name: bytes_on_device(tree) for name, tree in parts.items() if tree is not None}
 
     def init_params(self) -> Any:
@@ -237,13 +229,11 @@ class Built:
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
-        multiple = shards * train.grad_accum_steps
-        require(
-            train.batch_size % multiple == 0,
-            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: {shards}, microbatches: "
-            f"{train.grad_accum_steps}), got {train.batch_size}. Change it, --train.grad_accum_steps or --mesh.data.",
-        )
+        shards, train = sharding.num_batch_shards(self.mesh), self.config.train
+        rows, parts = train.batch_size, train.grad_accum_steps
+        multiple = f"a multiple of {shards * parts} (data x fsdp of the mesh: {shards}, microbatches: {parts})"
+        advice = "Change it, --train.grad_accum_steps or --mesh.data."
+        require(rows % (shards * parts) == 0, f"train.batch_size must be {multiple}, got {rows}. {advice}")
 
     # Batches
 
@@ -333,13 +323,8 @@ class Built:
         if not isinstance(self.model, RecurrentModel):
             rows = sharding.batch_axes(self.mesh, lengths.batch_size)
             layers = (self._sharding(rows, axes.HEADS, None, None),) * self.config.model.n_layer
-            shardings = KVCache(
-                keys=layers,
-                values=layers,
-                valid=self._sharding(rows),
-                write_index=self._sharding(),
-                mem_len=lengths.mem_len,
-            )
+            numbers = {"valid": self._sharding(rows), "write_index": self._sharding(), "mem_len": lengths.mem_len}
+            shardings = KVCache(keys=layers, values=layers, **numbers)
         return self.jit(self.scorer.init_memory, out_shardings=shardings)
 
     def generator(self, weights: Any) -> Generator:
@@ -349,6 +334,11 @@ class Built:
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def abstract_arrays(arrays: Any, shardings: Any) -> Any:
+    """Returns the shapes and dtypes of a tree of arrays, with these shardings."""
+    return jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), arrays, shardings)
 
 
 def build(
@@ -369,10 +359,9 @@ def build(
     config.validate()
     config.model.validate_vocabulary(vocab_size)
     reset_at = config.data.reset_at
-    require(
-        end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size,
-        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}",
-    )
+    is_there = end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size
+    wanted = f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens"
+    require(is_there, f"{wanted}, got {end_token}")
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype

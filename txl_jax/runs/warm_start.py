@@ -175,11 +175,9 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
     theirs = trained.vocabulary
     same = theirs == vocabulary
     kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
-    require(
-        same or theirs.kind == vocabulary.kind,
-        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}. Pass "
-        "--init_vocabulary=kept to read the text in that vocabulary.",
-    )
+    differ = f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}"
+    advice = "Pass --init_vocabulary=kept to read the text in that vocabulary."
+    require(same or theirs.kind == vocabulary.kind, f"{differ}. {advice}")
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 

@@ -172,9 +172,8 @@ def load_to_score(
     weights = Weights.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
     trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
-    require(
-        ours == theirs, f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary."
-    )
+    other = f"this is {trained}, but {scored} {ours.size} or others"
+    require(ours == theirs, f"{other}. Read it in the model's vocabulary.")
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
     built = weights.build(log=log)
