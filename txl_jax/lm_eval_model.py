@@ -2,15 +2,10 @@
 
     python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
 
-The harness (the extra `lm-eval`) asks for three things, all of documents that start from an empty memory:
-
-  loglikelihood          nats of a continuation given its context, and whether it is the greedy one
-  loglikelihood_rolling  nats of all T tokens of a document. Its first token needs something before it: one token that
-                         is read first and not scored (`first`), by default the one that unprompted generation
-                         continues: the mark of a line's end, or a newline
-  generate_until         greedy text, or a sample, up to the first of some strings
-
-A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len` share one encoding.
+The harness (the extra `lm-eval`) asks for scores and texts of documents that start from an empty memory. To score all T
+tokens of one, something must come before the first: a token that is read and not scored (`first`), by default the one
+that unprompted generation continues, the mark of a line's end or a newline. A memory has no maximum context, so nothing
+is cut into windows. Distances above `eval.clamp_len` share one encoding.
 """
 
 import hashlib

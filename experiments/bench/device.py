@@ -304,13 +304,10 @@ _PRODUCTS = {
 
 
 def products(case: Case) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
-    """Returns the matrix products of all pairs, which no implementation omits: a function and random inputs.
-
-    On a CPU each head's results stay in the cache (512 x 1024 scores of 16 heads took 2.5 times as long in memory).
-    Other devices do all rows and heads in one product.
-    """
+    """Returns the matrix products of all pairs, which no implementation omits: a function and random inputs."""
     pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task].split(", ")]
     heads = case.batch * case.n_head
+    # On a CPU one head at a time, in the cache: 512 x 1024 scores of 16 heads took 2.5 times as long in memory.
     group = 1 if case.platform == "cpu" else heads
     arrays: tuple[Arrays, Arrays] = {}, {}  # Of each group, and scores.
     for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):

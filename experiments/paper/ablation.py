@@ -184,10 +184,7 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
-
-    Returns the scores by row, one per seed. After `Interrupted` the same call resumes.
-    """
+    """Trains and scores the unfinished runs, writes ablation.md, .csv and .json after each, returns scores by row."""
     plan.validate()
     plan.check(config)
     rows, page = plan.chosen_rows, ""

@@ -235,10 +235,10 @@ def _write(
     for query, shown in zip(queries, labels, strict=True):
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
-        before = corpus.vocabulary.decode(tokens[max(query.position - 60, 0) : query.position + 1])
-        lines += [
-            f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{before.decode(errors='replace')}\n```\n"
-        ]
+        end = corpus.vocabulary.decode(tokens[max(query.position - 60, 0) : query.position + 1]).decode(
+            errors="replace"
+        )
+        lines += [f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n"]
         rows = ([_name(head), f"{distances[head]:.1f}", _largest(query.probabilities[head], shown)] for head in heads)
         columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
         lines += [*environment.table(columns, rows), ""]

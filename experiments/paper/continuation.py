@@ -58,10 +58,7 @@ def write(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
-    """Writes a markdown file with a context, `generate.length` tokens of the model and the text's own, for each start.
-
-    The corpus may be another text than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
-    """
+    """Writes a page with each context, the model's continuation and the text's own. After `Interrupted` it does not."""
     plan.validate()
     check_can_generate(config)
     tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context

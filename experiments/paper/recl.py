@@ -96,11 +96,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 def compare(
     runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[int | None]]:
-    """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
-
-    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
-    finished scores are kept.
-    """
+    """Scores the unfinished lengths and writes the files. Returns RECL by model and ratio, None above the longest."""
     plan.validate()
     scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.

@@ -119,8 +119,7 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
 def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: bool) -> Chosen:
     """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for.
 
-    In training "auto" on GPUs is "stored", which moves fewer scores than the reference (`ops.attention.choose`). A path
-    that `runs` and fails on the device (`first_contact`) is replaced by the next, or a `UserError` if it was asked for.
+    A path that `runs` and fails on the device (`first_contact`) is replaced by the next, or a `UserError` if asked for.
     """
     failed: dict[str, str] = {}  # Paths, and why.
     while True:

@@ -127,10 +127,7 @@ def score_with_line(
 def evaluate_splits(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
-    """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
-
-    The text may be another than in training if its vocabulary is the same. After `Interrupted` nothing is written.
-    """
+    """Scores both splits at the lengths of `config`. Returns and writes evaluation.json, unless `Interrupted`."""
     weights = Weights.of(model, config)
     folder = weights.outputs()
     scored = list(_score_splits(weights, corpus, stop_requested))

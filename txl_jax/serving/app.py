@@ -46,8 +46,7 @@ _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protoc
 def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
     """Returns the application, which starts the engine and stops it at its end.
 
-    `model` is its name for clients, `hosts` the names that they may use for this server, where empty allows any, and
-    `keys` the API keys, where empty asks for none.
+    `model` is its name for clients, `hosts` are this server's names (empty: any), `keys` the API keys (empty: none).
     """
     server = _Server(engine, model, keys)
     routes = [

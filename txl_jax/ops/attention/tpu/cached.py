@@ -51,9 +51,7 @@ def tpu_cached_attention(
     """
     query, key, value, ring, position = operands
     position_query, table, scores = position or (None, None, None)
-    assert position is None or (table is not None and scores is None), (
-        "refused: position scores without keys, or beside"
-    )
+    assert position is None or (table is not None and scores is None), "refused: position scores, or no keys"
     (batch, n_head, segment_len, width), capacity = query.shape, visibility.capacity
     problem = Problem(
         *("tpu", "", query.dtype.name, batch, n_head, segment_len, capacity + segment_len, width),

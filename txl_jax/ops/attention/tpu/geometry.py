@@ -255,12 +255,9 @@ class Geometry:
         return start, minimum(stop, last + 1) if self.causal else stop
 
     def visible(self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-        """Returns the visible pairs of a tile: bool [n, m], or [1, m] if all its queries see the same.
-
-        What holds for a key alone goes into its number, [1, m], so that a pair costs one comparison.
-        """
+        """Returns the visible pairs of a tile: bool [n, m], or [1, m] if all its queries see the same."""
         key = key_tile * self.tile.key + lax.broadcasted_iota(jnp.int32, (1, self.tile.key), 1)
-        key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)
+        key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)  # So that a pair costs one comparison.
         rows = lax.broadcasted_iota(jnp.int32, (self.tile.query, 1), 0)
         own = self.mem_len + query_tile * self.tile.query + rows  # The key at distance 0.
         if self.causal:
