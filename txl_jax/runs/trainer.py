@@ -143,8 +143,7 @@ class Trainer:
         return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:
-        ended = step >= self._config.steps or self._validation.out_of_patience
-        return ended and not self._validation.pending
+        return (step >= self._config.steps or self._validation.out_of_patience) and not self._validation.pending
 
     def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""

@@ -39,7 +39,7 @@ from jax.experimental.pallas import tpu as pltpu
 from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.problem import CachedOperands, Problem, Tile
 from txl_jax.ops.attention.tpu.geometry import DEFAULT_VMEM, LANES, SPARE_VMEM, CachedSizes, round_up
-from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, skew_from, widen
+from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, pad_rows, skew_from, widen
 
 
 def tpu_cached_attention(
@@ -61,23 +61,14 @@ def tpu_cached_attention(
         cache_dtype=ring[0].dtype.name,
     )
     sizes = CachedSizes.of(problem, tile)
-    padded = round_up(segment_len, sizes.query_block)
-    own_len = sizes.n_own * sizes.own_block
-    arrays = {"query": _pad_rows(query, padded), "key": _pad_rows(key, own_len), "value": _pad_rows(value, own_len)}
+    queries, own = round_up(segment_len, sizes.query_block) - segment_len, sizes.n_own * sizes.own_block - segment_len
+    arrays = {"query": pad_rows(query, 0, queries), "key": pad_rows(key, 0, own), "value": pad_rows(value, 0, own)}
     if table is not None and position_query is not None:
-        arrays |= {
-            "position_query": _pad_rows(position_query, padded),
-            "position_key": table[..., -sizes.n_positions :],
-        }
+        arrays["position_query"] = pad_rows(position_query, 0, queries)
+        arrays["position_key"] = table[..., -sizes.n_positions :]
     if capacity:
         arrays |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}
     return _call(arrays, visibility, sizes, interpret=interpret)[:, :, :segment_len]
-
-
-def _pad_rows(array: jax.Array, size: int) -> jax.Array:
-    """Appends zeros to the rows: [B, H, n, E] -> [B, H, size, E]."""
-    missing = size - array.shape[2]
-    return jnp.pad(array, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else array
 
 
 def _call(

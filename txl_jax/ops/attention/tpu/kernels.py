@@ -277,25 +277,13 @@ def _backward(
         scratch=scratch,
         backward=True,
     )
-
-    inverse_keep = scalars.keep[1]
-
-    def finish(gradient: jax.Array | None, array: jax.Array | None) -> jax.Array | None:
-        return None if gradient is None or array is None else (gradient * inverse_keep).astype(array.dtype)
-
-    position_key = gradients.position_key
-    if position_key is not None:
+    query, key, value, *of_heads = gradients
+    if has_position:
         before, _ = geometry.position_padding
-        position_key = position_key[:, before : before + geometry.n_positions]
-    of_operands = _Operands(
-        query=gradients.query[:, :, : geometry.segment_len],
-        key=gradients.key[:, :, : geometry.n_keys],
-        value=gradients.value[:, :, : geometry.n_keys],
-        position_key=finish(position_key, operands.position_key),
-        content_bias=finish(gradients.content_bias, operands.content_bias),
-        position_bias=finish(gradients.position_bias, operands.position_bias),
-    )
-    return of_operands, None
+        of_heads[0] = of_heads[0][:, before : before + geometry.n_positions]
+    of_heads = jax.tree.map(lambda g, own: (g * scalars.keep[1]).astype(own.dtype), of_heads, list(operands[3:]))
+    queries, keys = slice(geometry.segment_len), slice(geometry.n_keys)
+    return _Operands(query[:, :, queries], key[:, :, keys], value[:, :, keys], *of_heads), None
 
 
 _attend.defvjp(_save, _backward)
@@ -475,21 +463,20 @@ def _present(of_all: _Operands, operands: _Operands) -> _Operands:
 
 
 def _pad_operands(geometry: Geometry, operands: _Operands) -> _Operands:
-    keys = geometry.padded_keys - geometry.n_keys
-    return operands._replace(
-        query=_pad_queries(geometry, operands.query),
-        key=_pad(operands.key, 0, keys),
-        value=_pad(operands.value, 0, keys),
-        position_key=None if operands.position_key is None else _pad(operands.position_key, *geometry.position_padding),
-    )
+    query, key, value, position_key, *biases = operands
+    query, behind = _pad_queries(geometry, query), geometry.padded_keys - geometry.n_keys
+    if position_key is not None:
+        position_key = pad_rows(position_key, *geometry.position_padding)
+    return _Operands(query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases)
 
 
 def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
     """Pads [B, H, L, E] to whole tiles of queries."""
-    return _pad(array, 0, geometry.padded_queries - geometry.segment_len)
+    return pad_rows(array, 0, geometry.padded_queries - geometry.segment_len)
 
 
-def _pad(array: jax.Array, before: int, behind: int) -> jax.Array:
+def pad_rows(array: jax.Array, before: int, behind: int) -> jax.Array:
+    """Adds rows of zeros: [.., n, E] -> [.., before + n + behind, E]."""
     return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)]) if before or behind else array
 
 
