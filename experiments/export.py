@@ -46,9 +46,8 @@ class Plan(cli.StoredTypes):
     ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
 
 
-def run(plan: Plan, job: cli.Job) -> None:
+def run(plan: Plan, _job: cli.Job) -> None:
     """Writes a model's scoring and generation step, reads them back, and compares them with the model."""
-    del job
     if importlib.util.find_spec("flatbuffers") is None:
         raise MissingPackageError("jax.export requires the package flatbuffers. Run pip install '.[export]'.")
     target = as_path(plan.to)

@@ -32,9 +32,8 @@ class Plan(cli.Plan):
     output: str | None = setting(None, "JSON file for the results. By default only the table is printed.", path=True)
 
 
-def run(plan: Plan, job: cli.Job) -> None:
+def run(plan: Plan, _job: cli.Job) -> None:
     """Runs the tasks."""
-    del job
     if storage.is_remote(plan.include_path or ""):
         raise UserError(f"--include_path must be a local directory, got {plan.include_path}")
     with rephrased("the harness is not installed (%s). Run pip install '.[lm-eval]'.", ImportError):

@@ -52,10 +52,11 @@ class HarnessModel(LM):
             raise UserError("the harness requires a single process, which may use all devices of a host")
         if device is not None:
             raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda.")
+        batch_size = max_batch_size or 8 if str(batch_size).startswith("auto") else batch_size
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise UserError(f"batch_size must be auto or at least 1, got {batch_size!r}")
         self.model = load(path, member=member)
-        self._path = path
-        self._batch_size = _parse_batch_size(batch_size, max_batch_size)
-        self._max_gen_toks = max_gen_toks
+        self._path, self._batch_size, self._max_gen_toks = path, int(batch_size), max_gen_toks
         vocabulary = self.model.vocabulary
         self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
 
@@ -121,11 +122,3 @@ class HarnessModel(LM):
         for request, result in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
         return list(found)
-
-
-def _parse_batch_size(given: int | str, most: int | None) -> int:
-    if str(given).startswith("auto"):
-        return most or 8
-    if not str(given).isdigit() or int(given) < 1:
-        raise UserError(f"batch_size must be auto or at least 1, got {given!r}")
-    return int(given)

@@ -241,8 +241,7 @@ def compile_task(components: Built, task: str) -> Any:
         return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(mem_len=lengths.mem_len)
 
     def start(weights: Any) -> Any:
-        cache = components.scorer.init_memory(weights)
-        row = jax.tree.map(lambda array: array[:1] if array.ndim else array, cache)
+        row = jax.tree.map(lambda a: a[:1] if a.ndim else a, components.scorer.init_memory(weights))
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
     tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))

@@ -239,7 +239,11 @@ def _write(
             errors="replace"
         )
         lines += [f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n"]
-        rows = ([_name(head), f"{distances[head]:.1f}", _largest(query.probabilities[head], shown)] for head in heads)
+        rows = []
+        for head in heads:
+            row = query.probabilities[head]
+            top = (f"`{shown[d]}` ({d}: {row[d]:.2f})" for d in np.argsort(-row, kind="stable")[:_TOP_TOKENS])
+            rows.append([_name(head), f"{distances[head]:.1f}", ", ".join(top)])
         columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
         lines += [*environment.table(columns, rows), ""]
     data = io.BytesIO()
@@ -261,12 +265,6 @@ def _write(
         by_term = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
         own_title += f", {_name(heads[0])}, term by term"
         _draw_rows(by_term, shown, os.path.join(folder, f"terms-{query.position}.png"), title=own_title)
-
-
-def _largest(row: np.ndarray, labels: Sequence[str]) -> str:
-    """Lists the tokens with the largest of the weights [A]."""
-    top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
-    return ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)
 
 
 def _name(head: tuple[int, int]) -> str:

@@ -157,8 +157,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 uses["evaluation"] = None
         return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
-    # Training
-
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
         """Compares settings between processes and with the record. Raises `UserError` if one changed that must not."""
         check_same_settings(config)
@@ -371,9 +369,6 @@ def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
 def short_name(setting: str) -> str:
     """Shortens a setting's dotted name: "learning_rate" for optimizer.learning_rate, "seed" for seed."""
     return setting.removeprefix("model.").removeprefix("optimizer.")
-
-
-# What all processes must have alike
 
 
 def check_same_settings(config: ExperimentConfig) -> None:

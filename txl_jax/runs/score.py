@@ -189,9 +189,6 @@ def _score_splits(
         yield step, split, totals, nats
 
 
-# Documents
-
-
 class Likeness(NamedTuple):
     """Losses of a document's targets [T], and which of them greedy decoding would have written."""
 

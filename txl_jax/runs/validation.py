@@ -154,8 +154,6 @@ class Validation:
 
         return distributed.broadcast_from_primary(comparable)
 
-    # results.json
-
     @property
     def facts(self) -> dict[str, Any]:
         """The text, the size and the weights that the run began with: the first part of results.json."""

@@ -107,8 +107,8 @@ class Step:
 
     def empty_row(self, weights: Weights) -> KVCache | None:
         """Returns the cache [1, ..] to `put` before a row begins, or None if a position of 0 is enough."""
-        masked = self._model.config.compat.memory_start is MemoryStart.MASKED
-        return None if masked else self._init(weights.segment, 1)
+        is_masked = self._model.config.compat.memory_start is MemoryStart.MASKED
+        return None if is_masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
         """Samples up to K tokens of each row. The cache is donated.

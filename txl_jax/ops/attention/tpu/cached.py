@@ -266,8 +266,7 @@ def _add(
         return
     near = block.needed
     if sizes.clamped:
-        smallest = sizes.capacity + block.first_query - (block.first_place + block.size - 1)
-        is_far = smallest >= sizes.n_positions - 1
+        is_far = sizes.capacity + block.first_query - (block.first_place + block.size - 1) >= sizes.n_positions - 1
         near = block.needed & ~is_far
         pl.when(block.needed & is_far)(lambda: update(lambda head: widen(r.far[head], block.size)))
     pl.when(near)(lambda: update(lambda head: _position_scores(r, sizes, block, head)))

@@ -131,9 +131,6 @@ def _save(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[j
     return out, (operands, scalars, out, log_sum)
 
 
-# The forward kernel.
-
-
 class _ForwardScratch(NamedTuple):
     """Arrays that stay in VMEM over the tiles of keys."""
 
@@ -215,9 +212,6 @@ def _forward_kernel(
         out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.d_head)).astype(out_ref.dtype)
         log_sum = jnp.where(sees, top + jnp.log(total), -HIDDEN)
         log_sum_ref[0, 0, 0] = log_sum.T[:1]  # One number per row: 128 equal ones were most of the temporary memory.
-
-
-# The backward kernel.
 
 
 class _Residuals(NamedTuple):
@@ -386,9 +380,6 @@ def _clear(*references: Any) -> None:
     for reference in references:
         if reference is not None:
             reference[...] = jnp.zeros_like(reference)
-
-
-# The call.
 
 
 class _Step(NamedTuple):
