@@ -99,10 +99,9 @@ def draw(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> np.ndarray:
-    """Writes plots of the average, of heads and of terms, their arrays and the tokens attended to into `plan.out`.
+    """Writes plots, their arrays and the tokens attended to into `plan.out`. Returns mean probabilities [N, H, A].
 
-    The corpus may be another text than the run's if its vocabulary is the same. Returns mean probabilities [N, H, A].
-    After `Interrupted` nothing is written.
+    The corpus may be another text than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
     """
     plan.validate()
     plan.check(config)

@@ -64,10 +64,7 @@ def score_lengths(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[int, Totals]:
-    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end.
-
-    The text may be another than the run's if its vocabulary is the same. Before `Interrupted` rows are written.
-    """
+    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end."""
     plan.validate()
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=print)

@@ -13,7 +13,6 @@ resume, rerun the same command. Other ratios need no new scores.
 import dataclasses
 import io
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
-from txl_jax.runtime.storage import exists, make_folder, read, write, write_json
+from txl_jax.runtime.storage import exists, make_folder, read, read_json, write, write_json
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
@@ -132,7 +131,7 @@ def _losses_of(
     if not exists(record):
         make_folder(folder)
         write_json(record, identity)
-    before = json.loads(read(record))
+    before = read_json(record)
     changes = [f"{key} was {before.get(key)} and is {new}" for key, new in identity.items() if before.get(key) != new]
     require(not changes, f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.")
     found = {}

@@ -74,15 +74,12 @@ def environment() -> dict[str, str]:
 
 
 def join(found: Several) -> None:
-    """Joins the other processes, before JAX touches a device. Raises `ConnectionError` if they do not all connect.
-
-    Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
-    """
+    """Joins the others before JAX touches a device. Mutes all but the first. Raises `ConnectionError` if one is missing."""
     global _number
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 1)  # Of libraries: Gloo prints each connection.
     # JAX aborts a process that waits in vain, without an exception.
     waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
     line = f"{waiting}. Start the same command on every host (timeout: {START_SECONDS} s)."

@@ -23,7 +23,7 @@ from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
-from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.training.step import TrainState
 from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, shape_differences, transfer
 
@@ -111,11 +111,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         gone = f"the checkpoints in {run.latest} disappeared while the run was opened"
         raise CheckpointError(f"{gone}. Rerun the same command.")
 
-    def has_checkpoint() -> bool:
-        with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
-            return latest.latest_step() is not None
-
-    if distributed.broadcast_from_primary(has_checkpoint):
+    if distributed.broadcast_from_primary(lambda: bool(find_steps(run.latest))):
         return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
@@ -129,12 +125,8 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     move = transfer(rows, trained.config.model, config.model, jit=components.jit)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
-
-    def state(own: Any) -> TrainState:
-        return components.state_from_params(move(own, params, shardings))
-
-    return WarmStart(record, state, _note(config, trained.config))
+    shardings, note = jax.tree.map(lambda leaf: leaf.sharding, initial), _note(config, trained.config)
+    return WarmStart(record, lambda own: components.state_from_params(move(own, params, shardings)), note)
 
 
 def digest(params: Any) -> str:

@@ -429,12 +429,10 @@ class _Step(NamedTuple):
 
 
 def _make_blocks(geometry: Geometry) -> tuple[_Operands, pl.BlockSpec, pl.BlockSpec]:
-    """Returns the parts of the operands, of all keys' gradients, and of the log sums that are in VMEM at a step.
-
-    A step that is skipped names the keys of its nearest needed one, which fetches nothing.
-    """
+    """Returns the parts in VMEM at a step: of the operands, of the gradients of all keys, and of the log sums."""
     (n_query, n_key), width = geometry.tile, geometry.d_head
 
+    # A step that is skipped names the keys of its nearest needed one, which fetches nothing.
     def key_block(head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any) -> Any:
         first, last = geometry.key_tiles(query_tile, start[row], stop[row])
         return row, head, jnp.maximum(jnp.clip(key_tile, first, last), 0), 0
