@@ -90,8 +90,7 @@ class TorchModel:
         sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
         sizes |= {"training": (train.mem_len, train.batch_size)}
         for use, size in sizes.items():
-            shape = (n_states, *size, model.d_model)
-            self._memory[use] = list(self._torch.randn(shape, generator=generator))
+            self._memory[use] = list(self._torch.randn((n_states, *size, model.d_model), generator=generator))
 
     def task(self, name: str, ours: Task, components: Built) -> Task:
         """Returns the counterpart of our task, one segment a call."""

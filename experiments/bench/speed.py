@@ -71,9 +71,8 @@ class Plan(cli.Plan):
         super().validate()
         name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
         timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
-        wanted = "--peer=original and --peer_path require each other"
         has_both = (self.peer is Peer.ORIGINAL) == bool(self.peer_path)
-        require(has_both, f"{wanted}, got {self.peer} and {self.peer_path}.")
+        require(has_both, f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}.")
 
 
 def run(plan: Plan, job: cli.Job) -> None:

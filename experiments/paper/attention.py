@@ -74,9 +74,8 @@ class Plan(cli.TrainedRun):
         has_terms = model.network is Network.TRANSFORMER_XL and encoding_of(model).has_four_terms
         needed = "These plots need relative attention with the terms (a) to (d)"
         config.expect(has_terms, "model.network model.encoding", needed)
-        remembers = config.train.mem_len and config.eval.mem_len
         without = "Both must be above 0, because a model without memory attends to none"
-        config.expect(remembers, "train.mem_len eval.mem_len", without)
+        config.expect(config.train.mem_len and config.eval.mem_len, "train.mem_len eval.mem_len", without)
         across = "It must be none, because the window of these plots crosses document ends"
         config.expect(config.data.reset_at is None, "data.reset_at", across)
         wanted = f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}"

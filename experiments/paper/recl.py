@@ -183,8 +183,8 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
         baseline = losses[context].min(axis=0)
         where = hardest(baseline, ratio)
         for model in range(len(found)):
-            before = np.exp(_relative_loss(baseline, losses[context][model], where))
-            after = np.exp(_relative_loss(baseline, losses[longer][model], where))
+            of_both = (np.minimum(baseline, losses[c][model])[where] for c in (context, longer))
+            before, after = (np.exp(each.mean(dtype=np.float64)) for each in of_both)  # exp of f_i.
             found[model].append(Gain(context, longer, float((before - after) / before), float(before - after)))
     return found
 
@@ -194,11 +194,6 @@ def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
     count = max(round(ratio * len(baseline)), 1)
     # Stable, so that of equal positions the earlier ones are taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
-
-
-def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) -> float:
-    """Computes f_i in nats from one model's losses [T]."""
-    return float(np.minimum(baseline, losses)[where].mean(dtype=np.float64))
 
 
 def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:

@@ -84,9 +84,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         choose = f"Choose a member with --ensemble_member: {', '.join(names)}"
         require(not names or member is not None, f"{run.path} contains an ensemble. {choose}")
         if member is not None:
-            if member not in names:
-                there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
-                raise UserError(f"{run.path} has no member for --ensemble_member={member!r}. {there}")
+            there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
+            require(member in names, f"{run.path} has no member for --ensemble_member={member!r}. {there}")
             run.member, run.config = member, config_tree.replace(run.config, dict(names[member]))
         return run
 
@@ -95,8 +94,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Reads a run, or an ensemble with all of its members, like `read`."""
         run = cls(os.fspath(path))
         run._read()
-        there = f"{run.path} contains no run (no {_CONFIG})"
-        require(not run.is_new, f"{there}. Pass the workdir of a trained run.")
+        require(not run.is_new, f"{run.path} contains no run (no {_CONFIG}). Pass the workdir of a trained run.")
         return run
 
     @classmethod

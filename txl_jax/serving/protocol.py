@@ -219,8 +219,7 @@ class ChoiceWriter:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             for place, token in enumerate(piece.tokens.tolist()):
-                name = self._name(token)
-                found["tokens"].append(name)
+                found["tokens"].append(self._name(token))
                 found["text_offset"].append(self._offset)
                 self._offset += len(self._characters.decode(self._vocabulary.decode([token])))
                 scores = piece.scores

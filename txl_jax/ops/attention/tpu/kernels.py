@@ -346,8 +346,7 @@ def _score_gradient(step: "_Step", operands: _Operands, residuals: _Residuals, s
         kept = step.kept()
         kept_gradient = jnp.where(kept, kept_gradient, 0)
         kept_probabilities = jnp.where(kept, probabilities, 0)
-    keys = step.keys()
-    scratch.value_gradient[keys, :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
+    scratch.value_gradient[step.keys(), :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
     return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
 
 
