@@ -1,7 +1,4 @@
-"""Shared code of launch/notebooks: directories, devices, training, TensorBoard, and the download.
-
-In Colab a directory can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
-"""
+"""Shared code of launch/notebooks. In Colab directories can be in Google Drive, and the browser downloads results."""
 
 import importlib.util
 import shutil

@@ -1,7 +1,4 @@
-"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the head of their output.
-
-Tokens are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
-"""
+"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the head of their output."""
 
 import dataclasses
 import statistics
@@ -78,7 +75,7 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 
 
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
-    """Draws tokens, the most frequent first and the same ones in every call: int32 [n_tokens]."""
+    """Draws int32 [n_tokens], each time the same, by Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT."""
     weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
     return np.random.default_rng(0).choice(vocab_size, n_tokens, p=weights / weights.sum()).astype(np.int32)
 

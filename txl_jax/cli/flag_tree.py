@@ -113,10 +113,9 @@ Parsed = tuple[list[str], dict[str, str], str | None]  # `words`, `places` and `
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
-    """Parses a command line: (words, places, flagfile) of a `cli.Job`.
+    """Parses a command line: (words, places, flagfile) of a `cli.Job`. Notes flags that a later flagfile overrides.
 
-    Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is unknown (with the
-    nearest names), a value has the wrong type, or a word is not a flag.
+    Raises `UserError` if a flag is unknown (with the nearest names), a value is wrong, or a word is not a flag.
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))

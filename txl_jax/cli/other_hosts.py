@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
 
 
 def join(found: Several) -> None:
-    """Joins the others before JAX touches a device. Only the first prints. Raises `ConnectionError` if some are lost."""
+    """Joins the others before JAX touches a device. Only the first prints. Raises `ConnectionError` if one is lost."""
     global _number
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)

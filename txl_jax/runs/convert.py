@@ -1,8 +1,4 @@
-"""Conversion of trained weights between the formats of this project and of other implementations.
-
-A conversion is verified: the tensors that were written equal the ones that were read, bit for bit, and so do the losses
-up to rounding.
-"""
+"""Conversion of weights between formats, verified: tensors are equal bit for bit, and losses up to rounding."""
 
 import enum
 import functools

@@ -309,8 +309,8 @@ def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarra
     """Returns the results of documents in their order. The longest are read first, so that rows end together."""
     listed = list(documents)
     order = sorted(range(len(listed)), key=lambda i: -len(listed[i]))
-    found = zip(order, read(listed[i] for i in order), strict=True)
-    return [result for _, result in sorted(found, key=lambda pair: pair[0])]
+    found = dict(zip(order, read(listed[i] for i in order), strict=True))
+    return [found[i] for i in range(len(listed))]
 
 
 def check_batch_size(batch_size: int) -> None:

@@ -95,8 +95,8 @@ class Weights:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `built` is built with this config, or with one with the same `model` on another mesh. Raises `UserError` if
-        no checkpoint exists yet, and `CheckpointError` if the weights are corrupted or belong to another model.
+        `built` has this config's `model`, on any mesh. Raises `UserError` if no checkpoint exists yet, and
+        `CheckpointError` if the weights are corrupted or belong to another model.
         """
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)

@@ -1,8 +1,4 @@
-"""The routes of the server, in Starlette. `make_app` lists them.
-
-Every error has a body in OpenAI's format with a message. An unexpected error is logged, and answered without its
-traceback.
-"""
+"""The server's routes (`make_app`). Errors have bodies in OpenAI's format. Unexpected ones are logged as well."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON.
-
-Bodies are read by pydantic, whose models are also the server's schema. Nothing here belongs on the event loop.
-"""
+"""OpenAI's JSON of `/v1/completions`, by models of pydantic, which are the schema too. Not for the event loop."""
 
 import codecs
 import collections
