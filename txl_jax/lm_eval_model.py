@@ -31,8 +31,8 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 class HarnessModel(LM):
     """A trained model, as `txl_jax.load` takes it, as the harness calls it.
 
-    The batch size "auto" means `max_batch_size`, or 8. `device` must be None: JAX chooses it. `first` is the text of the
-    token before what has no context, or None for `Vocabulary.start`. `max_gen_toks` is for tasks that do not set it.
+    The batch size "auto" means `max_batch_size`, or 8. `device` must be None: JAX chooses it. `first` is the token's
+    text before what has no context, or None for `Vocabulary.start`. `max_gen_toks` is for tasks that do not set it.
     """
 
     def __init__(

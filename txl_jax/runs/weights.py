@@ -57,10 +57,7 @@ class Weights:
         return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
 
     def outputs(self, *, needed: bool = False) -> str | None:
-        """Returns the directory for scores and samples, or None, with a note, if the model's own is read-only.
-
-        Raises `UserError` instead if it is `needed`, or `out` cannot be written to.
-        """
+        """Returns the folder for scores and samples. If read-only: None, or `UserError` if `needed` or `out` is set."""
 
         def find() -> str | None:
             try:

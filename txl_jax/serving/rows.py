@@ -111,10 +111,7 @@ class Step:
         return None if is_masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
-        """Samples up to K tokens of each row. The cache is donated.
-
-        Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first `steps` count.
-        """
+        """Samples up to K tokens of a row: (donated cache, tokens int32 [R, K], scores), of which `steps` count."""
         of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
         limits = Limits(rows.temperature, rows.top_p)
         cache = self._at(cache, rows.position)
