@@ -45,8 +45,8 @@ def generate_text(
     at_most = "" if ending is None else "at most "
     print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     sampled = generator.tokens(ids, config.generate, stop_token=ending, stop_requested=stop_requested)
-    streams = [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.generate.samples)]
-    texts = _stream(sampled, streams, prompt, write=functools.partial(print, end="", flush=True))
+    streams, write = _streams(config.generate, vocabulary, ending), functools.partial(print, end="", flush=True)
+    texts = _stream(sampled, streams, prompt, write=write)
     if not texts:
         return []  # Stopped while the prompt was read.
     for number, text in enumerate(texts[1:], start=2):
@@ -100,8 +100,7 @@ def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callabl
     def sample(params: Any, stop_requested: Callable[[], Any]) -> bytes:
         generator = built.generator(built.prepare_params(params))
         sampled = generator.tokens(ids, config, stop_token=ending, stop_requested=stop_requested)
-        streams = [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.samples)]
-        texts = _stream(sampled, streams, prompt, write=lambda text: None)
+        texts = _stream(sampled, _streams(config, vocabulary, ending), prompt, write=lambda text: None)
         return _SEPARATOR.join(prompt + text for text in texts) + b"\n"
 
     return sample
@@ -141,6 +140,10 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
     if isinstance(vocabulary, SubwordVocabulary):  # The text may be inside of a token.
         return os.fsencode(unescape(config.stop))
     return ids[0] if len(ids) == 1 else vocabulary.decode(ids)
+
+
+def _streams(config: GenerateConfig, vocabulary: Vocabulary, ending: Ending) -> list[TextStream]:
+    return [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.samples)]
 
 
 def _stream(

@@ -318,9 +318,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._lock = lock
         ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)  # Other half-written files may belong to a running program.
         for name in storage.names(self.path):
-            if name.startswith(".probe-") or (
-                name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
-            ):
+            partial = name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
+            if name.startswith(".probe-") or partial:
                 storage.remove(os.path.join(self.path, name))
 
 

@@ -419,7 +419,7 @@ def format_scores(totals: Totals, measure: Measure) -> str:
 def progress_bar(
     name: str, total: int, *, unit: str, measure: Measure, log: Callable[[str], None], stop_requested: Callable[[], Any]
 ) -> Iterator[Callable[[float, Totals], None]]:
-    """Shows progress, without a terminal every 20 s. Yields its update, which raises `Interrupted` on request."""
+    """Shows progress: on a terminal a bar, else a line every 20 s. Yields its update, which may raise `Interrupted`."""
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
