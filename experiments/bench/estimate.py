@@ -152,7 +152,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields changes for one mesh, of few devices on `tensor` and then many on `fsdp`: with own remat, and full."""
+    """Yields settings of a mesh of all devices, few on `tensor` and then many on `fsdp`, with own and full remat."""
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
         batch_shards, rest = divmod(num_devices, tensor)
