@@ -233,9 +233,8 @@ def _write(
     for query, shown in zip(queries, labels, strict=True):
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
-        end = corpus.vocabulary.decode(tokens[max(query.position - 60, 0) : query.position + 1]).decode(
-            errors="replace"
-        )
+        before = tokens[max(query.position - 60, 0) : query.position + 1]
+        end = corpus.vocabulary.decode(before).decode(errors="replace")
         lines += [f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n"]
         rows = []
         for head in heads:
