@@ -286,7 +286,8 @@ def make_task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
             result = compiled(inputs)
         jax.block_until_ready(result)
 
-    return Task(path, runs, call, memory_bytes=compiled.memory_analysis().temp_size_in_bytes)
+    sizes: Any = compiled.memory_analysis()
+    return Task(path, runs, call, memory_bytes=sizes.temp_size_in_bytes)
 
 
 # Operands with the letters of `Case.lengths`. Scores ("by_") are the same for all heads, in the order of reading.

@@ -82,9 +82,8 @@ def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
 
 def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    is_training = isinstance(lengths, TrainConfig)
-    make_reader: Any = training_segments if is_training else evaluation_segments
-    per_call = lengths.segments_per_call if is_training else SEGMENTS_PER_CALL
+    make_reader: Any = training_segments if isinstance(lengths, TrainConfig) else evaluation_segments
+    per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
     tokens = draw_tokens(components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1)
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))
