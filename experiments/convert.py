@@ -33,9 +33,8 @@ class Plan(cli.Plan):
     ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
 
 
-def run(plan: Plan, job: cli.Job) -> None:
+def run(plan: Plan, _job: cli.Job) -> None:
     """Converts."""
-    del job
     convert(plan.from_, plan.to, to_format=plan.to_format, from_format=plan.from_format, member=plan.ensemble_member)
 
 

@@ -32,9 +32,8 @@ class Plan(cli.Plan):
     output: str | None = setting(None, "JSON file for the results. By default only the table is printed.", path=True)
 
 
-def run(plan: Plan, job: cli.Job) -> None:
+def run(plan: Plan, _job: cli.Job) -> None:
     """Runs the tasks."""
-    del job
     if storage.is_remote(plan.include_path or ""):
         raise UserError(f"--include_path must be a local directory, got {plan.include_path}")
     with rephrased("the harness is not installed (%s). Run pip install '.[lm-eval]'.", ImportError):
@@ -48,14 +47,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]
     if unknown:
         raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY.")
-    results = simple_evaluate(
-        model,
-        tasks=list(plan.tasks),
-        task_manager=manager,
-        num_fewshot=plan.num_fewshot,
-        limit=int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit,
-        log_samples=False,
-    )
+    limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
+    how = {"task_manager": manager, "num_fewshot": plan.num_fewshot, "limit": limit, "log_samples": False}
+    results = simple_evaluate(model, tasks=list(plan.tasks), **how)
     assert results is not None  # It is None only in other processes than the first.
     print(make_table(results))
     if results.get("groups"):

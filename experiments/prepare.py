@@ -18,9 +18,8 @@ from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.errors import UserError
 
 
-def run(plan: cli.TextPlan, job: cli.Job) -> None:
+def run(_plan: cli.TextPlan, job: cli.Job) -> None:
     """Reads a corpus and prints its sizes."""
-    del plan
     if not {"corpus", "data.corpus"} & job.places.keys():
         known = ", ".join(sorted(set(CorpusName) - {CorpusName.PYTHON_STDLIB}))
         raise UserError(f"--corpus is required. Pass --corpus=NAME, one of {known}.")

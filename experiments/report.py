@@ -58,8 +58,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     lines = list(records.markdown(names, rows))
     for corpus in dict.fromkeys(run.config.data.corpus for run in runs):
         if scores := PAPER.get(corpus):
-            published = ", ".join(map(" ".join, scores.items()))
-            lines += ["", f"The paper's test scores on all of {corpus}: {published}."]
+            lines += ["", f"The paper's test scores on all of {corpus}: {', '.join(map(' '.join, scores.items()))}."]
     print("\n".join(lines))
     if plan.out is None:
         return

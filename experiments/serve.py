@@ -65,7 +65,12 @@ def run(plan: Plan, _job: cli.Job) -> int:
     # Until it listens Ctrl-C ends it at once: an exception can be lost in a callback of XLA.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
-    _check_host(plan.host, keys)
+    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys.")
+    is_loopback = plan.host == "localhost"
+    with contextlib.suppress(ValueError):  # Another name.
+        is_loopback |= ipaddress.ip_address(plan.host).is_loopback
+    reachable = f"--host must be loopback unless {_KEYS} is set, because other machines can reach it, got {plan.host}"
+    require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host.")
     with _bind(plan.host, plan.port) as bound:  # Before the model is loaded, which takes longer.
         return _serve(plan, keys, bound)
 
@@ -154,16 +159,6 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     )
     store = SessionStore(limit=limit, limit_per_owner=per_key, seconds=plan.session_seconds)
     return Engine(step, model.params, model.vocabulary, store, limits)
-
-
-def _check_host(host: str, keys: set[str]) -> None:
-    """Raises `UserError` if other machines can reach the address and no key is set."""
-    is_loopback = host == "localhost"
-    with contextlib.suppress(ValueError):  # Another name.
-        is_loopback |= ipaddress.ip_address(host).is_loopback
-    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys.")
-    reachable = f"--host must be loopback unless {_KEYS} is set, because other machines can reach it, got {host}"
-    require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host.")
 
 
 if __name__ == "__main__":

@@ -40,9 +40,8 @@ def main() -> None:
     if given.processes < 1 or (given.devices or 1) < 1:
         parser.error(f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}")
     if not shutil.which(given.command[0]):
-        parser.error(
-            f"{given.command[0]} is not a program. Pass one after --, such as -- python -m experiments.enwik8."
-        )
+        advice = "Pass one after --, such as -- python -m experiments.enwik8."
+        parser.error(f"{given.command[0]} is not a program. {advice}")
     environments = process_environments(given.processes, devices=given.devices, base=os.environ)
     sys.exit(ProcessGroup(given.command, environments).wait())
 

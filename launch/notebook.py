@@ -1,7 +1,4 @@
-"""Shared code of launch/notebooks: directories, devices, training, TensorBoard, and the download.
-
-In Colab a directory can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
-"""
+"""Shared code of launch/notebooks. In Colab directories can be in Google Drive, and the browser downloads results."""
 
 import importlib.util
 import shutil
@@ -35,10 +32,7 @@ def in_colab() -> bool:
 
 
 def open_folder(name: str, *, drive: bool) -> Path:
-    """Makes the directory of a notebook's runs, in Colab with `drive` in My Drive. Compiled functions are cached in it.
-
-    `name` is relative to the current directory or to My Drive. Returns the absolute path.
-    """
+    """Makes a folder of runs and compiled functions, relative to this one or, in Colab with `drive`, to My Drive."""
     parent = Path.cwd()
     if drive and in_colab():
         from google.colab import drive as google_drive
@@ -58,24 +52,18 @@ def device_line() -> str:
 
 
 def device_settings() -> dict[str, object]:
-    """Returns the settings of a small model that devices change: none on a CPU, a larger bfloat16 model on TPU and GPU.
-
-    The rows of a batch divide over one device as over eight.
-    """
+    """Returns a small model's settings that devices change: none on a CPU, a larger bfloat16 model on TPU and GPU."""
     if jax.default_backend() == "cpu":
         return {}
     sizes = {"n_layer": 6, "d_model": 512, "n_head": 8, "d_head": 64, "d_inner": 2048, "init_std": 0.02}
+    # Its rows divide over one device as over eight.
     lengths = {"train.batch_size": 32, "train.segment_len": 256, "train.mem_len": 256, "eval.segment_len": 256}
     larger = {f"model.{name}": size for name, size in sizes.items()} | lengths
     return larger | {"model.dtype": "bfloat16", "optimizer.learning_rate": 5e-4, "eval.mem_len": 1024}
 
 
 def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:
-    """Trains in a workdir, or resumes there, with a live curve below the cell, and returns the finished run's outcome.
-
-    The curve is `learning_curve.png` in the workdir. Without matplotlib nothing is drawn. Raises SystemExit if training
-    was stopped, since the cells below need a finished run.
-    """
+    """Trains or resumes with a live curve, learning_curve.png in the workdir. Raises SystemExit if it was stopped."""
     interval = config.train.log_every
     interval *= max(config.train.steps // interval // 30, 1)  # At most 60 drawings, which take some tenths of a second.
     hooks = [Hook(interval, _live_curve(workdir, title))] if plots.can_draw() else []
@@ -116,10 +104,7 @@ def show_tensorboard(folder: Path) -> None:
 
 
 def upload() -> Path:
-    """Asks for a file in the browser, saves it in the current directory, and returns its path.
-
-    Raises `UserError` if this is not Colab, or no file was chosen.
-    """
+    """Saves a file that the browser uploads, and returns its path. Raises `UserError` if there is none."""
     require(in_colab(), "TEXT must be the path of a file, because only Colab can upload, got 'upload'")
     from google.colab import files
 
@@ -129,10 +114,7 @@ def upload() -> Path:
 
 
 def download_model(workdir: Path) -> Path:
-    """Packs the best weights of a run as a zipped portable checkpoint next to the run, and downloads it in Colab.
-
-    `txl_jax.load` opens the unpacked directory, and `--init_from` accepts it. Returns the path of the archive.
-    """
+    """Packs a run's best weights as a zipped portable checkpoint next to the run, for download. Returns its path."""
     with tempfile.TemporaryDirectory() as temporary:
         portable = Path(temporary) / workdir.name
         convert(workdir, portable)

@@ -56,11 +56,9 @@ def made(kind: str, table: Mapping[str, Any]) -> Any:
     """Returns Optuna's sampler or pruner that a table names. Raises `UserError` if it rejects the arguments."""
     wrong = f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got {dict(table)} (%s)"
     # Else it would draw near the runs in progress; a seed would make all workers draw the same.
-    more = {"constant_liar": True, "seed": None} if table.get("name") == "TPESampler" else {}
+    given = ({"constant_liar": True, "seed": None} if table.get("name") == "TPESampler" else {}) | dict(table)
     with rephrased(wrong, AttributeError, KeyError, TypeError, ValueError):
-        return getattr(getattr(optuna, f"{kind}s"), table["name"])(
-            **more | {name: value for name, value in table.items() if name != "name"}
-        )
+        return getattr(getattr(optuna, f"{kind}s"), given.pop("name"))(**given)
 
 
 def drawn(ranges: Mapping[str, Any], samples: int, seed: int) -> list[dict[str, Any]]:
@@ -285,7 +283,6 @@ class Worker:
         return True
 
     def _look_after(self, training: _Training) -> None:
-        """Reports the losses of a training, and tells how it ended."""
         has_ended = training.process.poll() is not None
         # If others took this worker for dead, they wait until its training ends.
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):

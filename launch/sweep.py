@@ -140,9 +140,8 @@ class Sweep:
         self.names = [*of_entries, *ranges, *self._grid]  # The settings in which runs differ.
         # Another content is another study; the folders are the same.
         self.digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
-        self.sampler, self.pruner = (
-            study.made(kind, content[kind]) if kind in content else None for kind in ("sampler", "pruner")
-        )
+        made = {kind: study.made(kind, content[kind]) for kind in ("sampler", "pruner") if kind in content}
+        self.sampler, self.pruner = made.get("sampler"), made.get("pruner")
         online = self.sampler is not None
         require(ranges or not online, f"[sampler] has no range to draw from in [random]. Add {_RANGE}")
         points = study.drawn(ranges, samples, seed) if ranges else [{}]
@@ -270,7 +269,6 @@ def _as_text(value: Any) -> str:
 
 
 def _notes(folder: str) -> dict[str, Any]:
-    """Returns the content of sweep.json."""
     try:
         return json.loads(storage.read(os.path.join(folder, _NOTES)))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # Without it the table lacks a number; no run needs it.

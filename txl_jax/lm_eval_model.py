@@ -1,9 +1,11 @@
-"""Adapter for EleutherAI's lm-evaluation-harness (the extra `lm-eval`): a trained model as its model "txl_jax".
+"""Adapter for EleutherAI's lm-evaluation-harness: a trained model as one of its models, named "txl_jax".
 
     python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
 
-Documents start from an empty memory. It has no maximum context, so nothing is cut into windows. Distances above
-`eval.clamp_len` share one encoding.
+The harness (the extra `lm-eval`) asks for scores and texts of documents that start from an empty memory. To score all T
+tokens of one, something must come before the first: a token that is read and not scored (`first`), by default the one
+that unprompted generation continues, the mark of a line's end or a newline. A memory has no maximum context, so nothing
+is cut into windows. Distances above `eval.clamp_len` share one encoding.
 """
 
 import hashlib
@@ -29,9 +31,8 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 class HarnessModel(LM):
     """A trained model, as `txl_jax.load` takes it, as the harness calls it.
 
-    The batch size "auto" means `max_batch_size`, or 8. `device` must be None, because JAX chooses it. `first` is the
-    text of the one token before a document and before a continuation without context, or None for `Vocabulary.start`.
-    `max_gen_toks` is for tasks that do not specify it.
+    The batch size "auto" means `max_batch_size`, or 8. `device` must be None: JAX chooses it. `first` is the token's
+    text before what has no context, or None for `Vocabulary.start`. `max_gen_toks` is for tasks that do not set it.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class HarnessModel(LM):
             raise UserError("the harness requires a single process, which may use all devices of a host")
         if device is not None:
             raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda.")
+        batch_size = max_batch_size or 8 if str(batch_size).startswith("auto") else batch_size
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise UserError(f"batch_size must be auto or at least 1, got {batch_size!r}")
         self.model = load(path, member=member)
-        self._path = path
-        self._batch_size = _parse_batch_size(batch_size, max_batch_size)
-        self._max_gen_toks = max_gen_toks
+        self._path, self._batch_size, self._max_gen_toks = path, int(batch_size), max_gen_toks
         vocabulary = self.model.vocabulary
         self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
 
@@ -119,11 +121,3 @@ class HarnessModel(LM):
         for request, result in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
         return list(found)
-
-
-def _parse_batch_size(given: int | str, most: int | None) -> int:
-    if str(given).startswith("auto"):
-        return most or 8
-    if not str(given).isdigit() or int(given) < 1:
-        raise UserError(f"batch_size must be auto or at least 1, got {given!r}")
-    return int(given)

@@ -176,11 +176,9 @@ class Case(Problem):
 
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str, shrink: int = 1) -> Case:
     """Returns a configuration's sizes on the first device, or raises `UserError` if it has another attention."""
-    model = config.model
-    require(
-        model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE,
-        f"{name} must have model.encoding=relative, got {model.network} with {model.encoding}",
-    )
+    model, wanted = config.model, f"{name} must have model.encoding=relative"
+    is_relative = model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE
+    require(is_relative, f"{wanted}, got {model.network} with {model.encoding}")
     changes: dict[str, Any] = {"train.batch_size": batch, "train.grad_accum_steps": 1}
     changes |= {"model.dtype": dtype, "eval.cache_dtype": None}
     for group, sizes in (("train", config.train), ("eval", config.eval)):
@@ -237,8 +235,7 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
                 tasks[name] = make_task(name, make_function(implementation, given), arrays)
                 operations[name] = given.flops()
         except Exception as error:  # noqa: BLE001 (whatever a compiler raises, the other paths are of interest)
-            reason = f"{name} does not compile or run: {first_line(error)}"
-            notes.refused[reason].append(f"{case.config} {case.task}")
+            notes.refused[f"{name} does not compile or run: {first_line(error)}"].append(f"{case.config} {case.task}")
             continue
         rows[name] = {"path": name, "difference": difference}
         notes.equal += bool(difference and not wrong)
@@ -254,23 +251,16 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
         times = zip(("time", "slowest", "fastest"), (median, max(seconds), min(seconds)), strict=True)
         row |= {column: f"{float(f'{1e3 * each:.3g}'):,g} ms" for column, each in times}
         if "reference" in tasks:
-            row["speedup"] = f"{_ratio(task, tasks['reference']):.2f}"
-        row["times the products"] = f"{_ratio(tasks[PRODUCTS], task):.2f}"
+            row["speedup"] = f"{task.speedup(tasks['reference']):.2f}"
+        row["times the products"] = f"{tasks[PRODUCTS].speedup(task):.2f}"
         row |= {"operations/s": environment.brief_number(rate), "share of peak": f"{rate / peak:.1%}" if peak else ""}
         row["scratch"] = environment.megabytes(task.memory_bytes)
     tiled = [name for name in tasks if name.startswith(f"{auto.path} ")]
     if len(tiled) > 1 and (own := str(auto)) in tiled:
-        best = max(tiled, key=lambda name: _ratio(tasks[name], tasks[own]))
-        fastest = (
-            "it is the fastest" if best == own else f"{best} is {_ratio(tasks[best], tasks[own]):.2f} times as fast"
-        )
+        speedup, best = max((tasks[name].speedup(tasks[own]), name) for name in tiled)
+        fastest = "it is the fastest" if best == own else f"{best} is {speedup:.2f} times as fast"
         notes.tiles.append(f"{case.config}, {case.task}: of {len(tiled)} tiles auto takes {own}; {fastest}")
     return list(rows.values())
-
-
-def _ratio(task: Task, other: Task) -> float:
-    """Returns the median speedup over timings of the same round."""
-    return statistics.median(task.speedups(other))
 
 
 def check(implementation: Implementation, case: Case) -> tuple[str, str]:
@@ -315,13 +305,10 @@ _PRODUCTS = {
 
 
 def products(case: Case) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
-    """Returns the matrix products of all pairs, which no implementation omits: a function and random inputs.
-
-    On a CPU each head's results stay in the cache (512 x 1024 scores of 16 heads took 2.5 times as long in memory).
-    Other devices do all rows and heads in one product.
-    """
+    """Returns the matrix products of all pairs, which no implementation omits: a function and random inputs."""
     pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task].split(", ")]
     heads = case.batch * case.n_head
+    # On a CPU one head at a time, in the cache: 512 x 1024 scores of 16 heads took 2.5 times as long in memory.
     group = 1 if case.platform == "cpu" else heads
     arrays: tuple[Arrays, Arrays] = {}, {}  # Of each group, and scores.
     for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):

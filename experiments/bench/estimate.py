@@ -36,7 +36,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
-from txl_jax.runs.build import Built, build
+from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime.environment import megabytes
 
@@ -152,27 +152,20 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields a mesh over all devices as changes of a configuration, with its own remat and then with remat=full.
-
-    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`.
-    """
+    """Yields settings of a mesh of all devices, few on `tensor` and then many on `fsdp`, with own and full remat."""
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
         batch_shards, rest = divmod(num_devices, tensor)
         if rest or model.n_head % tensor or model.d_inner % tensor or rows % batch_shards:
             continue
         fsdp = next(n for n in range(batch_shards, 0, -1) if batch_shards % n == 0 and model.d_model % n == 0)
-        for remat in dict.fromkeys((model.remat, Remat.FULL)):
-            mesh = {"mesh.data": batch_shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
-            yield mesh | {"model.remat": remat}
+        mesh = {"mesh.data": batch_shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+        yield from (mesh | {"model.remat": remat} for remat in dict.fromkeys((model.remat, Remat.FULL)))
         return
 
 
 def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
-    """Prints what a configuration needs on a topology, and yields whether each task fits if its compiler is installed.
-
-    Raises `UserError` if the settings are incompatible with the topology or each other.
-    """
+    """Prints what a config needs on a topology, and yields whether tasks fit. Raises `UserError` for wrong settings."""
     found, targets = parse(topology), devices(topology)
     chip = CHIPS[found.generation]
     mesh: Any = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
@@ -199,8 +192,7 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
         compiler, _ = compiler_of(topology)
         print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown")
         return
-    for task in tasks:
-        yield estimate_task(components, task, chip.memory_bytes)
+    yield from (estimate_task(components, task, chip.memory_bytes) for task in tasks)
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
@@ -249,8 +241,7 @@ def compile_task(components: Built, task: str) -> Any:
         return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(mem_len=lengths.mem_len)
 
     def start(weights: Any) -> Any:
-        memory = components.scorer.init_memory(weights)
-        row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
+        row = jax.tree.map(lambda a: a[:1] if a.ndim else a, components.scorer.init_memory(weights))
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
     tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
@@ -260,11 +251,7 @@ def compile_task(components: Built, task: str) -> Any:
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:
     """Returns shapes, types and the compiler's shardings of the result of a jitted function of abstract arguments."""
-    return jax.tree.map(
-        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-        function.eval_shape(*arguments),
-        function.lower(*arguments).compile().output_shardings,
-    )
+    return abstract_arrays(function.eval_shape(*arguments), function.lower(*arguments).compile().output_shardings)
 
 
 class Topology(NamedTuple):
@@ -298,10 +285,8 @@ def parse(name: str) -> Topology:
     known = f"known are {', '.join(CHIPS)}"
     if generation in CHIPS:
         known = f"{generation} has {', '.join(CHIPS[generation].sizes)}, and larger slices"
-    raise UserError(
-        f"a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a "
-        f"multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
-    )
+    wanted = "a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a multiple of"
+    raise UserError(f"a topology must be {wanted} {_PER_HOST}, such as h200x8, got {name!r}; {known}")
 
 
 def slices(name: str) -> list[str]:
@@ -322,10 +307,7 @@ def compiler_of(topology: str) -> tuple[str, str | None]:
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
-    """Returns a topology's devices to compile for, or None if its compiler is not installed.
-
-    Raises `UserError` as `parse`, or if the compiler does not know the topology.
-    """
+    """Returns a topology's devices, or None without its compiler. Raises `UserError` if that does not know it."""
     generation, shape, num_slices, count = parse(name)
     compiler, version = compiler_of(name)
     if version is None:
@@ -347,10 +329,8 @@ def devices(name: str) -> Sequence[jax.Device] | None:
     try:
         return topologies.get_topology_desc(**options).devices
     except jax.errors.JaxRuntimeError as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{compiler} does not know the topology {name} ({reason}). Choose another --topology."
-        ) from None
+        unknown = f"{compiler} does not know the topology {name} ({first_line(error)})"
+        raise UserError(f"{unknown}. Choose another --topology.") from None
 
 
 if __name__ == "__main__":

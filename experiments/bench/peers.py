@@ -52,20 +52,14 @@ class Peer(enum.StrEnum):
 
 
 class TorchModel:
-    """A peer. Evaluation, generation and training each carry a memory of their own from call to call.
-
-    A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
-    """
+    """A peer. It has a memory for each of its uses, first M zeros that are attended to, as with the preset "hf"."""
 
     format: ClassVar[Format]  # Names of the tensors.
     label = ""  # After a task's name in the table.
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, torch: Any) -> None:
         """Makes the model with our parameters. Raises `UserError` if the class lacks it."""
-        require(
-            config.model.dtype is DType.FLOAT32,
-            f"model.dtype must be float32, in which the peer computes, got {config.model.dtype}",
-        )
+        config.expect(config.model.dtype is DType.FLOAT32, "model.dtype", "The peer computes in float32, so set that")
         self._torch, self._config, self._vocab_size = torch, config, vocab_size
         self.versions = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
         arrays = original.from_flax(jax.tree.map(np.asarray, params), config.model, format=self.format)
@@ -94,9 +88,9 @@ class TorchModel:
         lengths, train = self._config.eval, self._config.train
         n_states = model.n_layer + (self.format is Format.ORIGINAL)  # It keeps the last layer's output too.
         sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
-        for use, size in (sizes | {"training": (train.mem_len, train.batch_size)}).items():
-            states = (self._torch.randn((*size, model.d_model), generator=generator) for _ in range(n_states))
-            self._memory[use] = list(states)
+        sizes |= {"training": (train.mem_len, train.batch_size)}
+        for use, size in sizes.items():
+            self._memory[use] = list(self._torch.randn((n_states, *size, model.d_model), generator=generator))
 
     def task(self, name: str, ours: Task, components: Built) -> Task:
         """Returns the counterpart of our task, one segment a call."""
@@ -156,15 +150,13 @@ class HuggingFaceModel(TorchModel):
             output = self._model(self._token, mems=self._memory.get("generation"))
             scores = output.prediction_scores[:, -1]
             if top_k is not None and top_k < scores.shape[-1]:
-                smallest = scores.topk(top_k).values[:, -1:]
-                scores = scores.masked_fill(scores < smallest, -torch.inf)
+                scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
             self._token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
             self._memory["generation"] = output.mems
         return int(self._token)
 
     def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
-        # `model(tokens, labels=...)` scores one token less.
-        output = model.transformer(tokens, mems=memory)
+        output = model.transformer(tokens, mems=memory)  # `model(tokens, labels=...)` scores one token less.
         hidden = output.last_hidden_state
         if model.crit.n_clusters:
             # The head drops the last state and the first label, so each gets one more than it needs.
@@ -177,8 +169,8 @@ class HuggingFaceModel(TorchModel):
 
     def _make_model(self, lengths: Any, tensors: Any) -> Any:
         arguments = huggingface.config_of(self._config.model, lengths, vocab_size=self._vocab_size)
-        dropout = self._config.model.dropout
-        arguments |= {"dropout": dropout.rate, "dropatt": dropout.attention}
+        rates = self._config.model.dropout
+        arguments |= {"dropout": rates.rate, "dropatt": rates.attention}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # About a tuple's order; results are read by name.
             model = self._transformers.TransfoXLLMHeadModel(self._transformers.TransfoXLConfig(**arguments))
@@ -193,11 +185,8 @@ class OriginalModel(TorchModel):
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, path: str, compiled: bool) -> None:
         """Makes the model with our parameters. Raises `UserError` for another directory or model, or without torch."""
-        require(
-            config.model.encoding is Encoding.RELATIVE and not config.model.untie_r,
-            f"with --peer=original, model.encoding must be relative and model.untie_r off, got {config.model.encoding} "
-            f"and {config.model.untie_r}",
-        )
+        has_both = config.model.encoding is Encoding.RELATIVE and not config.model.untie_r
+        config.expect(has_both, "model.encoding model.untie_r", "--peer=original has only relative, and untie_r off")
         self._class, torch = _import_original(Path(path, "pytorch"))
         self._compiled, self.label = compiled, ", compiled" if compiled else ", eager"
         super().__init__(config, params, vocab_size=vocab_size, torch=torch)
@@ -221,12 +210,9 @@ class OriginalModel(TorchModel):
 
 def _import_original(folder: Path) -> tuple[Any, Any]:
     """Returns the release's class, patched in memory for today's torch, and torch."""
-    files = [folder / file for file in _FILES]
-    sources = {file.stem: file.read_bytes() for file in files if file.is_file()}
-    require(
-        hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
-        f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
-    )
+    sources = {file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()}
+    wanted = f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address."
+    require(hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST, wanted)
     with rephrased("the comparison requires torch (%s). Run pip install '.[peer]'.", ImportError):
         import torch
     for name, source in sources.items():
@@ -238,10 +224,10 @@ def _import_original(folder: Path) -> tuple[Any, Any]:
 
 
 def _import_packages() -> tuple[Any, Any]:
-    missing = "the comparison requires torch and a transformers with TransfoXL (%s)"
-    advice = "Run pip install '.[peer]' for torch and transformers 4.35.2."
+    missing = "the comparison requires torch and a transformers with TransfoXL (%s). "
+    missing += "Run pip install '.[peer]' for torch and transformers 4.35.2."
     # transformers turns a failed import within it into a RuntimeError.
-    with warnings.catch_warnings(), rephrased(f"{missing}. {advice}", ImportError, RuntimeError):
+    with warnings.catch_warnings(), rephrased(missing, ImportError, RuntimeError):
         warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
         import torch
         import transformers
@@ -260,8 +246,8 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
 def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
     """Returns the peers with our untrained parameters and full memories. Prints the losses' largest differences.
 
-    They are the release from the clone at `path`, eager and compiled, or without a path Hugging Face's model.
-    Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than rounding.
+    They are the release in the clone at `path`, eager and compiled, or else Hugging Face's model. Raises `UserError`
+    if a token's loss, scored from zeros in the memory, differs by more than rounding.
     """
     config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
     ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)
@@ -277,11 +263,8 @@ def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
     for each in peers:
         theirs = [each.evaluate(*pair) for pair in zip(segments.inputs, segments.targets, strict=True)]
         worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
-        require(
-            worst <= TOLERANCE,
-            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}. The two do not "
-            "compute the same function, so nothing was timed.",
-        )
+        wrong = f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}"
+        require(worst <= TOLERANCE, f"{wrong}. The two do not compute the same function, so nothing was timed.")
         print(f"largest difference of a token's loss{each.label}: {worst:.1e} nats")
         each.fill_memory()
     print()

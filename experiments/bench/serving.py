@@ -9,7 +9,6 @@ Markdown table of medians over calls, and the speedup: the median of the ratios 
 
 import dataclasses
 import functools
-import statistics
 
 import numpy as np
 
@@ -45,8 +44,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
     rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
     timing.print_table("rows | tokens/s | slowest | fastest", rows)
-    speedup = statistics.median(many.speedups(one))
-    print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
+    print(f"\n{plan.rows} rows: {many.speedup(one):.2f} times the throughput of one request at a time")
 
 
 def _task(components: Built, step: Step, weights: Weights) -> Task:

@@ -18,6 +18,7 @@ import functools
 import itertools
 import statistics
 import tempfile
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ from experiments.bench import peers, timing
 from experiments.bench.peers import Peer, TorchModel
 from experiments.bench.timing import Task
 from txl_jax import cli, flops
-from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig, Order
+from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig
 from txl_jax.config.config_tree import require, setting
-from txl_jax.data.segments import training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import Limits, Rows, row_key
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
+from txl_jax.runs.train import training_reader
 from txl_jax.runtime import environment
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
@@ -70,10 +71,8 @@ class Plan(cli.Plan):
         super().validate()
         name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
         timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
-        require(
-            (self.peer is Peer.ORIGINAL) == bool(self.peer_path),
-            f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}.",
-        )
+        has_both = (self.peer is Peer.ORIGINAL) == bool(self.peer_path)
+        require(has_both, f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}.")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -94,10 +93,8 @@ def run(plan: Plan, job: cli.Job) -> None:
         if task.flops_per_token:
             achieved = task.flops_per_token * statistics.median(task.rates) / components.mesh.size
             share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
-            print(
-                f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
-                f"{achieved / 1e12:.1f} TFLOP/s per device{share}"
-            )
+            operations = f"{task.flops_per_token / 1e6:,.1f} million operations per token"
+            print(f"{task.name}: {operations}, {achieved / 1e12:.1f} TFLOP/s per device{share}")
 
 
 def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: list[Task]) -> Iterator[list[str]]:
@@ -127,22 +124,15 @@ def tasks(name: str, components: Built) -> Iterator[Task]:
 
 def data_loading(components: Built) -> Task:
     """Reads training segments from a memory-mapped text, in the config's order, and transfers them to the devices."""
-    train, data = components.config.train, components.config.data
+    train = components.config.train
     tokens_per_call = train.batch_size * train.new_tokens * train.segments_per_call
     length = max(_TEXT_TOKENS, tokens_per_call + 1)
     with tempfile.TemporaryFile() as file:
         text: Any = np.memmap(file, np.int32, "w+", shape=length)  # It stays when the file is closed.
     text[:] = np.random.default_rng(0).integers(components.model.vocab_size, size=length, dtype=np.int32)
-    sentence_starts = np.append(np.arange(0, length, _SENTENCE_TOKENS), length)
-    reader = training_segments(
-        text,
-        batch_size=train.batch_size,
-        segment_len=train.segment_len,
-        stride=train.stride,
-        seed=components.config.seed,
-        roll=data.roll,
-        sentence_starts=sentence_starts if data.order is Order.SENTENCES else None,
-    )
+    sentences = np.append(np.arange(0, length, _SENTENCE_TOKENS), length)
+    corpus: Any = types.SimpleNamespace(train=text, sentences=sentences)  # What is read of a `Corpus`.
+    reader = training_reader(components, corpus, components.config.seed)
     steps = itertools.count(step=train.segments_per_call)
 
     def call() -> None:
@@ -201,8 +191,7 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
 def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
     """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
     keys, zeros = np.stack([row_key(0, i) for i in range(config.samples)]), np.zeros(config.samples, np.int32)
-    rows = Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
-    return rows, Limits.of(config)
+    return Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1)), Limits.of(config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the head of their output.
-
-Tokens are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
-"""
+"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the head of their output."""
 
 import dataclasses
 import statistics
@@ -51,6 +48,10 @@ class Task:
         """Returns this throughput divided by the other's, for each pair of calls."""
         return [own / theirs for own, theirs in zip(self.rates, other.rates, strict=True)]
 
+    def speedup(self, other: "Task") -> float:
+        """Returns the median of `speedups`."""
+        return statistics.median(self.speedups(other))
+
 
 def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
     """Times calls of the tasks in turns, after `warmup` untimed calls: a slow minute of the machine affects all."""
@@ -74,18 +75,15 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 
 
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
-    """Draws tokens, the most frequent first and the same ones in every call: int32 [n_tokens]."""
+    """Draws int32 [n_tokens], each time the same, by Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT."""
     weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
-    drawn = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())
-    return drawn.astype(np.int32)
+    return np.random.default_rng(0).choice(vocab_size, n_tokens, p=weights / weights.sum()).astype(np.int32)
 
 
 def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    make_reader: Any = evaluation_segments
-    per_call = SEGMENTS_PER_CALL
-    if isinstance(lengths, TrainConfig):
-        make_reader, per_call = training_segments, lengths.segments_per_call
+    make_reader: Any = training_segments if isinstance(lengths, TrainConfig) else evaluation_segments
+    per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
     tokens = draw_tokens(components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1)
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))

@@ -39,8 +39,6 @@ from txl_jax.runtime.storage import exists, read, write, write_json
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
 
-# The rows of the tables, and the settings of a row
-
 
 class Table(enum.StrEnum):
     """A table of the paper."""
@@ -109,39 +107,23 @@ def row_named(table: Table, name: str) -> Row:
             return row
     found = re.fullmatch(rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name)
     if found is None:
-        raise UserError(
-            f"a row must be one of table {table}'s {', '.join(row.name for row in TABLES[table])}, or have the "
-            f"same parts (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a segment length "
-            f"if it is not the flagfile's), got {name}"
-        )
+        parts = f"recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a segment length"
+        own = f"one of table {table}'s {', '.join(row.name for row in TABLES[table])}"
+        raise UserError(f"a row must be {own}, or {parts} if it is not the flagfile's, with hyphens, got {name}")
     recurrence, encoding, loss, length = found.groups()
-    return Row(
-        recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=int(length) if length else None
-    )
+    segment_len = int(length) if length else None
+    return Row(recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=segment_len)
 
 
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
-    """Returns the base with the settings of a row.
-
-    Without recurrence there is no memory, in training and in the evaluations during it. Learned tables have as many
-    distances as training.
-    """
+    """Returns the base with a row's settings. Without recurrence, evaluations during training have no memory either."""
     segment_len = row.segment_len or base.train.segment_len
-    mem_len = base.train.mem_len if row.recurrence else 0
-    changes: dict[str, Any] = {
-        "seed": seed,
-        "model": base.model.with_encoding(row.encoding),
-        "train.loss": row.loss,
-        "train.segment_len": segment_len,
-        "train.mem_len": mem_len,
-    }
+    changes = {"seed": seed, "model": base.model.with_encoding(row.encoding), "train.loss": row.loss}
+    changes |= {"train.segment_len": segment_len}
     if not row.recurrence:
-        changes |= {"train.same_length": False, "eval.mem_len": 0, "eval.same_length": False}
-        changes |= {"eval.segment_len": segment_len}
+        changes |= {"train.mem_len": 0, "train.same_length": False}
+        changes |= {"eval.mem_len": 0, "eval.same_length": False, "eval.segment_len": segment_len}
     return config_tree.replace(base, changes).resolved()
-
-
-# The study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,24 +147,18 @@ class Plan(cli.TextPlan):
     def validate(self) -> None:
         """Raises `UserError` if seeds are empty or equal, or a setting is out of range."""
         super().validate()
-        require(
-            len(set(self.seeds)) == len(self.seeds) > 0,
-            f"seeds must be one or more different numbers, because each has its own run, got {list(self.seeds)}",
-        )
+        wanted = "seeds must be one or more different numbers, because each has its own run"
+        require(len(set(self.seeds)) == len(self.seeds) > 0, f"{wanted}, got {list(self.seeds)}")
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if settings are incompatible in any row, at any attention length."""
-        require(
-            config.model.network is Network.TRANSFORMER_XL,
-            f"model.network must be {Network.TRANSFORMER_XL} for these rows, got {config.model.network}",
-        )
+        is_transformer = config.model.network is Network.TRANSFORMER_XL
+        config.expect(is_transformer, "model.network", f"It must be {Network.TRANSFORMER_XL} for these rows")
         for row in self.chosen_rows:
             changed = row_config(config, row, self.seeds[0])
             changed.validate()
-            require(
-                changed.train.mem_len or not row.recurrence,
-                f"train.mem_len must be above 0 for the row {row.name}, which has recurrence, got 0",
-            )
+            above = f"It must be above 0 for the row {row.name}, which has recurrence"
+            changed.expect(changed.train.mem_len or not row.recurrence, "train.mem_len", above)
             for length in _lengths(changed, self):
                 context_length.at_lengths(changed, [length], stride=_stride(changed, self, length))
 
@@ -208,11 +184,7 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
-
-    Returns the scores by row, one per seed. Settings of all rows are checked before the first is trained. After
-    `Interrupted` the same call resumes.
-    """
+    """Trains and scores the unfinished runs, writes ablation.md, .csv and .json after each, returns scores by row."""
     plan.validate()
     plan.check(config)
     rows, page = plan.chosen_rows, ""
@@ -262,18 +234,14 @@ def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
 
 def _trained_length(config: ExperimentConfig) -> int:
     """Returns the attention length of training: the keys that the last query of a segment attends to."""
-    train = config.train
-    window = config.model.compat.window(train.mem_len, same_length=train.same_length)
-    return window or train.mem_len + train.segment_len
+    train, compat = config.train, config.model.compat
+    return compat.window(train.mem_len, same_length=train.same_length) or train.mem_len + train.segment_len
 
 
 def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Measure) -> Score:
     best = min(scores.values())
     length = min(length for length, value in scores.items() if value <= best + _TOLERANCE[measure])
     return Score(scores[_trained_length(config)], best, length, scores)
-
-
-# The files
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
@@ -311,15 +279,11 @@ def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: 
     for row in rows:
         if scores := found.get(row.name):
             beside = [score.best - first.best for score, first in zip(scores, firsts, strict=False)]
-            lines.append(
-                [
-                    *("yes" if row.recurrence else "no", row.encoding, row.loss),
-                    *(_mean([getattr(score, name) for score in scores], measure) for name in ("init", "best")),
-                    "" if row is rows[0] else _mean(beside, measure, sign="+"),
-                    ", ".join(f"{length:,}" for length in sorted({score.length for score in scores})),
-                    *("" if value is None else f"{value:g}" for value in row.published),
-                ]
-            )
+            cells = ["yes" if row.recurrence else "no", row.encoding, row.loss]
+            cells += [_mean([getattr(score, name) for score in scores], measure) for name in ("init", "best")]
+            cells += ["" if row is rows[0] else _mean(beside, measure, sign="+")]
+            cells += [", ".join(f"{length:,}" for length in sorted({score.length for score in scores}))]
+            lines.append([*cells, *("" if value is None else f"{value:g}" for value in row.published)])
     return environment.table(columns, lines)
 
 
@@ -328,19 +292,18 @@ def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measur
     shown, lines = sorted({length for scores in found.values() for length in scores[0].at}), []
     for row in rows:
         if scores := found.get(row.name):
-            values = [[score.at[length] for score in scores] if length in scores[0].at else [] for length in shown]
+            values = ([score.at[length] for score in scores if length in score.at] for length in shown)
             lines.append([row.name, *(_mean(each, measure) for each in values)])
     return environment.table(["row", *(f"{length:,}" for length in shown)], lines)
 
 
 def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
     """Formats the mean, with standard deviation and number for multiple values."""
-    digits = 2 if measure is Measure.PPL else 4
     if not values:
         return ""
-    if len(values) == 1:
-        return f"{values[0]:{sign}.{digits}f}"
-    return f"{statistics.mean(values):{sign}.{digits}f} ({statistics.stdev(values):.{digits}f}, {len(values)})"
+    digits = 2 if measure is Measure.PPL else 4
+    deviation = f" ({statistics.stdev(values):.{digits}f}, {len(values)})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.{digits}f}{deviation}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax import cli, plots, sharding
+from txl_jax import cli, plots
 from txl_jax.config import ExperimentConfig, Network
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
@@ -65,34 +65,22 @@ class Plan(cli.TrainedRun):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or a text does not name a head."""
         super().validate()
-        require(
-            all(re.fullmatch(r"\d+\.\d+", head) for head in self.heads),
-            f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}",
-        )
+        wanted = "heads must be layer.head, from 0, such as 0.1,3.2"
+        require(all(re.fullmatch(r"\d+\.\d+", head) for head in self.heads), f"{wanted}, got {','.join(self.heads)!r}")
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if the model has no relative attention to a memory, or lacks one of the heads."""
-        model, attends = config.model, config.model.network is Network.TRANSFORMER_XL
-        require(
-            attends and encoding_of(model).has_four_terms,
-            f"the run must have relative attention with the terms (a) to (d) for these plots, got "
-            f"{f'encoding {model.encoding}' if attends else model.network}",
-        )
-        require(
-            config.eval.mem_len and config.train.mem_len,
-            "train.mem_len and eval.mem_len must be above 0, because a model without memory attends to none, got "
-            f"{config.train.mem_len} and {config.eval.mem_len}",
-        )
-        require(
-            config.data.reset_at is None,
-            "data.reset_at must be none, because the window of these plots crosses document ends, got "
-            f"{config.data.reset_at!r}",
-        )
+        model = config.model
+        has_terms = model.network is Network.TRANSFORMER_XL and encoding_of(model).has_four_terms
+        needed = "These plots need relative attention with the terms (a) to (d)"
+        config.expect(has_terms, "model.network model.encoding", needed)
+        without = "Both must be above 0, because a model without memory attends to none"
+        config.expect(config.train.mem_len and config.eval.mem_len, "train.mem_len eval.mem_len", without)
+        across = "It must be none, because the window of these plots crosses document ends"
+        config.expect(config.data.reset_at is None, "data.reset_at", across)
+        wanted = f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}"
         for layer, head in self.layer_heads:
-            require(
-                layer < model.n_layer and head < model.n_head,
-                f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}, got {layer}.{head}",
-            )
+            require(layer < model.n_layer and head < model.n_head, f"{wanted}, got {layer}.{head}")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -110,10 +98,9 @@ def draw(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> np.ndarray:
-    """Writes plots of the average, of heads and of terms, their arrays and the tokens attended to into `plan.out`.
+    """Writes plots, their arrays and the tokens attended to into `plan.out`. Returns mean probabilities [N, H, A].
 
-    The corpus may be another text than the run's if its vocabulary is the same. Returns mean probabilities [N, H, A].
-    After `Interrupted` nothing is written.
+    The corpus may be another text than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
     """
     plan.validate()
     plan.check(config)
@@ -121,16 +108,11 @@ def draw(
     length, mem_len = config.eval.segment_len, config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
-    require(
-        first <= last,
-        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. Raise --tokens, or lower --eval.mem_len.",
-    )
-    positions = plan.positions or (last,)
+    too_few = f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots"
+    require(first <= last, f"{too_few}. Raise --tokens, or lower --eval.mem_len.")
+    positions, full = plan.positions or (last,), f"positions must be {first:,} to {last:,}, where the memory is full"
     for position in positions:
-        require(
-            first <= position <= last,
-            f"positions must be {first:,} to {last:,}, where the memory is full, got {position:,}",
-        )
+        require(first <= position <= last, f"{full}, got {position:,}")
     began, count = time.monotonic(), (last + 1) // length
     options: dict[str, Any] = {"measure": corpus.vocabulary.measure, "log": print, "stop_requested": stop_requested}
     with progress_bar("attention", count, unit="segment", **options) as show:
@@ -143,14 +125,8 @@ def draw(
     return average
 
 
-# The weights
-
-
 class AttentionWeights(NamedTuple):
-    """The attention weights of one segment's queries by distance 0 .. A - 1 (A: the window).
-
-    A key at distance d is d positions before the query, and 0 is the query's own.
-    """
+    """The attention weights of a segment's queries by distance 0 .. A - 1 (A: the window), 0 being the query's key."""
 
     probabilities: jax.Array  # [N, B, H, L, A].
     terms: ScoreTerms  # (a) to (d), [N, B, H, L, A] each, before any softmax.
@@ -208,9 +184,8 @@ def _read(
         weights, memory = weights_of(params, segment, memory)
         return weights.probabilities.sum(axis=(1, 3)), memory
 
-    summed_weights = sharding.bind_mesh(parts.mesh, jax.jit(sum_weights))
     # All weights of a segment can be a gigabyte: only where a query is asked for.
-    all_weights = sharding.bind_mesh(parts.mesh, jax.jit(weights_of))
+    summed_weights, all_weights = parts.jit(sum_weights), parts.jit(weights_of)
     memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
     total: Any = 0.0
     found: dict[int, Query] = {}
@@ -220,10 +195,9 @@ def _read(
         if here:
             weights, _ = all_weights(params, segment, memory)
             for position in here:
-                own = {name: getattr(weights.terms, name)[:, 0, :, position - start] for name in _TERMS}
-                terms = {name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in own.items()}
-                probabilities = np.asarray(weights.probabilities[:, 0, :, position - start])
-                found[position] = Query(position, probabilities, terms)
+                own = jax.tree.map(lambda array, at=position - start: array[:, 0, :, at], weights)
+                terms = {name: np.asarray(jax.nn.softmax(getattr(own.terms, name), axis=-1)) for name in _TERMS}
+                found[position] = Query(position, np.asarray(own.probabilities), terms)
         summed, memory = summed_weights(params, segment, memory)
         if start >= first:
             total = total + np.asarray(summed, np.float64)
@@ -238,13 +212,9 @@ def mean_distances(average: np.ndarray) -> np.ndarray:
 
 def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
     """Returns the `count` heads (layer, head), from 0, with the largest mean distances, first one of each layer."""
-    order = np.argsort(-mean_distances(average), axis=None, kind="stable")
-    heads = [divmod(int(i), average.shape[1]) for i in order]
+    heads = [divmod(int(i), average.shape[1]) for i in np.argsort(-mean_distances(average), axis=None, kind="stable")]
     first = {layer: (layer, head) for layer, head in reversed(heads)}  # The widest of each layer.
     return sorted(heads, key=lambda head: head != first[head[0]])[:count]
-
-
-# The files
 
 
 def _write(
@@ -257,13 +227,22 @@ def _write(
     facts: dict[str, Any],
 ) -> None:
     """Writes the arrays, the mean distances of the heads, lists of the tokens with the largest weights, and plots."""
-    distances = mean_distances(average)
+    distances, labels = mean_distances(average), [_labels(query, tokens, corpus) for query in queries]
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
     lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
-    for query in queries:
+    for query, shown in zip(queries, labels, strict=True):
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
-        lines += _markdown(query, heads, distances, tokens, corpus)
+        before = tokens[max(query.position - 60, 0) : query.position + 1]
+        end = corpus.vocabulary.decode(before).decode(errors="replace")
+        lines += [f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n"]
+        rows = []
+        for head in heads:
+            row = query.probabilities[head]
+            top = (f"`{shown[d]}` ({d}: {row[d]:.2f})" for d in np.argsort(-row, kind="stable")[:_TOP_TOKENS])
+            rows.append([_name(head), f"{distances[head]:.1f}", ", ".join(top)])
+        columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
+        lines += [*environment.table(columns, rows), ""]
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     write(os.path.join(folder, "attention.npz"), data.getvalue())
@@ -276,31 +255,13 @@ def _write(
         return
     title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
     _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")
-    for query in queries:  # Figure 6: each head; figure 7: the terms of the first.
-        labels, own_title = _labels(query, tokens, corpus), f"{title}: the query at token {query.position:,}"
+    for query, shown in zip(queries, labels, strict=True):  # Figure 6: each head; figure 7: the terms of the first.
+        own_title = f"{title}: the query at token {query.position:,}"
         by_head = {_name(head): query.probabilities[head] for head in heads}
-        _draw_rows(by_head, labels, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
+        _draw_rows(by_head, shown, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
         by_term = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
         own_title += f", {_name(heads[0])}, term by term"
-        _draw_rows(by_term, labels, os.path.join(folder, f"terms-{query.position}.png"), title=own_title)
-
-
-def _markdown(
-    query: Query, heads: Sequence[tuple[int, int]], distances: np.ndarray, tokens: np.ndarray, corpus: Corpus
-) -> list[str]:
-    """Lists the tokens with the largest weights of a query's heads."""
-    labels, start = _labels(query, tokens, corpus), max(query.position - 60, 0)
-    before = corpus.vocabulary.decode(tokens[start : query.position + 1]).decode(errors="replace")
-    rows = []
-    for head in heads:
-        row = query.probabilities[head]
-        top = np.argsort(-row, kind="stable")[:_TOP_TOKENS]
-        rows.append(
-            [_name(head), f"{distances[head]:.1f}", ", ".join(f"`{labels[d]}` ({d}: {row[d]:.2f})" for d in top)]
-        )
-    columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
-    opening = [f"## The query at token {query.position:,}", "", "It ends", "", "```", before, "```", ""]
-    return [*opening, *environment.table(columns, rows), ""]
+        _draw_rows(by_term, shown, os.path.join(folder, f"terms-{query.position}.png"), title=own_title)
 
 
 def _name(head: tuple[int, int]) -> str:
@@ -316,10 +277,7 @@ def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
 
 
 def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
-    """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
-
-    The color scale is the square root, or all but the nearest distances would be white.
-    """
+    """Draws the mean attention [N, H, A] to each distance, a row per head. A square-root scale shows small ones."""
     from matplotlib.colors import PowerNorm
 
     n_layer, n_head, n_distance = average.shape

@@ -64,10 +64,7 @@ def score_lengths(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[int, Totals]:
-    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end.
-
-    The text may be another than the run's if its vocabulary is the same. Before `Interrupted` rows are written.
-    """
+    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end."""
     plan.validate()
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=print)
@@ -75,12 +72,12 @@ def score_lengths(
     table, found, rows = f"{trained.outputs}/context_length.csv", {}, []
     for length, changed in configs.items():
         name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
-        parts = build_for(changed, corpus.vocabulary)
         options: dict[str, Any] = {"name": name, "log": print, "stop_requested": stop_requested}
+        parts = build_for(changed, vocabulary)
         totals, line = score_with_line(parts, params, tokens, vocabulary=vocabulary, **options)
-        seconds = time.monotonic() - began  # With compilation.
         print(line)
         found[length] = totals
+        seconds = time.monotonic() - began  # With compilation.
         rows.append({"attention_length": length, **as_record(totals, vocabulary), "seconds": seconds})
         distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(list(rows[0]), rows)))
     print(f"results   {table}")
@@ -101,23 +98,23 @@ def score_lengths(
 
 def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
     """Returns the config that scores each length, shortest first and once. Raises `UserError` if one is invalid."""
-    require(
-        lengths and min(lengths) >= 1,
-        f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
-    )
-    recurrent = is_recurrent(config)
+    wanted = "the attention lengths must be numbers of tokens, each at least 1"
+    require(lengths and min(lengths) >= 1, f"{wanted}, got {list(lengths)}")
     needed = "set for a model without memory: 1, the published protocol, or more scored tokens per window"
-    if recurrent:
+    if recurrent := is_recurrent(config):
         needed = "none, because a model with a memory reads each token once"
     require((stride is None) == recurrent, f"the stride must be {needed}, got {stride}")
-    require(
-        stride is None or 1 <= stride <= min(lengths),
-        f"the stride must be at least 1 and at most the shortest attention length, or tokens would be skipped, got "
-        f"stride {stride} and length {min(lengths)}",
-    )
-    changed = {length: _at_length(config, length, stride) for length in sorted(set(lengths))}
-    for each in changed.values():
-        each.validate()
+    least, wanted = min(lengths), "the stride must be 1 to the shortest attention length, or tokens would be skipped"
+    require(stride is None or 1 <= stride <= least, f"{wanted}, got stride {stride} and length {least}")
+    changed = {}
+    for length in sorted(set(lengths)):
+        if stride is None:
+            segment_len = min(config.eval.segment_len, length)
+            changes = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": None}
+        else:
+            changes = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
+        changed[length] = config_tree.replace(config, {f"eval.{name}": value for name, value in changes.items()})
+        changed[length].validate()
     return changed
 
 
@@ -125,16 +122,6 @@ def is_recurrent(config: ExperimentConfig) -> bool:
     """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
     attends = config.model.network is Network.TRANSFORMER_XL  # A recurrent state reaches back however far it does.
     return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
-
-
-def _at_length(config: ExperimentConfig, length: int, stride: int | None) -> ExperimentConfig:
-    """Returns the config at one attention length, streaming or in windows."""
-    if stride is None:
-        segment_len = min(config.eval.segment_len, length)
-        changes = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": None}
-    else:
-        changes = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
-    return config_tree.replace(config, {f"eval.{name}": value for name, value in changes.items()})
 
 
 if __name__ == "__main__":

@@ -58,49 +58,41 @@ def write(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
-    """Writes a markdown file with a context, `generate.length` tokens of the model and the text's own, for each start.
-
-    The corpus may be another text than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
-    """
+    """Writes a page with each context, the model's continuation and the text's own. After `Interrupted` it does not."""
     plan.validate()
     check_can_generate(config)
     tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
+    last = len(tokens) - context - length
+    within = f"a context of {context:,} tokens and {length:,} after it are within the {len(tokens):,}"
     for start in plan.starts:
-        require(
-            0 <= start <= len(tokens) - context - length,
-            f"starts must be 0 to {len(tokens) - context - length:,}, so that a context of {context:,} tokens and "
-            f"{length:,} after it are within the {len(tokens):,} of the {plan.split} split, got {start:,}",
-        )
+        wanted = f"starts must be 0 to {last:,}, so that {within} of the {plan.split} split"
+        require(0 <= start <= last, f"{wanted}, got {start:,}")
     parts, step, params = load_to_score(config, corpus, trained, log=print)
     generator = parts.generator(parts.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
-    opening = (
-        f"# Continuations of {corpus.description} ({plan.split})\n\n"
-        f"Step {step:,}; sampled {sampled}, temperature {how.temperature:g}, seed {how.seed}, with a memory of "
-        f"{config.eval.mem_len:,}; {facts['device']}, {facts['date']}.\n"
-    )
-    sections = [opening]
+    sampled += f", temperature {how.temperature:g}, seed {how.seed}, with a memory of {config.eval.mem_len:,}"
+    lines = [f"# Continuations of {corpus.description} ({plan.split})\n"]
+    lines += [f"Step {step:,}; sampled {sampled}; {facts['device']}, {facts['date']}.\n"]
+
+    def add(what: str, ids: np.ndarray) -> None:
+        lines.append(f"### {what} ({len(ids):,} tokens)\n\n{quoted(corpus, ids)}\n")
+
     for start in plan.starts:
-        known = tokens[start : start + context]
+        known, own = np.split(tokens[start : start + context + length], [context])
         blocks = list(generator.tokens(known, config.generate, stop_requested=stop_requested))
         if stop_requested():
             raise Interrupted(f"the continuation of token {start:,}")
         written = np.concatenate(blocks, axis=1)
-        own = tokens[start + context : start + context + length]
-        sections.append(_section(corpus, start, known, written, own))
+        lines.append(f"## From token {start:,}\n")
+        add("Context", known)
+        for number, row in enumerate(written, start=1):
+            add("The model's continuation" + (f" {number}" if len(written) > 1 else ""), row)
+        add("The text's own", own)
         print(f"written   from token {start:,}: {len(written)} x {length:,} tokens")
     path = plan.out or os.path.join(trained.outputs, "continuation.md")
-    distributed.broadcast_from_primary(lambda: storage.write(path, "\n".join(sections).encode()))
+    distributed.broadcast_from_primary(lambda: storage.write(path, "\n".join(lines).encode()))
     print(f"results   {path}")
-
-
-def _section(corpus: Corpus, start: int, known: np.ndarray, written: np.ndarray, own: np.ndarray) -> str:
-    lines = [f"## From token {start:,}", "", f"### Context ({len(known):,} tokens)", "", quoted(corpus, known), ""]
-    for number, row in enumerate(written, start=1):
-        which = "" if len(written) == 1 else f" {number}"
-        lines += [f"### The model's continuation{which} ({len(row):,} tokens)", "", quoted(corpus, row), ""]
-    return "\n".join([*lines, f"### The text's own ({len(own):,} tokens)", "", quoted(corpus, own), ""])
 
 
 def quoted(corpus: Corpus, ids: np.ndarray) -> str:

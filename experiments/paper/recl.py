@@ -13,7 +13,6 @@ resume, rerun the same command. Other ratios need no new scores.
 import dataclasses
 import io
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
-from txl_jax.runtime.storage import exists, make_folder, read, write, write_json
+from txl_jax.runtime.storage import exists, make_folder, read, read_json, write, write_json
 
 # Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
@@ -68,23 +67,17 @@ class Plan(cli.TextPlan):
     def validate(self) -> None:
         """Raises `UserError` if lengths are not a range of two or more, or a setting is out of range."""
         super().validate()
-        require(
-            len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
-            "lengths must be the shortest context, the longest and the step of two or more contexts, such as "
-            f"100,1000,100, got {','.join(map(str, self.lengths))}",
-        )
-        require(
-            self.ratios and all(0 < ratio <= 1 for ratio in self.ratios),
-            f"the ratios must be above 0 and at most 1, got {list(self.ratios)}",
-        )
+        are_three = len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2
+        wanted = "lengths must be the shortest context, the longest and the step of two or more, such as 100,1000,100"
+        require(are_three, f"{wanted}, got {','.join(map(str, self.lengths))}")
+        are_parts = self.ratios and all(0 < ratio <= 1 for ratio in self.ratios)
+        require(are_parts, f"the ratios must be above 0 and at most 1, got {list(self.ratios)}")
 
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
         names = self.names or tuple(map(os.path.basename, self.workdirs))
-        require(
-            len(names) == len(self.workdirs),
-            f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
-        )
+        wanted = f"names must name each of the {len(self.workdirs)} workdirs, or none"
+        require(len(names) == len(self.workdirs), f"{wanted}, got {len(names)} names")
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
         require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
@@ -102,14 +95,9 @@ def run(plan: Plan, job: cli.Job) -> None:
 def compare(
     runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[int | None]]:
-    """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
-
-    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
-    finished scores are kept.
-    """
+    """Scores the unfinished lengths and writes the files. Returns RECL by model and ratio, None above the longest."""
     plan.validate()
-    tokens = getattr(corpus, plan.split)
-    scored = positions(len(tokens), longest=plan.contexts[-1], stride=plan.stride)
+    scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.
         load_to_score(each.config, corpus, each, log=lambda line: None)
     by_model = [_losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()]
@@ -123,16 +111,10 @@ def compare(
     return lengths
 
 
-# The losses
-
-
 def _losses_of(
     name: str, run: Run, corpus: Corpus, scored: np.ndarray, plan: Plan, stop_requested: Callable[[], Any]
 ) -> dict[int, np.ndarray]:
-    """Returns the losses [n] of one model at every context length, from its files or computed.
-
-    Each length is a file, so that a stopped job resumes, and that other ratios and thresholds need no new scores.
-    """
+    """Returns the losses [n] of one model at every context length, from the files of a stopped job where they exist."""
     parts, step, params = load_to_score(run.config, corpus, run, log=print)
     folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
     identity = {
@@ -149,7 +131,7 @@ def _losses_of(
     if not exists(record):
         make_folder(folder)
         write_json(record, identity)
-    before = json.loads(read(record))
+    before = read_json(record)
     changes = [f"{key} was {before.get(key)} and is {new}" for key, new in identity.items() if before.get(key) != new]
     require(not changes, f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.")
     found = {}
@@ -161,13 +143,9 @@ def _losses_of(
         began = time.monotonic()
         progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
-            arguments = parts.window_step, params, getattr(corpus, plan.split), scored
-            found[length] = context_losses(
-                *arguments,
-                context=length,
-                batch_size=plan.batch_size,
-                after_call=lambda so_far: show(so_far.tokens, so_far),
-            )
+            how: dict[str, Any] = {"context": length, "batch_size": plan.batch_size}
+            how["after_call"] = lambda so_far, show=show: show(so_far.tokens, so_far)
+            found[length] = context_losses(parts.window_step, params, getattr(corpus, plan.split), scored, **how)
         totals = Totals.of(found[length])
         check_finite(totals, what)
         data = io.BytesIO()
@@ -199,17 +177,14 @@ class Gain(NamedTuple):
 
 
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
-    """Computes, for each model, the gain of every step from a context length to the next.
-
-    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and at most 1.
-    """
+    """Computes each model's gain of every step between context lengths, from losses [models, T] by rising length."""
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
         baseline = losses[context].min(axis=0)
         where = hardest(baseline, ratio)
         for model in range(len(found)):
-            before = np.exp(_relative_loss(baseline, losses[context][model], where))
-            after = np.exp(_relative_loss(baseline, losses[longer][model], where))
+            of_both = (np.minimum(baseline, losses[c][model])[where] for c in (context, longer))
+            before, after = (np.exp(each.mean(dtype=np.float64)) for each in of_both)  # exp of f_i.
             found[model].append(Gain(context, longer, float((before - after) / before), float(before - after)))
     return found
 
@@ -221,17 +196,9 @@ def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
 
 
-def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) -> float:
-    """Computes f_i in nats from one model's losses [T]."""
-    return float(np.minimum(baseline, losses)[where].mean(dtype=np.float64))
-
-
 def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
     """Returns RECL, the context from which the next step gains less than the threshold, or None if no step does."""
     return next((step.context for step in steps if step.relative < threshold), None)
-
-
-# The files
 
 
 def _write_results(
@@ -241,7 +208,6 @@ def _write_results(
     corpus: Corpus,
     plan: Plan,
 ) -> None:
-    """Writes lengths, gains and plots."""
     folder, measure = plan.out, corpus.vocabulary.measure
     means = {
         name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(lengths)
@@ -259,7 +225,13 @@ def _write_results(
     results = {"plan": own, "recl": lengths, measure.value: means, "gains": steps}
     write_json(os.path.join(folder, "recl.json"), {**facts, **results})
     write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
-    page = _markdown(lengths, plan)
+    rows = [
+        [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
+        for name, found in lengths.items()
+    ]
+    if plan.ratios == Plan().ratios:
+        rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
+    page = "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
     caption = (
         f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, contexts from "
         f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
@@ -282,17 +254,6 @@ def _write_results(
     else:
         print("no plots: matplotlib is not installed (pip install '.[plots]')")
     print(f"results   {os.path.join(folder, 'recl.md')}")
-
-
-def _markdown(lengths: Mapping[str, list[int | None]], plan: Plan) -> str:
-    """Returns table 8, with the paper's rows below."""
-    rows = [
-        [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
-        for name, found in lengths.items()
-    ]
-    if plan.ratios == Plan().ratios:
-        rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
-    return "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
 
 
 if __name__ == "__main__":

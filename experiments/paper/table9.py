@@ -51,10 +51,8 @@ class Plan(cli.Plan):
     def validate(self) -> None:
         """Raises `UserError` if lengths are empty, or a setting is out of range."""
         super().validate()
-        require(
-            self.lengths and min(self.lengths) >= 1,
-            f"lengths must be attention lengths, such as 800,1800, got {','.join(map(str, self.lengths))!r}",
-        )
+        wanted, given = "lengths must be attention lengths, such as 800,1800", ",".join(map(str, self.lengths))
+        require(self.lengths and min(self.lengths) >= 1, f"{wanted}, got {given!r}")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -70,25 +68,20 @@ def run(plan: Plan, job: cli.Job) -> None:
         f"width {model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; ours reads {SEGMENTS_PER_CALL} "
         f"segments of {eval_config.segment_len} tokens a call, {clamp}\n"
     )
-    print_table(_COLUMNS, (_row(config, length, plan.calls) for length in plan.lengths))
 
+    def row(length: int) -> list[str]:
+        sides = measure(config, vocab_size=VOCABULARY, attention_len=length, calls=plan.calls)
+        times = [each(side) for side in sides for each in (statistics.median, max, min)]
+        ratio, published = times[0] / times[3], f"{PAPER[length]:,}" if length in PAPER else ""
+        return [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{ratio:,.0f}", published]
 
-def _row(config: ExperimentConfig, length: int, calls: int) -> list[str]:
-    """Measures a length, and returns the table's row."""
-    sides = measure(config, vocab_size=VOCABULARY, attention_len=length, calls=calls)
-    times = [each(side) for side in sides for each in (statistics.median, max, min)]
-    ratio, published = times[0] / times[3], f"{PAPER[length]:,}" if length in PAPER else ""
-    return [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{ratio:,.0f}", published]
+    print_table(_COLUMNS, map(row, plan.lengths))
 
 
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one attention length, on one device. Calls are interleaved, so that a slow minute affects both.
-
-    Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
-    is not timed.
-    """
+    """Times both at one length, interleaved. Returns the seconds per token of each call of the window and of ours."""
     window = _sliding_window(sliding_window_config(config), vocab_size, attention_len)
     ours = speed.evaluation(build(our_config(config, attention_len), vocab_size=vocab_size))
     time_in_turns([window, ours], warmup=1, calls=calls)
@@ -115,8 +108,8 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     # The text's second window is the first that scores one token.
     tokens = draw_tokens(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)
-    inputs, targets = jax.device_put((window.inputs, window.targets))
-    return Task("sliding window", 1, lambda: jax.block_until_ready(step(params, inputs, targets)))
+    arrays = jax.device_put((window.inputs, window.targets))
+    return Task("sliding window", 1, lambda: jax.block_until_ready(step(params, *arrays)))
 
 
 if __name__ == "__main__":

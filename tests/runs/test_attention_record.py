@@ -13,9 +13,9 @@ import pytest
 from support import runs, tiny_run
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network, config_tree
 from txl_jax.ops.attention import Implementation, Implementations, Tile, choose
-from txl_jax.runs import weights
 from txl_jax.runs.build import AttentionChoice, Chosen, build
 from txl_jax.runs.run import Run, check_same_attention
+from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed
 
 SMALL, LARGE = Tile(4, 8), Tile(8, 16)
@@ -125,11 +125,11 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert "evaluation was tiled 4x8 and is now reference" in line
     assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
     assert start_again(stopped, CONFIG, corpus) == []
-    components = weights.build_trained(CONFIG, Run.read(stopped.path), log=pytest.fail)
+    components = Weights.of(Run.read(stopped.path), CONFIG).build(log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
     rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
     lines = []
-    weights.build_trained(CONFIG, Run.read(stopped.path), log=lines.append)
+    Weights.of(Run.read(stopped.path), CONFIG).build(log=lines.append)
     assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
 
 

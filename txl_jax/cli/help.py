@@ -24,11 +24,7 @@ def help_text(
     note: str = "",
     required: Collection[str] = (),
 ) -> str:
-    """Formats a command's flags with their defaults, as wide as the terminal, 80 to 120 columns.
-
-    `own` are the project's flags in order, `groups` the groups to show (None means all), `note` a line above them, and
-    `required` the flags that must be set.
-    """
+    """Formats a command's `own` flags with defaults, in `groups` (None: all), below `note`, 80 to 120 columns wide."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
     if "seed" in flag_values:
@@ -64,7 +60,6 @@ def _row(flag: flags.Flag, *, is_required: bool) -> tuple[str, str]:
 
 
 def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Lays out usages and explanations in two columns."""
     column = 4 + max((len(usage) for usage, _ in rows if len(usage) <= _WIDEST), default=_WIDEST)
     lines = []
     for usage, explanation in rows:

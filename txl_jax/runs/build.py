@@ -72,12 +72,10 @@ class AttentionChoice(NamedTuple):
 
 def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
     """Describes attention in an update, of one microbatch on one device."""
-    train = config.train
-    n_keys = train.mem_len + train.segment_len
-    rows = train.batch_size // train.grad_accum_steps
+    train, n_keys = config.train, config.train.mem_len + config.train.segment_len
     return Problem(
         **_of_both(config, mesh, n_position=n_keys),
-        batch=max(rows // sharding.num_batch_shards(mesh), 1),
+        batch=max(train.batch_size // train.grad_accum_steps // sharding.num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
         n_keys=n_keys,
         window=config.model.compat.window(train.mem_len, same_length=train.same_length),
@@ -92,10 +90,9 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     n_position = table_length(
         segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
     )
-    split = sharding.batch_axes(mesh, rows) is not None
     return Problem(
         **_of_both(config, mesh, n_position=n_position),
-        batch=rows // sharding.num_batch_shards(mesh) if split else rows,
+        batch=rows if sharding.batch_axes(mesh, rows) is None else rows // sharding.num_batch_shards(mesh),
         segment_len=lengths.segment_len,
         n_keys=capacity + lengths.segment_len,
         window=config.model.compat.window(lengths.mem_len, same_length=lengths.same_length),
@@ -122,8 +119,7 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
 def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: bool) -> Chosen:
     """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for.
 
-    In training "auto" on GPUs is "stored", which moves fewer scores than the reference (`ops.attention.choose`). A path
-    that `runs` and fails on the device (`first_contact`) is replaced by the next, or a `UserError` if it was asked for.
+    A path that `runs` and fails on the device (`first_contact`) is replaced by the next, or a `UserError` if asked for.
     """
     failed: dict[str, str] = {}  # Paths, and why.
     while True:
@@ -186,11 +182,7 @@ class Built:
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
         shardings = sharding.param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
-        return jax.tree.map(
-            lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
-            nn.unbox(boxed),
-            shardings,
-        )
+        return abstract_arrays(nn.unbox(boxed), shardings)
 
     @property
     def num_parameters(self) -> int:
@@ -200,12 +192,8 @@ class Built:
     def device_bytes(self) -> dict[str, int]:
         """Returns the persistent bytes per device: parameters, optimizer state, memory."""
         state = self.abstract_state
-        parts = {
-            "parameters": state.params,
-            "optimizer": state.opt_state,
-            "segment memory": state.memory,
-            "averaged parameters": state.average,
-        }
+        parts = {"parameters": state.params, "optimizer": state.opt_state}
+        parts |= {"segment memory": state.memory, "averaged parameters": state.average}
         return {name: bytes_on_device(tree) for name, tree in parts.items() if tree is not None}
 
     def init_params(self) -> Any:
@@ -216,16 +204,12 @@ class Built:
         """Returns the state before the first update, made on the devices. A warm start makes it of the parameters."""
         if warm_state is not None:
             return warm_state(self.init_params())
-        make = self.jit(
-            lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=_shardings(self.abstract_state)
-        )
-        state: TrainState = make()
-        return state
+        shardings = _shardings(self.abstract_state)
+        return self.jit(lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=shardings)()
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of training that begins with these parameters."""
-        state: TrainState = self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))(params)
-        return state
+        return self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))(params)
 
     def _first_params(self) -> Any:
         return init_params(self.model, jax.random.key(self.config.seed))
@@ -244,13 +228,11 @@ class Built:
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
-        multiple = shards * train.grad_accum_steps
-        require(
-            train.batch_size % multiple == 0,
-            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: {shards}, microbatches: "
-            f"{train.grad_accum_steps}), got {train.batch_size}. Change it, --train.grad_accum_steps or --mesh.data.",
-        )
+        shards, train = sharding.num_batch_shards(self.mesh), self.config.train
+        rows, parts = train.batch_size, train.grad_accum_steps
+        multiple = f"a multiple of {shards * parts} (data x fsdp of the mesh: {shards}, microbatches: {parts})"
+        advice = "Change it, --train.grad_accum_steps or --mesh.data."
+        require(rows % (shards * parts) == 0, f"train.batch_size must be {multiple}, got {rows}. {advice}")
 
     # Batches
 
@@ -262,8 +244,8 @@ class Built:
         """
         if jax.process_count() == 1:
             return np.arange(batch_size)
-        placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
-        own = placed.addressable_devices_indices_map((batch_size,))
+        rows = self._sharding(sharding.batch_axes(self.mesh, batch_size))
+        own = rows.addressable_devices_indices_map((batch_size,))
         where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
         require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
@@ -275,15 +257,13 @@ class Built:
         None. In an ensemble they have a leading member axis.
         """
         if self.mesh.size == 1:
-            on_device: Segments = jax.device_put(segments, sharding.named_sharding(self.mesh))
-            return on_device
+            return jax.device_put(segments, sharding.named_sharding(self.mesh))
         own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
         batch_size = batch_size or len(own)
 
         def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
             def of_device(index: Any) -> Any:
-                rows = np.arange(batch_size)[index[1]]
-                return array[:, np.searchsorted(own, rows)]
+                return array[:, np.searchsorted(own, np.arange(batch_size)[index[1]])]
 
             return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
 
@@ -294,8 +274,7 @@ class Built:
         per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
         tokens = (per_call, lengths.batch_size, lengths.segment_len)
         kinds = (tokens, "int32"), (tokens, "int32"), (tokens, "float32"), (tokens[:2], "bool")
-        shardings = self._segment_shardings(lengths.batch_size)
-        pairs = zip(kinds, shardings, strict=True)
+        pairs = zip(kinds, self._segment_shardings(lengths.batch_size), strict=True)
         return Segments(*(jax.ShapeDtypeStruct(*kind, sharding=placed) for kind, placed in pairs))  # type: ignore[arg-type]
 
     def _segment_shardings(self, batch_size: int) -> Any:
@@ -343,13 +322,8 @@ class Built:
         if not isinstance(self.model, RecurrentModel):
             rows = sharding.batch_axes(self.mesh, lengths.batch_size)
             layers = (self._sharding(rows, axes.HEADS, None, None),) * self.config.model.n_layer
-            shardings = KVCache(
-                keys=layers,
-                values=layers,
-                valid=self._sharding(rows),
-                write_index=self._sharding(),
-                mem_len=lengths.mem_len,
-            )
+            numbers = {"valid": self._sharding(rows), "write_index": self._sharding(), "mem_len": lengths.mem_len}
+            shardings = KVCache(keys=layers, values=layers, **numbers)
         return self.jit(self.scorer.init_memory, out_shardings=shardings)
 
     def generator(self, weights: Any) -> Generator:
@@ -359,6 +333,11 @@ class Built:
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def abstract_arrays(arrays: Any, shardings: Any) -> Any:
+    """Returns the shapes and dtypes of a tree of arrays, with these shardings."""
+    return jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), arrays, shardings)
 
 
 def build(
@@ -379,10 +358,9 @@ def build(
     config.validate()
     config.model.validate_vocabulary(vocab_size)
     reset_at = config.data.reset_at
-    require(
-        end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size,
-        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}",
-    )
+    is_there = end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size
+    wanted = f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens"
+    require(is_there, f"{wanted}, got {end_token}")
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype

@@ -1,9 +1,4 @@
-"""The checkpoints of a run: the latest, with everything, and the best parameters of each ensemble member.
-
-<workdir>/checkpoints/latest/         the whole training state, for an ensemble with a leading member axis
-<workdir>/checkpoints/best/           parameters of the lowest validation loss
-<workdir>/checkpoints/best/MEMBER/    the same for each member of an ensemble
-"""
+"""The checkpoints of a run (`runs.run`): the latest, with everything, and the best parameters of each member."""
 
 import contextlib
 from collections.abc import Callable

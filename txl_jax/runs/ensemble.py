@@ -60,12 +60,10 @@ class Ensemble(Built):
         def params_of(seed: jax.Array) -> Any:
             return nn.unbox(init_params(self.model, jax.random.key(seed)))
 
-        state_of = self.state_from_params if warm_state is None else warm_state
-        seeds = (jnp.asarray(config.seed, jnp.uint32) for config in self.configs.values())
-        states = [state_of(params_of(seed)) for seed in seeds]
+        state_of = warm_state or self.state_from_params
+        states = [state_of(params_of(jnp.asarray(config.seed, jnp.uint32))) for config in self.configs.values()]
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.members.abstract(self.abstract_state))
-        placed: TrainState = jax.device_put(self.members.stack(states), shardings)
-        return placed
+        return jax.device_put(self.members.stack(states), shardings)
 
     def compile_step(self) -> Compilation:
         """Like `Built.compile_step`, for all members."""
@@ -92,8 +90,7 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
     require(not alike, f"ensemble members must differ, got {'; '.join(names)}")
     for config in configs:
         config.validate()
-        fits = 0 <= config.seed < 2**32
-        require(fits, f"seeds of an ensemble must be between 0 and {2**32 - 1}, got {config.seed}")
+        require(0 <= config.seed < 2**32, f"seeds of an ensemble must be 0 to {2**32 - 1}, got {config.seed}")
     return dict(zip(names, configs, strict=True))
 
 

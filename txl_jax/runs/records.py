@@ -155,10 +155,7 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns a row with the means of each group of seeds, or none if no two rows differ only in their seed.
-
-    It has the settings, "seeds" (the number of finished runs), and means and deviations of the scores.
-    """
+    """Returns a row per group of seeds, with means, deviations and the number of finished runs, if any."""
     groups, found = seed_groups(names, rows), []
     for group in groups:
         ended = [row for row in group if row["state"] == "finished"]

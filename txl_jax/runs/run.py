@@ -2,7 +2,7 @@
 
 config.json       settings, text, implementations of attention, version, and the differences of ensemble members
 vocabulary.txt    the tokens by id
-checkpoints/      latest/ (everything), best/ (parameters of the lowest validation loss)
+checkpoints/      latest/ (everything), best/ or best/MEMBER/ (parameters of the lowest validation loss)
 metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
 """
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.config import DataConfig, ExperimentConfig, config_tree
@@ -84,9 +84,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         choose = f"Choose a member with --ensemble_member: {', '.join(names)}"
         require(not names or member is not None, f"{run.path} contains an ensemble. {choose}")
         if member is not None:
-            if member not in names:
-                there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
-                raise UserError(f"{run.path} has no member for --ensemble_member={member!r}. {there}")
+            there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
+            require(member in names, f"{run.path} has no member for --ensemble_member={member!r}. {there}")
             run.member, run.config = member, config_tree.replace(run.config, dict(names[member]))
         return run
 
@@ -95,8 +94,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Reads a run, or an ensemble with all of its members, like `read`."""
         run = cls(os.fspath(path))
         run._read()
-        there = f"{run.path} contains no run (no {_CONFIG})"
-        require(not run.is_new, f"{there}. Pass the workdir of a trained run.")
+        require(not run.is_new, f"{run.path} contains no run (no {_CONFIG}). Pass the workdir of a trained run.")
         return run
 
     @classmethod
@@ -157,8 +155,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 uses["evaluation"] = None
         return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
-    # Training
-
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
         """Compares settings between processes and with the record. Raises `UserError` if one changed that must not."""
         check_same_settings(config)
@@ -215,12 +211,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
-        distributed.check_seen_by_all(
-            self.path,
-            f"the workdir {self.path} is not the directory that process 0 writes to. Pass all hosts a --workdir on a "
-            "shared file system.",
-            seconds=_SECONDS_TO_APPEAR,
-        )
+        other = f"the workdir {self.path} is not the directory that process 0 writes to"
+        complaint = f"{other}. Pass all hosts a --workdir on a shared file system."
+        distributed.check_seen_by_all(self.path, complaint, seconds=_SECONDS_TO_APPEAR)
 
     def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
         """Returns a line for each setting that differs from the record: the ones that may differ, or the others."""
@@ -252,15 +245,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
             storage.write(os.path.join(self.path, _VOCABULARY), texts[1].encode())
             storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
 
-    def stopping(self, stop_requested: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `stop_requested` preceded by a check that the lock is still ours."""
-
-        def check_first() -> Any:
-            if self._lock is not None:
-                self._lock.check()
-            return stop_requested()
-
-        return check_first
+    def check(self) -> None:
+        """Raises `UserError` if this process knows that another run has taken the lock over."""
+        if self._lock is not None:
+            self._lock.check()
 
     def confirm(self) -> None:
         """Confirms the lock before a checkpoint. Raises `UserError` if another run has it."""
@@ -378,9 +366,6 @@ def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
 def short_name(setting: str) -> str:
     """Shortens a setting's dotted name: "learning_rate" for optimizer.learning_rate, "seed" for seed."""
     return setting.removeprefix("model.").removeprefix("optimizer.")
-
-
-# What all processes must have alike
 
 
 def check_same_settings(config: ExperimentConfig) -> None:

@@ -114,10 +114,7 @@ def score(
 def score_with_line(
     components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
 ) -> tuple[Totals, str]:
-    """Computes the losses of a text as `score` does. Returns them and a line about them and the time they took.
-
-    The totals have the bytes of the text where the vocabulary knows them.
-    """
+    """Scores like `score`. Returns the totals, with the text's bytes if they are known, and a line about them."""
     began, measure = time.monotonic(), vocabulary.measure
     totals = score(components, params, tokens, name=name, measure=measure, **options)
     totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
@@ -130,10 +127,7 @@ def score_with_line(
 def evaluate_splits(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
-    """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
-
-    The text may be another than in training if its vocabulary is the same. After `Interrupted` nothing is written.
-    """
+    """Scores both splits at the lengths of `config`. Returns and writes evaluation.json, unless `Interrupted`."""
     weights = Weights.of(model, config)
     folder = weights.outputs()
     scored = list(_score_splits(weights, corpus, stop_requested))
@@ -161,10 +155,9 @@ def score_tokens(
         1	h	2.3841858
         2	\n	0.017624786
 
-    A file has one line per token but the first, in the order of the text, whatever rows and segments it was read in.
-    `token` is its name in the vocabulary as `printable` escapes it. `nats` is minus the logprob of the token, and reads
-    back as exactly the number that was computed. It depends on the evaluation lengths and on `eval.batch_size`: every
-    row of the batch begins with an empty memory.
+    There is a line for each token but the first, in the order of the text, with its name as `printable` escapes it.
+    `nats` is minus its logprob, and reads back as exactly the number that was computed. It depends on the evaluation
+    lengths and on `eval.batch_size`: every row of the batch begins with an empty memory.
     """
     found: dict[str, Totals] = {}
     weights = Weights.of(model, config)
@@ -196,9 +189,6 @@ def _score_splits(
         yield step, split, totals, nats
 
 
-# Documents
-
-
 class Likeness(NamedTuple):
     """Losses of a document's targets [T], and which of them greedy decoding would have written."""
 
@@ -210,16 +200,14 @@ class DocumentReader:
     """Reads documents with one model at the evaluation lengths, each from an empty memory, without stride or warm-up.
 
     One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and a document's
-    results are the same as by itself. They come in the order of the documents, also before an error of their
-    iterator.
+    results are the same as by itself. They come in order, also before an error of the documents' iterator.
     """
 
     def __init__(self, components: Built, weights: Any, *, batch_size: int):
         """Takes prepared parameters (`Built.prepare_params`) and the number of documents side by side."""
         check_batch_size(batch_size)
         lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
-        config = dataclasses.replace(components.config, eval=lengths)
-        self._components = dataclasses.replace(components, config=config)
+        self._components = dataclasses.replace(components, config=dataclasses.replace(components.config, eval=lengths))
         self._weights = weights
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -313,8 +301,7 @@ class DocumentReader:
             flat = hidden.reshape(-1, hidden.shape[-1])
             likeliest = sampling.top_k_tokens(flat, weights.clusters, 1)[1].reshape(targets.shape)
         else:
-            log_p = model.apply({"params": weights}, hidden, method=model.log_probabilities)
-            likeliest = jnp.argmax(log_p, axis=-1)
+            likeliest = model.apply({"params": weights}, hidden, method=model.log_probabilities).argmax(axis=-1)
         return likeliest == targets
 
 
@@ -376,35 +363,24 @@ def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = Fal
 def score_documents(
     model: Weights, texts: Iterable[tuple[int, bytes]], *, name: str, per_token: bool, write: Callable[[str], Any]
 ) -> None:
-    r"""Writes the JSON records of each document as soon as it is scored: one per document, or one per token.
+    r"""Writes the JSON records of each document (docs/usage.md) as soon as it is scored: one, or one per token.
 
-        {"index": 0, "nats": 35.17, "tokens": 14, "bytes": 14}
-
-        {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
-
-    `bytes` of the tokens are missing where the vocabulary does not know them. `index` counts the documents, which are
-    read as by `DocumentReader`. The first token of each is not scored. `token` is its name in the vocabulary, with \xNN
-    for a byte that is not a whole character. `nats` is minus the logprob of the token, and reads back as exactly the
-    number that was computed.
+    Documents are read as by `DocumentReader`, without a score of the first token. `bytes` are missing where the
+    vocabulary does not know them. A token's name has \xNN for a byte that is not a whole character. `nats` read back as
+    exactly the numbers that were computed.
 
     `texts` are the documents, each after the number of its line. Errors name that number and the input's `name`.
     `write` takes a document's records, lines with their newlines, and gets those before an error too.
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
-    weights = components.prepare_params(params)
-    reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
+    batch_size = components.config.eval.batch_size
+    reader = DocumentReader(components, components.prepare_params(params), batch_size=batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
-    reading: collections.deque[tuple[int, np.ndarray]] = collections.deque()  # (line, ids) of documents not written.
-
-    def encoded() -> Iterator[np.ndarray]:
-        for line, text in texts:
-            ids = ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")
-            reading.append((line, ids))
-            yield ids
-
-    for index, nats in enumerate(reader.nats(encoded())):
-        line, ids = reading.popleft()
+    encoded = ((line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")) for line, text in texts)
+    given, again = itertools.tee(encoded)
+    # The reader's error ends both, if any.
+    for index, (nats, (line, ids)) in enumerate(zip(reader.nats(ids for _, ids in given), again, strict=False)):
         totals = Totals.of(nats)
         check_finite(totals, f"line {line} of {name}")
         known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
@@ -443,10 +419,7 @@ def format_scores(totals: Totals, measure: Measure) -> str:
 def progress_bar(
     name: str, total: int, *, unit: str, measure: Measure, log: Callable[[str], None], stop_requested: Callable[[], Any]
 ) -> Iterator[Callable[[float, Totals], None]]:
-    """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
-
-    Yields a function of how much of `total` is done and the scores so far. It raises `Interrupted` on request.
-    """
+    """Shows progress: on a terminal a bar, else a line every 20 s. Yields its update, which may raise `Interrupted`."""
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:

@@ -67,14 +67,17 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self._config = self.built.config.train
-        self._stop_requested = run.stopping(self.stop_requested)
         self._log = RunLog(run.path if distributed.is_primary() else None, sinks=self.sinks, confirm=run.confirm)
         self._checkpoints = RunCheckpoints(
             run, self.built.members, keep=self._config.keep_checkpoints, log=self._log.note
         )
         self._validation = Validation(
-            self.built, self.corpus, run, self._checkpoints, self._log, self._stop_requested, self.sampler
+            self.built, self.corpus, run, self._checkpoints, self._log, self._is_stopping, self.sampler
         )
+
+    def _is_stopping(self) -> Any:
+        self.run.check()
+        return self.stop_requested()
 
     def train(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
@@ -122,8 +125,7 @@ class Trainer:
                 self._checkpoints.wait()
                 results = validation.make_results(step, state) if self._has_ended(step) else None
                 if results is None:
-                    saved_all = "checkpoint saved. Rerun the same command to resume."
-                    log.print(f"stopped   at step {step}, {saved_all}")
+                    log.print(f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume.")
                 return Outcome(results is not None, step, results)
 
     def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -141,8 +143,7 @@ class Trainer:
         return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:
-        ended = step >= self._config.steps or self._validation.out_of_patience
-        return ended and not self._validation.pending
+        return (step >= self._config.steps or self._validation.out_of_patience) and not self._validation.pending
 
     def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
@@ -150,10 +151,9 @@ class Trainer:
         evaluation = validation.hooks()
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, self._save)
-        own = list(self.hooks)
-        if own:  # They may load the best parameters.
-            own.insert(0, Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best()))
-        hooks = [*evaluation, *own, save]
+        # Own hooks may load the best parameters.
+        wait = [Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())] if self.hooks else []
+        hooks = [*evaluation, *wait, *self.hooks, save]
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, self._save_on_notice))
         if validation.pending:  # A stop cut the last evaluation short: it is repeated. A first start skips this.
@@ -189,7 +189,7 @@ class Trainer:
                     progress=progress,
                     hooks=hooks,
                     log=log,
-                    stop_requested=self._stop_requested,
+                    stop_requested=self._is_stopping,
                 )
             except NonFiniteError as error:
                 saved = self._checkpoints.saved_step
@@ -246,9 +246,6 @@ def run_updates(
         progress.waited(time.monotonic() - began)
         return found
 
-    def report(first_step: int, metrics: UpdateMetrics) -> None:
-        progress.add(first_step, jax.device_get(metrics))
-
     step, stopping = first_step, False
     pending: tuple[int, UpdateMetrics] | None = None
     upcoming = segments_of(step)
@@ -257,18 +254,18 @@ def run_updates(
         # While the device works: the next segments, and the metrics of the call before.
         upcoming = segments_of(step + segments_per_call)
         if pending is not None:
-            report(*pending)
+            progress.add(*jax.device_get(pending))
         pending = step, metrics
         step += segments_per_call
         due = [hook for hook in hooks if step % hook.every == 0 or step == steps]
         if due:
-            report(*pending)
+            progress.add(*jax.device_get(pending))
             pending = None
             state, stopping = run_hooks(due, step, state, log=log, progress=progress)
         if stop_requested() or stopping:  # Asked after the hooks: one that was cut short must be repeated at this step.
             break
     if pending is not None:
-        report(*pending)
+        progress.add(*jax.device_get(pending))
     return step, state
 
 

@@ -23,7 +23,7 @@ from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
-from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.training.step import TrainState
 from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, shape_differences, transfer
 
@@ -76,8 +76,7 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 
     def read() -> Corpus:
         if vocabulary is not None:
-            there = config_tree.replace(config, _tokenizer_settings(vocabulary))
-            different = config_tree.differences(there, config)
+            different = config_tree.differences(config_tree.replace(config, _tokenizer_settings(vocabulary)), config)
             named = "; ".join(f"{leaf.name} is {ours} instead of {theirs}" for leaf, theirs, ours in different)
             kept = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
             require(not different, f"{kept}, but {named}. Omit these flags.")
@@ -112,11 +111,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         gone = f"the checkpoints in {run.latest} disappeared while the run was opened"
         raise CheckpointError(f"{gone}. Rerun the same command.")
 
-    def has_checkpoint() -> bool:
-        with Checkpointer(run.latest, keep=1, log=lambda line: None) as latest:
-            return latest.latest_step() is not None
-
-    if distributed.broadcast_from_primary(has_checkpoint):
+    if distributed.broadcast_from_primary(lambda: bool(find_steps(run.latest))):
         return None if run.weights is None else WarmStart(run.weights, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
@@ -124,19 +119,14 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
     theirs = config_tree.replace(trained.config, changed)
-    same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
-    step, params = trained.params(same_mesh)
+    step, params = trained.params(build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=()))
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     move = transfer(rows, trained.config.model, config.model, jit=components.jit)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
-
-    def state(own: Any) -> TrainState:
-        return components.state_from_params(move(own, params, shardings))
-
-    return WarmStart(record, state, _note(config, trained.config))
+    shardings, note = jax.tree.map(lambda leaf: leaf.sharding, initial), _note(config, trained.config)
+    return WarmStart(record, lambda own: components.state_from_params(move(own, params, shardings)), note)
 
 
 def digest(params: Any) -> str:
@@ -177,11 +167,9 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
     theirs = trained.vocabulary
     same = theirs == vocabulary
     kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
-    require(
-        same or theirs.kind == vocabulary.kind,
-        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}. Pass "
-        "--init_vocabulary=kept to read the text in that vocabulary.",
-    )
+    differ = f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}"
+    advice = "Pass --init_vocabulary=kept to read the text in that vocabulary."
+    require(same or theirs.kind == vocabulary.kind, f"{differ}. {advice}")
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 

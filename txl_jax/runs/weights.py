@@ -57,10 +57,7 @@ class Weights:
         return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
 
     def outputs(self, *, needed: bool = False) -> str | None:
-        """Returns the directory for scores and samples, or None, with a note, if the model's own is read-only.
-
-        Raises `UserError` instead if it is `needed`, or `out` cannot be written to.
-        """
+        """Returns the folder for scores and samples. If read-only: None, or `UserError` if `needed` or `out` is set."""
 
         def find() -> str | None:
             try:
@@ -76,20 +73,27 @@ class Weights:
         return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
-        """Builds the model over the mesh of its config. Raises `UserError` if settings do not match the devices."""
-        if isinstance(self.source, Run):
-            return build_trained(self.config, self.source, log=log)
-        built = first_contact.build_on_all(lambda: build_for(self.config, self.vocabulary, uses=["evaluation"]))
-        if built.attention is not None and built.attention.evaluation.failed:
-            log(f"attention: {built.attention.describe()}")
+        """Builds the model on its config's mesh, a run's with its recorded attention. All processes call it.
+
+        Raises `UserError` if settings do not match the devices.
+        """
+        recorded = self.source.attention_for(self.config) if isinstance(self.source, Run) else None
+        built = first_contact.build_on_all(
+            lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
+        )
+        check_same_attention(built.attention)
+        if (attention := built.attention) is not None:
+            before = {"evaluation": str(recorded.cached)} if recorded else None
+            if (recorded or attention.evaluation.failed) and (line := attention.describe(before)):
+                log(f"attention: {line}")
         return built
 
     def params(self, built: Built, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `built` is built with this config, or with one with the same `model` on another mesh. Raises `UserError` if
-        no checkpoint exists yet, and `CheckpointError` if the weights are corrupted or belong to another model.
+        `built` has this config's `model`, on any mesh. Raises `UserError` if no checkpoint exists yet, and
+        `CheckpointError` if the weights are corrupted or belong to another model.
         """
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
@@ -165,25 +169,12 @@ def load_to_score(
     weights = Weights.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
     trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
-    require(
-        ours == theirs, f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary."
-    )
+    other = f"this is {trained}, but {scored} {ours.size} or others"
+    require(ours == theirs, f"{other}. Read it in the model's vocabulary.")
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
     built = weights.build(log=log)
     return built, *weights.params(built, log=log)
-
-
-def build_trained(config: ExperimentConfig, run: Run, *, log: Callable[[str], None]) -> Built:
-    """Builds a trained run with its recorded implementations of attention. All processes call it."""
-    recorded = run.attention_for(config)
-    built = first_contact.build_on_all(
-        lambda: build_for(config, run.text.vocabulary, recorded=recorded, uses=["evaluation"])
-    )
-    check_same_attention(built.attention)
-    if built.attention is not None and (changed := built.attention.describe({"evaluation": str(recorded.cached)})):
-        log(f"attention: {changed}")
-    return built
 
 
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
@@ -216,10 +207,7 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
-
-    For a chosen ensemble member it is that member's state, with the notes of all members.
-    """
+    """Loads the latest valid state, before step `before` if passed: (step, a member's own state, notes), or None."""
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:

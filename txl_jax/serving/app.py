@@ -1,8 +1,4 @@
-"""The routes of the server, in Starlette. `make_app` lists them.
-
-Every error has a body in OpenAI's format with a message. An unexpected error is logged, and answered without its
-traceback.
-"""
+"""The server's routes (`make_app`). Errors have bodies in OpenAI's format. Unexpected ones are logged as well."""
 
 import asyncio
 import contextlib
@@ -46,8 +42,7 @@ _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protoc
 def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
     """Returns the application, which starts the engine and stops it at its end.
 
-    `model` is its name for clients, `hosts` the names that they may use for this server, where empty allows any, and
-    `keys` the API keys, where empty asks for none.
+    `model` is its name for clients, `hosts` are this server's names (empty: any), `keys` the API keys (empty: none).
     """
     server = _Server(engine, model, keys)
     routes = [
@@ -76,6 +71,7 @@ class _Server(Collector):
 
     def __init__(self, engine: Engine, model: str, keys: Sequence[str]):
         self._engine, self._store, self._model = engine, engine.store, model
+        self._vocabulary, self._limits = engine.vocabulary, engine.limits
         self._keys = [_digest(key) for key in keys]
         self._paths: dict[str, Any] = {}  # Of the schema.
         self._registry = registry = CollectorRegistry()
@@ -100,17 +96,13 @@ class _Server(Collector):
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key, and a POST with JSON if it has a body's model. Errors are JSON too.
-
-        The function finds the key's owner and the body in `request.state`.
-        """
+        """Returns a route that needs a key and answers JSON. `request.state` has the key's owner and a POST's body."""
 
         async def answer(request: Request) -> Response:
             try:
                 request.state.owner = self._owner(request)
                 if body is not None:
-                    content = await self._json(request)
-                    request.state.body = await asyncio.to_thread(protocol.parse, content, body)
+                    request.state.body = await asyncio.to_thread(protocol.parse, await self._json(request), body)
                 found = await handle(request)
                 response = found if isinstance(found, Response) else await asyncio.to_thread(JSONResponse, found)
             except RequestError as error:
@@ -124,13 +116,10 @@ class _Server(Collector):
             return response
 
         method = "POST" if body else method
-        operation: dict[str, Any] = {
-            "summary": handle.__doc__,
-            "responses": {"default": {"description": "JSON, or text of /metrics"}},
-        }
+        answers = {"default": {"description": "JSON, or text of /metrics"}}
+        operation: dict[str, Any] = {"summary": handle.__doc__, "responses": answers}
         if "{" in path:
-            parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-            operation["parameters"] = [parameter]
+            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
         if body:
             schema = {"$ref": f"#/components/schemas/{body.__name__}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -156,19 +145,15 @@ class _Server(Collector):
 
     async def tokenizer_info(self, _request: Request) -> dict[str, Any]:
         """Describes the vocabulary, in the form of vLLM's server."""
-        return protocol.tokenizer_info(self._engine.vocabulary)
+        return protocol.tokenizer_info(self._vocabulary)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Returns the token ids of a text."""
-        return await asyncio.to_thread(
-            protocol.tokenize, request.state.body, self._engine.vocabulary, self._engine.limits
-        )
+        return await asyncio.to_thread(protocol.tokenize, request.state.body, self._vocabulary, self._limits)
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """Returns the text of token ids."""
-        return await asyncio.to_thread(
-            protocol.detokenize, request.state.body, self._engine.vocabulary, self._engine.limits
-        )
+        return await asyncio.to_thread(protocol.detokenize, request.state.body, self._vocabulary, self._limits)
 
     async def make_session(self, request: Request) -> Response:
         """Makes a session. At the limit, the session that was idle longest is evicted."""
@@ -204,10 +189,8 @@ class _Server(Collector):
         """Returns the routes and the models of their bodies, in OpenAPI."""
         template = "#/components/schemas/{model}"
         _, found = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
-        info = {"title": "txl_jax", "version": __version__}
-        return JSONResponse(
-            {"openapi": "3.1.0", "info": info, "paths": self._paths, "components": {"schemas": found["$defs"]}}
-        )
+        head = {"openapi": "3.1.0", "info": {"title": "txl_jax", "version": __version__}}
+        return JSONResponse(head | {"paths": self._paths, "components": {"schemas": found["$defs"]}})
 
     async def page(self, _request: Request) -> Response:
         """Returns the page to type into."""
@@ -251,7 +234,7 @@ class _Server(Collector):
         if kind != "application/json":
             message = f"the content type must be application/json, got {kind[:80]!r}"
             raise RequestError(message, status=415, code="unsupported_media_type")
-        limits, body = self._engine.limits, bytearray()
+        limits, body = self._limits, bytearray()
         try:
             async with asyncio.timeout(limits.body_seconds):
                 async for part in request.stream():
@@ -338,9 +321,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         return _error(RequestError(message, status=error.status_code, code="not_found"))
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     allowed = ", ".join(sorted({name for route in matching for name in route.methods}))  # Of all routes of the path.
-    response = _error(
-        RequestError(f"{method} is not allowed for {path}, only {allowed}", status=405, code="method_not_allowed")
-    )
+    message = f"{method} is not allowed for {path}, only {allowed}"
+    response = _error(RequestError(message, status=405, code="method_not_allowed"))
     response.headers["Allow"] = allowed
     return response
 

@@ -239,12 +239,10 @@ class Engine:
             return not self._stopping
 
     def _jobs(self) -> set[Job]:
-        """Returns the jobs that have not ended."""
         with self._changed:
             return {*self._waiting, *(row.job for row in self._rows.values())}
 
     def _drop_ended(self) -> None:
-        """Ends jobs that were cancelled or have no time left."""
         now = time.monotonic()
         for job in self._jobs():
             if job.cancelled:
@@ -262,8 +260,7 @@ class Engine:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
                 raise
             _log.exception("a request failed")
-            message = "internal server error"
-            self._fail(job, RequestError(message, status=500, code="internal"))
+            self._fail(job, RequestError("internal server error", status=500, code="internal"))
 
     def _admit(self) -> None:
         """Puts waiting samples into free rows. Samples whose prompt is being read wait for its end."""

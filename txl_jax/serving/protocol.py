@@ -1,7 +1,4 @@
-"""OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON.
-
-Bodies are read by pydantic, whose models are also the server's schema. Nothing here belongs on the event loop.
-"""
+"""OpenAI's JSON of `/v1/completions`, by models of pydantic, which are the schema too. Not for the event loop."""
 
 import codecs
 import collections
@@ -166,11 +163,9 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
     if body.session is None:
         found = [ids if len(ids) else vocabulary.start.astype(np.int32) for ids in found]
     _check_total(sum(map(len, found)) + count * body.max_tokens, limits)
-    seed = secrets.randbelow(1 << 32) if body.seed is None else body.seed
-    settings: dict[str, Any] = {
-        name: getattr(body, name) for name in ("n", "max_tokens", "temperature", "top_p", "echo")
-    }
-    settings |= {"seed": seed, "stop": _stop(body, limits), "logprobs": body.logprobs is not None}
+    settings = body.model_dump(include={"n", "max_tokens", "temperature", "top_p", "echo"})
+    settings["seed"] = secrets.randbelow(1 << 32) if body.seed is None else body.seed
+    settings |= {"stop": _stop(body, limits), "logprobs": body.logprobs is not None}
     return [Prompt(ids, **settings) for ids in found]
 
 
@@ -218,12 +213,10 @@ class ChoiceWriter:
         }
 
     def _logprobs_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Returns tokens and their logprobs."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             for place, token in enumerate(piece.tokens.tolist()):
-                name = self._name(token)
-                found["tokens"].append(name)
+                found["tokens"].append(self._name(token))
                 found["text_offset"].append(self._offset)
                 self._offset += len(self._characters.decode(self._vocabulary.decode([token])))
                 scores = piece.scores
@@ -275,7 +268,6 @@ def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
 
 
 def _check_total(total: int, limits: Limits) -> None:
-    """Raises `RequestError` if a request has more tokens than a request may have."""
     if total > limits.tokens:
         most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
         advice = "Shorten the prompts, lower max_tokens or n, or continue a session over several requests."

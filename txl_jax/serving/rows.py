@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from txl_jax.config import MemoryStart
-from txl_jax.errors import UserError
+from txl_jax.config.config_tree import require
 from txl_jax.inference import decode, forward
 from txl_jax.inference.cache import KVCache, cache_capacity
 from txl_jax.inference.decode import Limits, Scores, row_key
@@ -71,21 +71,13 @@ class Step:
     """The compiled programs of one model at its evaluation lengths, for R rows."""
 
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
-        """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
-
-        Raises `UserError` if the mesh has several devices or the model keeps documents apart. Whether it can generate
-        at all is checked by `runs.generate.check_can_generate`.
-        """
-        if components.config.data.reset_at is not None:  # A row's filled slots follow from its position here.
-            raise UserError(
-                f"the model keeps documents apart by the token {components.config.data.reset_at!r}, which the "
-                "server does not support. Generate with txl_jax.load."
-            )
-        if components.mesh.size > 1:
-            raise UserError(
-                f"the server must run on one device, got a mesh of {components.mesh.size}. Start it where JAX finds "
-                "one device, for example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1."
-            )
+        """Compiles nothing. K is `block`, a row's tokens per call. Raises `UserError` for a mesh, or `reset_at`."""
+        reset_at, size = components.config.data.reset_at, components.mesh.size
+        apart = f"the model keeps documents apart by the token {reset_at!r}, which the server does not support"
+        # A row's filled slots follow from its position here.
+        require(reset_at is None, f"{apart}. Generate with txl_jax.load.")
+        advice = "Start it where JAX finds one, for example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1."
+        require(size == 1, f"the server must run on one device, got a mesh of {size}. {advice}")
         assert isinstance(components.model, TransformerXL)
         self._components, self._model = components, components.model
         self.batch_size, self.block = batch_size, block
@@ -115,14 +107,11 @@ class Step:
 
     def empty_row(self, weights: Weights) -> KVCache | None:
         """Returns the cache [1, ..] to `put` before a row begins, or None if a position of 0 is enough."""
-        masked = self._model.config.compat.memory_start is MemoryStart.MASKED
-        return None if masked else self._init(weights.segment, 1)
+        is_masked = self._model.config.compat.memory_start is MemoryStart.MASKED
+        return None if is_masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
-        """Samples up to K tokens of each row. The cache is donated.
-
-        Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first `steps` count.
-        """
+        """Samples up to K tokens of a row: (donated cache, tokens int32 [R, K], scores), of which `steps` count."""
         of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
         limits = Limits(rows.temperature, rows.top_p)
         cache = self._at(cache, rows.position)
@@ -180,8 +169,7 @@ class Step:
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
         sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
-        dtype = memory_dtype(self._model, self._components.config.eval)
-        cache = forward.init_cache(weights, dtype=dtype, **sizes)
+        cache = forward.init_cache(weights, dtype=memory_dtype(self._model, self._components.config.eval), **sizes)
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 
 

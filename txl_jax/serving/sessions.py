@@ -64,8 +64,7 @@ class SessionStore:
     @property
     def num_bytes(self) -> int:
         """Memory of all sessions."""
-        rings = [session.state.rings for session in self._all()]
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(rings))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves([session.state.rings for session in self._all()]))
 
     def create(self, owner: str) -> Session:
         """Makes an empty session, replacing an idle one if there are too many. Raises `RequestError` (429)."""
@@ -126,7 +125,6 @@ class SessionStore:
             self.num_evicted += 1
 
     def _expire(self) -> None:
-        """Removes the sessions that were not used for too long."""
         before = self._clock() - self.seconds
         for session in [each for each in self._all() if not each.busy and each.used < before]:
             del self._sessions[session.name]

@@ -39,7 +39,7 @@ from jax.experimental.pallas import tpu as pltpu
 from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.problem import CachedOperands, Problem, Tile
 from txl_jax.ops.attention.tpu.geometry import DEFAULT_VMEM, LANES, SPARE_VMEM, CachedSizes, round_up
-from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, skew_from, widen
+from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, pad_rows, skew_from, widen
 
 
 def tpu_cached_attention(
@@ -51,9 +51,7 @@ def tpu_cached_attention(
     """
     query, key, value, ring, position = operands
     position_query, table, scores = position or (None, None, None)
-    assert position is None or (table is not None and scores is None), (
-        "refused: position scores without keys, or beside"
-    )
+    assert position is None or (table is not None and scores is None), "refused: position scores, or no keys"
     (batch, n_head, segment_len, width), capacity = query.shape, visibility.capacity
     problem = Problem(
         *("tpu", "", query.dtype.name, batch, n_head, segment_len, capacity + segment_len, width),
@@ -63,23 +61,14 @@ def tpu_cached_attention(
         cache_dtype=ring[0].dtype.name,
     )
     sizes = CachedSizes.of(problem, tile)
-    padded = round_up(segment_len, sizes.query_block)
-    own_len = sizes.n_own * sizes.own_block
-    arrays = {"query": _pad_rows(query, padded), "key": _pad_rows(key, own_len), "value": _pad_rows(value, own_len)}
+    queries, own = round_up(segment_len, sizes.query_block) - segment_len, sizes.n_own * sizes.own_block - segment_len
+    arrays = {"query": pad_rows(query, 0, queries), "key": pad_rows(key, 0, own), "value": pad_rows(value, 0, own)}
     if table is not None and position_query is not None:
-        arrays |= {
-            "position_query": _pad_rows(position_query, padded),
-            "position_key": table[..., -sizes.n_positions :],
-        }
+        arrays["position_query"] = pad_rows(position_query, 0, queries)
+        arrays["position_key"] = table[..., -sizes.n_positions :]
     if capacity:
         arrays |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}
     return _call(arrays, visibility, sizes, interpret=interpret)[:, :, :segment_len]
-
-
-def _pad_rows(array: jax.Array, size: int) -> jax.Array:
-    """Appends zeros to the rows: [B, H, n, E] -> [B, H, size, E]."""
-    missing = size - array.shape[2]
-    return jnp.pad(array, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else array
 
 
 def _call(
@@ -98,7 +87,6 @@ def _call(
     if sizes.clamped:
         scratch["far"] = pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32)
     names = ("valid", "write_index", *operands, "output", *scratch)
-    out = jax.ShapeDtypeStruct(operands["query"].shape, operands["value"].dtype)
     return pl.pallas_call(
         functools.partial(_kernel, names=names, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -108,7 +96,7 @@ def _call(
             out_specs=specs["query"],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=out,
+        out_shape=jax.ShapeDtypeStruct(operands["query"].shape, operands["value"].dtype),
         # Rows may not be split among cores: the first row of a head makes its table.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
@@ -122,22 +110,16 @@ def _call(
 
 def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
     """Returns what each step reads. A block that stays the same is not fetched again."""
-    width = sizes.width
-
-    def ring_block(step: jax.Array) -> jax.Array:
-        return jnp.minimum(step, sizes.n_ring - 1)
-
-    def own_block(step: jax.Array) -> jax.Array:
-        return jnp.minimum(step, sizes.n_own - 1)
-
-    queries = pl.BlockSpec((1, sizes.heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0))
-    own = pl.BlockSpec((1, sizes.heads, sizes.own_block, width), lambda h, b, a, t, *_: (b, h, own_block(t), 0))
-    columns = pl.BlockSpec((1, sizes.heads, width, sizes.ring_block), lambda h, b, a, t, *_: (b, h, 0, ring_block(t)))
-    rows = pl.BlockSpec((1, sizes.heads, sizes.ring_block, width), lambda h, b, a, t, *_: (b, h, ring_block(t), 0))
+    heads, width, last_ring, last_own = sizes.heads, sizes.width, sizes.n_ring - 1, sizes.n_own - 1
+    queries = pl.BlockSpec((1, heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0))
+    own = pl.BlockSpec((1, heads, sizes.own_block, width), lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_own), 0))
+    of_columns, of_rows = (1, heads, width, sizes.ring_block), (1, heads, sizes.ring_block, width)
+    columns = pl.BlockSpec(of_columns, lambda h, b, a, t, *_: (b, h, 0, jnp.minimum(t, last_ring)))
+    rows = pl.BlockSpec(of_rows, lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_ring), 0))
     return {
         "query": queries,
         "position_query": queries,
-        "position_key": pl.BlockSpec((sizes.heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)),
+        "position_key": pl.BlockSpec((heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)),
         "ring_key": columns,
         "ring_value": columns if sizes.value_columns else rows,
         "key": own,
@@ -284,8 +266,7 @@ def _add(
         return
     near = block.needed
     if sizes.clamped:
-        smallest = sizes.capacity + block.first_query - (block.first_place + block.size - 1)
-        is_far = smallest >= sizes.n_positions - 1
+        is_far = sizes.capacity + block.first_query - (block.first_place + block.size - 1) >= sizes.n_positions - 1
         near = block.needed & ~is_far
         pl.when(block.needed & is_far)(lambda: update(lambda head: widen(r.far[head], block.size)))
     pl.when(near)(lambda: update(lambda head: _position_scores(r, sizes, block, head)))

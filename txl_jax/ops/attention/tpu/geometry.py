@@ -4,10 +4,10 @@ Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the posit
 behind to whole tiles, keys too, and position keys in front by as many rows as queries behind, which keeps this rule.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -56,20 +56,16 @@ def refusal(problem: Problem) -> str | None:
         return "the kernels do not support a score per distance (position_score)"
     pairs = problem.segment_len * problem.n_keys
     if pairs < _FEWEST_PAIRS:
-        return (
-            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {_FEWEST_PAIRS}, from "
-            "which kernels are faster"
-        )
+        few = f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs"
+        return f"{few}, below {_FEWEST_PAIRS}, from which kernels are faster"
     refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
     return refused or _libtpu_refusal()
 
 
 def _training_refusal(problem: Problem, vmem: int) -> str | None:
     if (need := _backward_bytes(problem, default_tile(problem))) > vmem:
-        return (
-            f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
-            f"kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
-        )
+        needed = f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM"
+        return f"{needed} in the backward kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
     return None
 
 
@@ -81,21 +77,17 @@ def _cached_refusal(problem: Problem, vmem: int) -> str | None:
         return f"the head size is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
     need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
     if need > most:
-        return (
-            f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
-            f"{most / _MIB:.1f}"
-        )
+        needed = f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM"
+        return f"{needed}, above {most / _MIB:.1f}"
     return None
 
 
 def _libtpu_refusal() -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers and numbers <= _TOO_OLD_LIBTPU:
-        return f"libtpu is {version}, which cannot compile kernels of jax {jax.__version__}"
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+        if numbers and numbers <= _TOO_OLD_LIBTPU:
+            return f"libtpu is {version}, which cannot compile kernels of jax {jax.__version__}"
     return None
 
 
@@ -118,9 +110,8 @@ def default_tile(problem: Problem) -> Tile:
         query = round_up(problem.segment_len, _ROWS) if problem.segment_len <= LANES else 2 * LANES
         return Tile(query, max(_part(problem.capacity or 0, _LARGEST_BLOCK, LANES), LANES))
     largest = _LARGEST_TILES if problem.dtype == "bfloat16" else _LARGEST_TILES[2:]
-    tiles = [
-        Tile(_part(problem.segment_len, query, _ROWS), _part(problem.n_keys, key, LANES)) for query, key in largest
-    ]
+    length, n_keys = problem.segment_len, problem.n_keys
+    tiles = [Tile(_part(length, query, _ROWS), _part(n_keys, key, LANES)) for query, key in largest]
     return next((tile for tile in tiles if _backward_bytes(problem, tile) <= _vmem(problem.device_kind)), tiles[-1])
 
 
@@ -160,17 +151,14 @@ def vmem_bytes(sizes: "Problem | Geometry", tile: Tile, *, itemsize: int, backwa
     Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512 at K 4096 and 31.9 at
     K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this gives 18.4, 32.4 and 29.5.
     """
-    row = round_up(sizes.d_head, LANES)
-    n_query, n_key = tile
+    row, (n_query, n_key) = round_up(sizes.d_head, LANES), tile
     keys = round_up(sizes.n_keys, n_key)
     positions = round_up(sizes.segment_len, n_query) + keys + LANES if sizes.n_positions else 0
     blocks = 2 * itemsize * row * (n_query * (4 if backward else 2) + 2 * n_key + positions)
     scratch = n_query * row * (2 * itemsize + 8) + 2 * n_query * LANES * 4
     scores = n_query * (n_key + LANES) * 4 * (3 if backward else 2) * (itemsize // 2)
-    total = blocks + scratch + scores
-    if backward:
-        total += row * (keys * 2 * (2 * itemsize + 4) + positions * 2 * 4)
-    return total
+    sums = row * (keys * 2 * (2 * itemsize + 4) + positions * 2 * 4) if backward else 0
+    return blocks + scratch + scores + sums
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -249,20 +237,8 @@ class Geometry:
         """Rows of the padded position keys. The last strip reads up to 128 more than there are."""
         return self.padded_queries + self.padded_keys + LANES
 
-    @property
-    def position_step(self) -> int:
-        """A divisor of every row of the position keys at which a strip begins."""
-        return math.gcd(strip_rows(self.tile.query), self.tile.key)
-
-    def first_position(self, query_tile: jax.Array, key_tile: jax.Array) -> jax.Array:
-        """Returns the row of the padded position keys for a tile's last query and first key."""
-        return self.padded_queries - (query_tile + 1) * self.tile.query + key_tile * self.tile.key
-
     def key_tiles(self, query_tile: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first tile of the keys from `start` to `stop` that some query of a tile sees, and the last.
-
-        The range is empty if none does.
-        """
+        """Returns the first and last tile of the keys `start` to `stop` that a query tile sees, or an empty range."""
         start, stop = self._key_range(query_tile, start, stop, jnp.minimum, jnp.maximum)
         size = jnp.int32(self.tile.key)
         return lax.div(start, size), jnp.where(stop > start, lax.div(stop - 1, size), -1)
@@ -279,12 +255,9 @@ class Geometry:
         return start, minimum(stop, last + 1) if self.causal else stop
 
     def visible(self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-        """Returns the visible pairs of a tile: bool [n, m], or [1, m] if all its queries see the same.
-
-        What holds for a key alone goes into its number, [1, m], so that a pair costs one comparison.
-        """
+        """Returns the visible pairs of a tile: bool [n, m], or [1, m] if all its queries see the same."""
         key = key_tile * self.tile.key + lax.broadcasted_iota(jnp.int32, (1, self.tile.key), 1)
-        key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)
+        key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)  # So that a pair costs one comparison.
         rows = lax.broadcasted_iota(jnp.int32, (self.tile.query, 1), 0)
         own = self.mem_len + query_tile * self.tile.query + rows  # The key at distance 0.
         if self.causal:
@@ -299,14 +272,11 @@ class Geometry:
     def n_tile(self) -> int:
         """Tiles of a row and head with visible pairs, if its memory is full, like `key_tiles` in Python's integers.
 
-        An array's value cannot be asked for here: where a mesh of devices that are not at hand is the ambient one, jax
-        would compute it on those.
+        Not by jax, which would compute on the ambient mesh, whose devices may not be at hand.
         """
-        count = 0
-        for query_tile in range(self.n_query_tile):
-            start, stop = self._key_range(query_tile, 0, self.n_keys, min, max)
-            count += (stop - 1) // self.tile.key - start // self.tile.key + 1 if stop > start else 0
-        return count
+        ranges = (self._key_range(tile, 0, self.n_keys, min, max) for tile in range(self.n_query_tile))
+        size = self.tile.key
+        return sum((stop - 1) // size - start // size + 1 for start, stop in ranges if stop > start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +307,7 @@ class CachedSizes:
         segment_len, capacity = problem.segment_len, problem.capacity or 0
         query_block = min(tile.query, segment_len)
         query_block = round_up(query_block, _ROWS if query_block <= LANES else LANES)
-        own_block = min(round_up(segment_len, LANES), round_up(tile.key, LANES))
+        own_block = round_up(min(segment_len, tile.key), LANES)
         sizes = cls(
             heads=1,
             width=problem.d_head,

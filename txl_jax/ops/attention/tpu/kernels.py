@@ -131,9 +131,6 @@ def _save(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[j
     return out, (operands, scalars, out, log_sum)
 
 
-# The forward kernel.
-
-
 class _ForwardScratch(NamedTuple):
     """Arrays that stay in VMEM over the tiles of keys."""
 
@@ -149,7 +146,8 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
 
     A query that sees no key gets zeros, and a logarithm so large that its probabilities come out as 0.
     """
-    rows, width, blocks = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
+    rows, width, (blocks, _, log_sum_block) = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
+    padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
     scratch = _ForwardScratch(
         content_query=pltpu.VMEM((rows, width), dtype),
@@ -163,10 +161,10 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
         functools.partial(_forward_kernel, geometry),
         geometry,
         scalars,
-        (_pad_operands(geometry, operands),),
-        in_specs=(_present(blocks.of_operands, operands),),
-        out_specs=(blocks.query, blocks.log_sum),
-        out_shape=(_queries_shape(geometry, dtype), jax.ShapeDtypeStruct(log_sum_shape, wide)),
+        (padded,),
+        in_specs=(_present(blocks, operands),),
+        out_specs=(blocks.query, log_sum_block),
+        out_shape=(jax.ShapeDtypeStruct(padded.query.shape, dtype), jax.ShapeDtypeStruct(log_sum_shape, wide)),
         scratch=scratch,
         backward=False,
     )
@@ -181,7 +179,7 @@ def _forward_kernel(
     log_sum_ref: Any,
     scratch: _ForwardScratch,
 ) -> None:
-    step = _Step.current(geometry, scalars)
+    step = _Step(geometry, scalars, *map(pl.program_id, range(4)))
 
     @pl.when(step.key_tile == 0)
     def _begin() -> None:
@@ -216,9 +214,6 @@ def _forward_kernel(
         log_sum_ref[0, 0, 0] = log_sum.T[:1]  # One number per row: 128 equal ones were most of the temporary memory.
 
 
-# The backward kernel.
-
-
 class _Residuals(NamedTuple):
     """Arrays that the backward pass reads besides the operands."""
 
@@ -247,7 +242,8 @@ def _backward(
 ) -> tuple[_Operands, None]:
     """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
     operands, scalars, out, log_sum = saved
-    rows, width, blocks = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
+    rows, width, (blocks, all_keys, log_sum_block) = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
+    padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
     has_position = geometry.n_positions > 0
     scratch = _BackwardScratch(
@@ -260,42 +256,28 @@ def _backward(
         key_gradient=pltpu.VMEM((geometry.padded_keys, width), wide),
         value_gradient=pltpu.VMEM((geometry.padded_keys, width), wide),
     )
-    keys = jax.ShapeDtypeStruct((geometry.batch, geometry.n_head, geometry.padded_keys, width), dtype)
-    positions = jax.ShapeDtypeStruct((geometry.n_head, geometry.n_position_rows, width), wide)
-    bias = jax.ShapeDtypeStruct((geometry.n_head, 1, width), wide)
-    shapes = _Operands(_queries_shape(geometry, dtype), keys, keys, positions, bias, bias)
-    given = _present(blocks.of_operands, operands)
+    present = _present(_Operands(dtype, dtype, dtype, wide, wide, wide), operands)
+    shapes = jax.tree.map(lambda array, kind: jax.ShapeDtypeStruct(array.shape, kind), padded, present)
+    given = _present(blocks, operands)
     residuals = _Residuals(_pad_queries(geometry, out), _pad_queries(geometry, gradient), log_sum)
     gradients = _run(
         functools.partial(_backward_kernel, geometry),
         geometry,
         scalars,
-        (_pad_operands(geometry, operands), residuals),
-        in_specs=(given, _Residuals(blocks.query, blocks.query, blocks.log_sum)),
-        out_specs=given._replace(key=blocks.all_keys, value=blocks.all_keys),
-        out_shape=_present(shapes, operands),
+        (padded, residuals),
+        in_specs=(given, _Residuals(blocks.query, blocks.query, log_sum_block)),
+        out_specs=given._replace(key=all_keys, value=all_keys),
+        out_shape=shapes,
         scratch=scratch,
         backward=True,
     )
-
-    inverse_keep = scalars.keep[1]
-
-    def finish(gradient: jax.Array | None, array: jax.Array | None) -> jax.Array | None:
-        return None if gradient is None or array is None else (gradient * inverse_keep).astype(array.dtype)
-
-    position_key = gradients.position_key
-    if position_key is not None:
+    query, key, value, *of_heads = gradients
+    if has_position:
         before, _ = geometry.position_padding
-        position_key = position_key[:, before : before + geometry.n_positions]
-    of_operands = _Operands(
-        query=gradients.query[:, :, : geometry.segment_len],
-        key=gradients.key[:, :, : geometry.n_keys],
-        value=gradients.value[:, :, : geometry.n_keys],
-        position_key=finish(position_key, operands.position_key),
-        content_bias=finish(gradients.content_bias, operands.content_bias),
-        position_bias=finish(gradients.position_bias, operands.position_bias),
-    )
-    return of_operands, None
+        of_heads[0] = of_heads[0][:, before : before + geometry.n_positions]
+    of_heads = jax.tree.map(lambda g, own: (g * scalars.keep[1]).astype(own.dtype), of_heads, list(operands[3:]))
+    queries, keys = slice(geometry.segment_len), slice(geometry.n_keys)
+    return _Operands(query[:, :, queries], key[:, :, keys], value[:, :, keys], *of_heads), None
 
 
 _attend.defvjp(_save, _backward)
@@ -306,7 +288,7 @@ def _backward_kernel(
 ) -> None:
     *outputs, scratch = rest
     gradients = _Operands(*outputs)
-    step = _Step.current(geometry, scalars)
+    step = _Step(geometry, scalars, *map(pl.program_id, range(4)))
     _begin_backward(step, operands, residuals, gradients, scratch)
 
     @pl.when(step.is_needed())
@@ -364,8 +346,7 @@ def _score_gradient(step: "_Step", operands: _Operands, residuals: _Residuals, s
         kept = step.kept()
         kept_gradient = jnp.where(kept, kept_gradient, 0)
         kept_probabilities = jnp.where(kept, probabilities, 0)
-    keys = step.keys()
-    scratch.value_gradient[keys, :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
+    scratch.value_gradient[step.keys(), :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
     return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
 
 
@@ -400,9 +381,6 @@ def _clear(*references: Any) -> None:
             reference[...] = jnp.zeros_like(reference)
 
 
-# The call.
-
-
 class _Step(NamedTuple):
     """One step of the grid."""
 
@@ -412,11 +390,6 @@ class _Step(NamedTuple):
     row: jax.Array
     query_tile: jax.Array
     key_tile: jax.Array
-
-    @classmethod
-    def current(cls, geometry: Geometry, scalars: _Scalars) -> "_Step":
-        """Returns the step that the kernel is at."""
-        return cls(geometry, scalars, *(pl.program_id(axis) for axis in range(4)))
 
     @property
     def key_range(self) -> tuple[jax.Array, jax.Array]:
@@ -448,24 +421,17 @@ class _Step(NamedTuple):
         return pl.ds(pl.multiple_of(self.key_tile * size, size), size)
 
     def positions(self, at: int, size: int) -> Any:
-        """Returns the rows of the position keys, or of their gradient, `at` behind the tile's first one."""
-        first = self.geometry.first_position(self.query_tile, self.key_tile) + at
-        return pl.ds(pl.multiple_of(first, self.geometry.position_step), size)
+        """Returns rows of the position keys, or their gradient, `at` behind the one of the last query and first key."""
+        n_query, n_key = self.geometry.tile
+        first = self.geometry.padded_queries - (self.query_tile + 1) * n_query + self.key_tile * n_key
+        return pl.ds(pl.multiple_of(first + at, math.gcd(strip_rows(n_query), n_key)), size)
 
 
-class _Blocks(NamedTuple):
-    """The part of an array that is in VMEM at a step."""
-
-    of_operands: _Operands
-    query: pl.BlockSpec
-    all_keys: pl.BlockSpec
-    log_sum: pl.BlockSpec
-
-
-def _make_blocks(geometry: Geometry) -> _Blocks:
-    """Returns the blocks. A step that is skipped names the keys of its nearest needed one, which fetches nothing."""
+def _make_blocks(geometry: Geometry) -> tuple[_Operands, pl.BlockSpec, pl.BlockSpec]:
+    """Returns the parts in VMEM at a step: of the operands, of the gradients of all keys, and of the log sums."""
     (n_query, n_key), width = geometry.tile, geometry.d_head
 
+    # A step that is skipped names the keys of its nearest needed one, which fetches nothing.
     def key_block(head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any) -> Any:
         first, last = geometry.key_tiles(query_tile, start[row], stop[row])
         return row, head, jnp.maximum(jnp.clip(key_tile, first, last), 0), 0
@@ -474,12 +440,9 @@ def _make_blocks(geometry: Geometry) -> _Blocks:
     key = pl.BlockSpec((1, 1, n_key, width), key_block)
     positions = pl.BlockSpec((1, geometry.n_position_rows, width), lambda head, *_: (head, 0, 0))
     bias = pl.BlockSpec((1, 1, width), lambda head, *_: (head, 0, 0))
-    return _Blocks(
-        of_operands=_Operands(query, key, key, positions, bias, bias),
-        query=query,
-        all_keys=pl.BlockSpec((1, 1, geometry.padded_keys, width), lambda head, row, *_: (row, head, 0, 0)),
-        log_sum=pl.BlockSpec((1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0)),
-    )
+    all_keys = pl.BlockSpec((1, 1, geometry.padded_keys, width), lambda head, row, *_: (row, head, 0, 0))
+    log_sum = pl.BlockSpec((1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0))
+    return _Operands(query, key, key, positions, bias, bias), all_keys, log_sum
 
 
 def _present(of_all: _Operands, operands: _Operands) -> _Operands:
@@ -488,29 +451,21 @@ def _present(of_all: _Operands, operands: _Operands) -> _Operands:
 
 
 def _pad_operands(geometry: Geometry, operands: _Operands) -> _Operands:
-    """Returns the operands in whole tiles."""
-    keys = geometry.padded_keys - geometry.n_keys
-    return operands._replace(
-        query=_pad_queries(geometry, operands.query),
-        key=_pad(operands.key, 0, keys),
-        value=_pad(operands.value, 0, keys),
-        position_key=None if operands.position_key is None else _pad(operands.position_key, *geometry.position_padding),
-    )
+    query, key, value, position_key, *biases = operands
+    query, behind = _pad_queries(geometry, query), geometry.padded_keys - geometry.n_keys
+    if position_key is not None:
+        position_key = pad_rows(position_key, *geometry.position_padding)
+    return _Operands(query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases)
 
 
 def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
     """Pads [B, H, L, E] to whole tiles of queries."""
-    return _pad(array, 0, geometry.padded_queries - geometry.segment_len)
+    return pad_rows(array, 0, geometry.padded_queries - geometry.segment_len)
 
 
-def _pad(array: jax.Array, before: int, behind: int) -> jax.Array:
+def pad_rows(array: jax.Array, before: int, behind: int) -> jax.Array:
+    """Adds rows of zeros: [.., n, E] -> [.., before + n + behind, E]."""
     return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)]) if before or behind else array
-
-
-def _queries_shape(geometry: Geometry, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """Returns the shape of padded queries."""
-    shape = (geometry.batch, geometry.n_head, geometry.padded_queries, geometry.d_head)
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _run(
@@ -527,15 +482,14 @@ def _run(
 ) -> Any:
     """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid. Returns its outputs.
 
-    Heads come first in the grid, so that a head's position keys are fetched once and their gradient adds up over all
-    rows.
+    Heads come first, so that position keys are fetched once per head and their gradient adds up over all rows.
     """
 
     def function(*refs: Any) -> None:
         kernel(_Scalars(*refs[: len(scalars)]), *refs[len(scalars) :])
 
-    itemsize = jax.tree.leaves(inputs)[0].dtype.itemsize
-    need = vmem_bytes(geometry, geometry.tile, itemsize=itemsize, backward=backward)
+    arrays = jax.tree.leaves((inputs, out_shape))
+    need = vmem_bytes(geometry, geometry.tile, itemsize=arrays[0].dtype.itemsize, backward=backward)
     return pl.pallas_call(
         function,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -550,7 +504,7 @@ def _run(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=None if need < _DEFAULT_VMEM else need + need // 2,
         ),
-        cost_estimate=_cost(geometry, jax.tree.leaves((inputs, out_shape)), backward=backward),
+        cost_estimate=_cost(geometry, arrays, backward=backward),
         interpret=geometry.interpret,
         name=f"relative_attention_{'backward' if backward else 'forward'}",
     )(*scalars, *inputs)
@@ -581,8 +535,7 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
 def _bias_queries(scale: float, operands: _Operands, content_query: Any, position_query: Any) -> None:
     """Writes the queries of a tile with u and with v, both divided by sqrt(E), so that no score has to be."""
     query = operands.query[0, 0]
-    pairs = ((content_query, operands.content_bias), (position_query, operands.position_bias))
-    for target, bias in pairs:
+    for target, bias in (content_query, operands.content_bias), (position_query, operands.position_bias):
         if target is not None:
             wide = query.astype(jnp.float32)
             wide = wide if bias is None else wide + bias[0].astype(jnp.float32)
