@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
@@ -13,11 +12,10 @@ from support import tiny_run
 from txl_jax.config import Encoding, LossPart, Network, config_tree
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.runs.score import Interrupted
 
 SIX = Table.WIKITEXT103
 RECURRENT, SHAW = TABLES[SIX][:2]
-VANILLA, AL_RFOU = TABLES[SIX][-2:]
+VANILLA = TABLES[SIX][-2]
 L, M = tiny_run.L, tiny_run.M
 
 
@@ -77,25 +75,6 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ablation.context_length, "score_lengths", None)
     assert run(base, PLAN, tmp_path) == found
-
-
-@pytest.mark.nightly(part="long")
-def test_a_stopped_job_goes_on(base, tmp_path, capsys):
-    """Stopped while lengths are scored: the one that was done stays, until windows have another stride."""
-    plan, printed = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2), []
-
-    def scored():
-        """The lines of scores at attention length 4 so far."""
-        printed.append(capsys.readouterr().out)
-        return re.findall(r"length\D*\b4\b.*\bbpc\b", "".join(printed))
-
-    for stop_requested in (lambda: True, scored):
-        with pytest.raises(Interrupted):
-            run(base, plan, tmp_path, stop_requested=stop_requested)
-    found = run(base, plan, tmp_path)
-    assert run(base, plan, tmp_path) == found and len(scored()) == 2, "each row once"
-    run(base, dataclasses.replace(plan, stride=4), tmp_path)
-    assert len(scored()) == 4
 
 
 def test_the_shortest_length_that_is_as_good():

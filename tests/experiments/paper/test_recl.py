@@ -37,15 +37,6 @@ def test_a_model_whose_gain_stops_at_a_known_length_or_never(ratio, first):
     assert effective_lengths(losses(first or 5000, 700), ratio=ratio) == [first, 700]
 
 
-def test_a_model_that_is_worse_everywhere_gains_nothing():
-    """All must improve over the same baseline: here the better model's, which the other never reaches."""
-    found = losses(700, 700)
-    for of_models in found.values():
-        of_models[1] += 1
-    assert effective_lengths(found, ratio=1.0) == [700, 100]
-    assert all(step.relative == 0 for step in recl.gains(found, ratio=1.0)[1])
-
-
 def test_baseline_and_hardest_positions_are_the_groups():
     """Either model is the better one somewhere, and each would choose another position as its hardest."""
     found = {100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]), 200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]])}
