@@ -139,23 +139,3 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
 def test_without_colab_there_is_no_upload():
     with pytest.raises(txl_jax.UserError, match="path of a file"):
         shared.upload()
-
-
-@pytest.mark.nightly(part="long")
-@pytest.mark.parametrize("name", NAMES)
-def test_in_a_kernel(name, tmp_path):
-    """Whole notebooks in Jupyter, on the default texts, over eight devices."""
-    import nbclient
-
-    tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segment_len": 64}
-    notebook = with_parameters(read(name), {"TENSORBOARD": False, "SETTINGS": tiny})
-    folder = tmp_path / "one" / "two"  # Jupyter starts a kernel in the directory of its notebook, two below the clone.
-    folder.mkdir(parents=True)
-    for package in ("experiments", "launch", "txl_jax"):
-        (tmp_path / package).symlink_to(ROOT / package)
-    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
-    unset = ("JAX_COMPILATION_CACHE_DIR", "PYTHONPATH")
-    own = {variable: value for variable, value in os.environ.items() if variable not in unset}
-    client.execute(env=own | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
-    printed = "".join(output.get("text", "") for cell in code(notebook) for output in cell.outputs)
-    assert "8 x cpu" in printed

@@ -2,34 +2,23 @@
 
 import csv
 import json
-import math
-import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch import sweep
-from support import ROOT, recorded_run, runs
+from support import recorded_run, runs
 from support.sweep_worker import TINY, make_words
-from support.waiting import wait_until
 from txl_jax.config import config_tree
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
 
 SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
-QUICK = """
-import sys
-from launch import study, sweep
-study.GRACE_SECONDS, study.POLL_SECONDS = 3, 0.2
-sys.exit(sweep.main(sys.argv))
-"""
 
 
 @pytest.fixture
@@ -169,35 +158,6 @@ def table(folder):
 
 
 @pytest.mark.full
-def test_a_real_training_whose_worker_is_killed_ends_as_if_nothing_had_happened(write):
-    """Its worker dies by SIGKILL, the training ends with it, and the same command resumes it, bit for bit."""
-    path = write("[grid]\nseed = [1]\ntrain.checkpoint_every = [100]\n")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-
-    def start(name):
-        command = [sys.executable, "-c", QUICK, str(path), f"--out={path.parent / name}"]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    def finish(process):
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output.decode()
-
-    finish(start("undisturbed"))
-    killed, folder = start("out"), path.parent / "out" / "seed=1+checkpoint_every=100"
-    wait_until(lambda: len(list((folder / "checkpoints" / "latest").glob("[0-9]*"))) > 1)  # The first one is complete.
-    killed.kill()
-    killed.communicate()
-    finish(start("out"))
-    [step] = map(int, re.findall(r"(?m)^resuming\D*(\d+)", (folder / "sweep.log").read_text()))
-    assert 0 < step < 1200
-    alone = path.parent / "undisturbed" / "seed=1+checkpoint_every=100"
-    assert runs.numbers(folder) == runs.numbers(alone)
-    assert table(path.parent / "out")["seed=1+checkpoint_every=100"]["state"] == "finished"
-    results = [json.loads((each / "results.json").read_text()) for each in (folder, alone)]
-    assert results[0]["test"] == results[1]["test"] and results[0]["best_valid"] == results[1]["best_valid"]
-
-
-@pytest.mark.full
 def test_a_study_whose_runs_are_in_a_bucket(write, bucket, tmp_path, capsys):
     path = write(
         "train.steps = 20\ntrain.checkpoint_every = 20\n[grid]\nseed = [1]\n",
@@ -271,20 +231,6 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
     results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
     tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
     assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (2, 3) and tuned.results is not None
-
-
-def test_a_run_that_diverged_has_ended_and_says_so(write):
-    run = read(write("[grid]\nseed = [1]\n"))[0]
-    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
-    scores = {"best_valid": {"loss": 5.0}, "test": {"loss": 30.0}}
-    results = {"steps": 1200, "eval": config_tree.to_dict(run.config.eval), **scores}
-    (Path(run.folder) / "results.json").write_text(json.dumps(results))
-    row = run.row([])
-    assert (
-        run.end(0, 1.0, pruned=False) == row["state"] == "diverged"
-        and row["test"] == math.inf
-        and row["best_valid"] < 150
-    )
 
 
 # Random search
