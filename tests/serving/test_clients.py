@@ -44,15 +44,6 @@ def settings(**changes):
     return GenerateConfig(**{"length": 9, "temperature": 0.0, "top_k": None, **changes})
 
 
-@pytest.mark.nightly(part="lm_eval")
-def test_generation_stops_at_its_strings(harness):
-    model = tiny_model.make()
-    stop = model.generate(["abc"], settings())[0][3:5]
-    arguments = [("abc", {"until": [stop], "max_gen_toks": 9}), ("abc", {"until": [], "temperature": 0.0})]
-    found = harness.generate_until(requests("generate_until", *arguments))
-    assert found == [model.generate(["abc"], settings(), stop=[stop])[0], model.generate(["abc"], settings())[0]]
-
-
 @pytest.mark.nightly(part="openai")
 def test_it_reads_texts_scores_models_and_streams():
     import openai

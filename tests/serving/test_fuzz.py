@@ -3,11 +3,7 @@
 import collections
 import http.client
 import json
-import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -117,25 +113,4 @@ def test_many_requests_at_random():
         statuses = fuzz(port, 10_000)
         print(dict(sorted(statuses.items())), f"{time.monotonic() - start:.0f} s;", end=" ")
         assert sum(statuses.values()) >= 10_000
-        check_as_before(process, before)
-
-
-@pytest.mark.nightly(part="long")
-def test_requests_made_from_its_schema(tmp_path):
-    """By schemathesis. Data that the schema allows may be refused: an id that the vocabulary lacks, too many tokens."""
-    checks = "not_a_server_error,content_type_conformance,negative_data_rejection"
-    program = Path(sys.executable).with_name("schemathesis")
-    with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
-        command = [program, "run", f"http://127.0.0.1:{port}/openapi.json", "--workers=4", f"--checks={checks}"]
-
-        def send(examples):
-            run = [*command, f"--max-examples={examples}"]
-            found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert found.returncode == 0, found.stdout + found.stderr
-            wait_idle(port)
-            return found.stdout
-
-        send(50)
-        before = resident_mib(process), open_files(process)
-        print(re.findall("[0-9,]+ generated", send(500)), end=" ")
         check_as_before(process, before)

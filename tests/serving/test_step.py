@@ -13,7 +13,6 @@ from support.serving import ROWS, ids, step_of
 from txl_jax.config import CacheDType, GenerateConfig, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference.decode import row_key
-from txl_jax.ops.matmul import Int8, Transposed
 from txl_jax.serving.rows import Rows, Step
 
 PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; the memory has 9.
@@ -52,15 +51,6 @@ def write(step, weights, rings, row, last, position, length, *, others=None, see
         tokens += drawn[row, : values["steps"]].tolist()
         nats += scores.nats[row, : values["steps"]].tolist()
     return rings, tokens, nats
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="matrices are transposed on a CPU")
-@pytest.mark.parametrize(("rows", "dtype", "kind"), [(2, None, Transposed), (1, None, jax.Array), (2, "int8", Int8)])
-def test_several_rows_have_transposed_matrices(rows, dtype, kind):
-    model = tiny_model.make(eval__weight_dtype=dtype and WeightDType(dtype))
-    layer = Step(model.components, batch_size=rows).prepare_params(model.params).token.layers[0]
-    matrices = layer.query_key_value, layer.output, *(part.kernel for part in layer.feed_forward)
-    assert all(isinstance(matrix, kind) for matrix in matrices)
 
 
 @pytest.mark.parametrize("start", full_but(["masked"], ["masked", "zeros"]))
