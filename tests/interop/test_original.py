@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from support import foreign, tiny
-from txl_jax.config import Encoding, NormPlace
+from txl_jax.config import Encoding, EvalConfig, NormPlace
 from txl_jax.errors import UserError
-from txl_jax.interop import leaves, original
+from txl_jax.interop import huggingface, leaves, original
 from txl_jax.interop.original import Format
 
 
@@ -23,6 +23,12 @@ def test_other_encodings_have_no_names_in_hugging_face(encoding):
     for convert in (original.from_flax, functools.partial(original.to_flax, vocab_size=tiny.V)):
         with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
             convert(params, config, format=Format.HUGGINGFACE)
+
+
+def test_hugging_faces_class_draws_weights_as_ours_without_dropout_and_generation_stops_at_no_token():
+    """`test_formats.py` reads the other arguments."""
+    expected = {"init_std": 0.4, "proj_init_std": 0.4, "dropout": 0.0, "dropatt": 0.0, "eos_token_id": None}
+    assert expected.items() <= huggingface.config_of(tiny.CONFIG, EvalConfig(), vocab_size=tiny.V).items()
 
 
 LAZY = foreign.CONFIGS["div_val 2"] | {"d_embed": 8}

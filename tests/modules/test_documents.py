@@ -1,7 +1,6 @@
 """Tests documents that are kept apart: every loss is the one of the document read alone, from an empty memory."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +9,6 @@ from support.cases import nightly_but
 from txl_jax.config import DType, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.ops.attention import Visibility, attention, choose
 
 END, SEGMENTS = 4, 9
 # L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is compiled.
@@ -92,16 +90,6 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, lengths)
     differs = np.abs(without - expected).max(axis=1) > 1e-3
     assert differs.tolist() == [True, True, True, False]
-
-
-def test_tiles_and_kernels_take_no_documents_and_a_run_chooses_the_reference():
-    arrays = [jnp.zeros((1, 2, 3, 4))] * 3
-    visibility = Visibility(jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32))
-    for path in ("tiled", "fused"):
-        with pytest.raises(UserError, match=r"data\.reset_at"):
-            attention(*arrays, visibility=visibility, implementation=path)
-    for chosen in tiny_run.parts(end_token=END, data__reset_at="x").attention:
-        assert chosen.implementation == choose.REFERENCE and "data.reset_at" in chosen.reason
 
 
 @pytest.mark.parametrize(("reset_at", "end_token"), [("x", None), (None, 3), ("x", tiny.V), ("x", -1)])
