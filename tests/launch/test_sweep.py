@@ -14,10 +14,10 @@ from launch import sweep
 from support import recorded_run, runs
 from support.sweep_worker import TINY, make_words
 from txl_jax.config import config_tree
-from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
 
+TEXT = TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY)
 SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
 
 
@@ -202,8 +202,7 @@ def test_states_are_read_from_the_folders(write):
 )
 def test_damaged_results_and_those_of_other_settings_are_none(write, text, finished):
     run = read(write("[grid]\nseed = [1]\n"))[0]
-    words = WordVocabulary(("<eos>", "one", "<unk>"))
-    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, words))
+    runs.record(run.folder, run.config, TEXT)
     evaluation = json.dumps(config_tree.to_dict(run.config.eval))
     (Path(run.folder) / "results.json").write_text(text.replace("EVAL", evaluation))
     assert (run.results is not None) == finished
@@ -218,17 +217,19 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
 
     run = read_one("train.steps = 100\n")
     assert run.config.optimizer.warmup_steps == 10
-    words = WordVocabulary(("<eos>", "one", "<unk>"))
-    info, results = TextInfo("text", "own text", "d" * 64, words), Path(run.folder) / "results.json"
-    runs.record(run.folder, run.config, info)
-    results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
+    results = Path(run.folder) / "results.json"
+
+    def finish(config):
+        runs.record(run.folder, config, TEXT)
+        results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
+
+    finish(run.config)
     assert run.results is not None
     longer = read_one("train.steps = 200\n")
     assert longer.config == config_tree.replace(run.config, {"train.steps": 200}) and longer.results is None
     shutil.rmtree(run.folder)
     tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
-    runs.record(run.folder, config_tree.replace(tuned.config, {"model.n_layer": 2, "model.n_head": 3}), info)
-    results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
+    finish(config_tree.replace(tuned.config, {"model.n_layer": 2, "model.n_head": 3}))
     tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
     assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (2, 3) and tuned.results is not None
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from support import tiny, tiny_run
 from txl_jax.ops.chunked_apply import chunked_apply
@@ -30,14 +29,6 @@ def everywhere(weights, states, labels, selected):
 
 def selectively(chunk_size):
     return lambda *args: chunked_apply(squashed, chunk_size, *args)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 3, 16])
-def test_values_and_gradients_are_those_of_the_function_everywhere(chunk_size, x64):
-    found, expected = tiny.with_gradients(selectively(chunk_size)), tiny.with_gradients(everywhere)
-    for n_selected in (0, 1, 3, 4, T):
-        args = inputs(n_selected)
-        tiny_run.assert_close(found(*args), expected(*args), atol=1e-12)
 
 
 def test_positions_that_are_not_selected_are_not_read():

@@ -79,6 +79,8 @@ def test_stored_and_one_token_over_a_cache_are_the_references(problem):
         assert choose.choose("stored", given)[0] == choose.resolve(stored, given) == stored
     assert choose.choose("stored", cached)[0] == choose.resolve(stored, cached) == choose.REFERENCE
     assert not choose.can_serve(stored, cached)
+    for path in ("tiled", "fused"):
+        assert "data.reset_at" in choose.refusal(path, dataclasses.replace(problem, documents=True))
     one = dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
     for path in ("auto", *PATHS):
         assert choose.choose(path, one)[0].path == "reference"
