@@ -1,6 +1,5 @@
 """Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop strings, mistakes."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -219,15 +218,6 @@ def test_a_stop_token_is_part_of_the_text_and_a_stop_string_is_not():
     cut = whole.index(letter)
     assert model.generate([prompt], settings(stop=letter)) == [whole[: cut + 1]]
     assert model.generate([prompt], settings(stop=letter), stop=letter) == [whole[:cut]]
-
-
-def test_a_model_is_shown_in_one_line():
-    model = tiny_model.make()
-    shown = repr(dataclasses.replace(model, source="the run /somewhere, trained on a text"))
-    assert len(shown.splitlines()) == 1 and len(shown) < 250
-    parameters = f"{model.components.num_parameters:,}"
-    for words in ("transformer_xl", "2 layers", parameters, "13 byte", "step 7", "/somewhere"):
-        assert words in shown
 
 
 def test_generation_ends_with_the_last_text_that_goes_on():

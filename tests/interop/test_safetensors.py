@@ -2,7 +2,6 @@
 
 import json
 import re
-import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -47,16 +46,6 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
     check_equal(load_file(path), theirs)
     save_file(theirs, path)
     check_equal(ours.read(path), theirs)
-
-
-def test_one_array_at_a_time_is_in_memory(tmp_path):
-    size = 1 << 20
-    drawn = {str(i): Leaf((size,), np.dtype(np.uint8), lambda _: np.ones(size, np.uint8)) for i in range(16)}
-    tracemalloc.start()
-    ours.write(tmp_path / "a", drawn)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 3 * size
 
 
 def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):

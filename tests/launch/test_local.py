@@ -29,18 +29,6 @@ def finish(process):
 
 
 @pytest.mark.full
-def test_each_process_gets_the_addresses_of_the_others():
-    code, out, err = finish(local("--processes=3", "--devices=2", "--", "sh", "-c", "env | grep -E '^(JAX|XLA)'"))
-    assert code == 0
-    [coordinator] = {line for line in out.splitlines() if line.startswith("JAX_COORDINATOR_ADDRESS=localhost:")}
-    for number, lines in ((0, out), (1, err), (2, err)):
-        prefix = "" if number == 0 else f"[{number}] "
-        for line in (coordinator, "JAX_NUM_PROCESSES=3", f"JAX_PROCESS_ID={number}", "JAX_PLATFORMS=cpu"):
-            assert f"{prefix}{line}\n" in lines
-    assert "force_host_platform_device_count=2" in out
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'

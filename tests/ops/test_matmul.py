@@ -6,21 +6,11 @@ import numpy as np
 import pytest
 
 from txl_jax.ops import matmul
-from txl_jax.ops.matmul import Int8, multiply, multiply_by_rows, project, quantize, transpose
+from txl_jax.ops.matmul import Int8, multiply, multiply_by_rows, project, quantize
 
 
 def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
-
-
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(("rows", "n"), [((), 7), ((1, 1), 6), ((1,), 1), ((2, 4), 6)])
-def test_project_is_the_product(rows, n, is_transposed, x64):
-    inputs, kernel = random(*rows, n), random(n, 3, 2, 4, seed=1)
-    matrix = transpose(jnp.asarray(kernel)) if is_transposed else jnp.asarray(kernel)
-    assert matrix.shape == kernel.shape
-    found = project(jnp.asarray(inputs), matrix)
-    np.testing.assert_allclose(found, np.tensordot(inputs, kernel, 1), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("rows", [(), (2, 1), (257,)])

@@ -1,19 +1,14 @@
 """Tests clients that leave early: before their first piece, while their prompt is read, before they are understood."""
 
-import asyncio
 import concurrent.futures
-import contextlib
-import json
 import time
 
 import pytest
-from starlette.requests import ClientDisconnect
 
 from support.http_server import ask, complete, left, server
 from support.serving import SECONDS, gate
 from support.waiting import wait_until
 from txl_jax.serving import protocol
-from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Limits
 
 pytestmark = pytest.mark.full
@@ -83,20 +78,3 @@ def test_before_the_request_is_understood(running, session, stream):
         time.sleep(0.2)  # The server's loop takes note; nothing shows that it has.
         through.set()
         wait_until(lambda: made.counters.ended["cancelled"])
-
-
-def test_before_the_response_begins(running, session):
-    """With a server of a newer ASGI, whose first `send` to a client that has left raises."""
-    messages = [{"type": "http.request", "body": json.dumps(body(session)).encode()}]
-
-    async def receive():
-        return messages.pop() if messages else {"type": "http.disconnect"}
-
-    async def send(message):
-        raise OSError("the connection is closed")
-
-    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
-    scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
-    with contextlib.suppress(ClientDisconnect):
-        asyncio.run(make_app(running[1], "tiny")(scope, receive, send))

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from jax.experimental import mesh_utils
 
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
@@ -43,14 +42,6 @@ def test_only_data_crosses_slices(sizes):
     assert found.shape[1:] == (sizes.get("fsdp", 1), sizes.get("tensor", 1)) and found.size == 32
     half = len(found) // 2
     assert (found[:half] == 0).all() and (found[half:] == 1).all()
-
-
-def test_within_a_slice_the_mesh_is_that_of_one_slice():
-    of_one, of_two = (sorted(chips(n), key=lambda chip: chip.id) for n in (1, 2))
-    one = mesh_utils.create_device_mesh((2, 8, 1), of_one, allow_split_physical_axes=True)
-    two = grid(of_two, fsdp=8)
-    places = np.vectorize(lambda chip: chip.coords[:2], otypes=[object])
-    assert (places(two[:2]) == places(one)).all() and (places(two[2:]) == places(one)).all()
 
 
 def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
