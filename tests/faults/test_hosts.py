@@ -42,7 +42,6 @@ def hosts(storage, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(hosts, storage, tmp_path_factory):
-    """Starts a run, or resumes it, on both hosts."""
     folder = tmp_path_factory.mktemp("text")
     text = folder / "words.txt"
     text.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))

@@ -38,7 +38,6 @@ OF_ENSEMBLE += ["open *latest/24/.digests.json*"]
 
 
 def kill_at_each(moments, name, train, place, undisturbed):
-    """Kills a start at each moment, and lets the next one end."""
     for at in moments:
         assert train(name, fault="kill", at=at).end().code == KILLED, f"no kill at {at}"
     finished(train(name))

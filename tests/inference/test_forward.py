@@ -138,18 +138,6 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < cache.keys[0].nbytes + cache.values[0].nbytes
 
 
-@pytest.mark.parametrize(
-    ("mem_len", "segment_len", "length", "named"),
-    [(16, 4, 4, r"\b16\b.*\b4\b.*\b12\b"), (8, 8, 8, r"\b8\b.*\b8\b.*\b12\b"), (8, 4, 3, r"\b8\b.*\b3\b")],
-)
-def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_len, length, named):
-    model = tiny.make()
-    weights = frozen(model, 4, 8, 0)
-    memory = forward.init_cache(weights, batch_size=1, mem_len=mem_len, segment_len=segment_len)
-    with pytest.raises(ValueError, match=named):
-        forward.forward(weights, jnp.zeros((1, length), jnp.int32), memory)
-
-
 @pytest.mark.parametrize("network", Network)
 def test_logits_are_divided_with_their_biases(network):
     recurrent = RecurrentModel(tiny.model_config(network=network), tiny.V)

@@ -88,7 +88,6 @@ ENCODINGS += [{"encoding": Encoding.AL_RFOU, "num_positions": 7, "n_head": 2, "d
 @pytest.mark.parametrize("changes", [*foreign.CONFIGS.values(), *ENCODINGS], ids=str)
 @torch_bytes.by_format
 def test_a_pickled_module_of_the_original(changes, write, tmp_path):
-    """Its attributes hold what the shapes do not."""
     config, params = foreign.make("pytorch", **changes)
     path = write(tmp_path / "model.pt", foreign.pickled_module(config, params))
     found = formats.read(path)
@@ -116,7 +115,6 @@ NVIDIA = {name: {k: v for k, v in changes.items() if k != "untie_r"} for name, c
 
 @pytest.mark.parametrize("changes", NVIDIA.values(), ids=NVIDIA)
 def test_a_checkpoint_of_nvidia(changes, tmp_path):
-    """Names, settings and the vocabulary that lies in it."""
     config, params = foreign.make("pytorch", **changes)
     torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
     found = formats.read(tmp_path)

@@ -33,13 +33,11 @@ def made_up(monkeypatch):
 
 
 def run(out, content, *words):
-    """Runs a sweep in this process; returns its exit code."""
     (out.parent / "sweep.toml").write_text(content)
     return sweep.main(["sweep", str(out.parent / "sweep.toml"), f"--out={out}", *words])
 
 
 def start(out, content, *words, **variables):
-    """Starts a worker in a process of its own."""
     (out.parent / "sweep.toml").write_text(content)
     command = [sys.executable, "-m", "support.sweep_worker", str(out.parent / "sweep.toml"), f"--out={out}", *words]
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
@@ -56,7 +54,6 @@ def states(out):
 
 
 def results(out):
-    """The rows of results.csv."""
     with open(out / "results.csv", newline="") as file:
         return list(csv.DictReader(file))
 

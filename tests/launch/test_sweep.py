@@ -34,7 +34,6 @@ def write(tmp_path):
 
 
 def read(path):
-    """The runs of a file."""
     return list(sweep.Sweep(path, str(path.parent / "out")).runs.values())
 
 
@@ -137,7 +136,6 @@ def printed(capsys, path, *words):
 
 @pytest.mark.full
 def test_commands_are_printed_for_a_shell_and_for_skypilot(write, capsys, monkeypatch, bucket):
-    """The password stays in the environment."""
     path = write("[grid]\nseed = [1, 2]\n")
     lines = printed(capsys, path, "--dry_run").splitlines()
     assert [shlex.split(line) for line in lines] == [list(run.command) for run in read(path)]
@@ -152,7 +150,6 @@ def test_commands_are_printed_for_a_shell_and_for_skypilot(write, capsys, monkey
 
 
 def table(folder):
-    """The rows of results.csv, by run."""
     with open(folder / "results.csv", newline="") as file:
         return {row["run"]: row for row in csv.DictReader(file)}
 
@@ -238,7 +235,6 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
 
 
 def draws(write, text):
-    """The values of each random run."""
     return [run.differs for run in read(write("[random]\n" + text))]
 
 

@@ -137,19 +137,6 @@ def test_a_row_that_reads_is_not_overwritten_by_those_that_write():
         writer.wait()
 
 
-def test_a_session_goes_on_as_if_it_were_one_text(made):
-    session, first, second = made.store.create("me"), ids(50), ids(20, seed=9)
-    written = run(made, Prompt(first, 17, temperature=0.0), begin(made, session)).tokens()
-    assert session.state.tokens == 67 and not session.busy
-    scored = run(made, Prompt(second, 0, logprobs=True, echo=True), begin(made, session))
-    assert scored.tokens(prompt=True) == second.tolist()
-    more = run(made, Prompt(NOTHING, 9, temperature=0.0), begin(made, session)).tokens()
-    whole = np.concatenate([first, written, second]).astype(np.int32)
-    alone = run(made, Prompt(whole, 9, temperature=0.0, logprobs=True, echo=True))
-    assert more == alone.tokens() and session.state.tokens == 96
-    np.testing.assert_allclose(scored.scores(prompt=True).nats, alone.scores(prompt=True).nats[-20:], rtol=1e-4)
-
-
 def test_a_stop_string_ends_text_and_memory(made):
     """At the token that completes it, in the middle of a call."""
     free = run(made, Prompt(ids(9), 40, seed=2))

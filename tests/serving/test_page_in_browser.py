@@ -1,4 +1,4 @@
-"""Tests pages in a browser: the server's own writes texts, and a page of another site gets nothing from the server."""
+"""Tests the server's page in a browser: it writes texts in a session, shows errors, and leaves no session behind."""
 
 import shutil
 import time
@@ -9,12 +9,6 @@ from support.http_server import ask, server
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.nightly(part="browser")
-SWITCHES = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    "--host-resolver-rules=MAP evil.example 127.0.0.1",
-    "--disable-features=LocalNetworkAccessChecks",  # So that the server has to defend itself.
-)
 MILLISECONDS = 120_000
 
 
@@ -24,30 +18,24 @@ def port():
         yield number
 
 
-@pytest.fixture(scope="module")
-def browser():
+@pytest.fixture
+def page(port):
+    """The page with its key typed in; it has logged no error at the end."""
     from playwright import sync_api
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     assert chromium, "there is no Chromium on the PATH"
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     with sync_api.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=chromium, args=SWITCHES)
+        browser, errors = started.chromium.launch(executable_path=chromium, args=switches), []
+        found = browser.new_page()
+        found.set_default_timeout(MILLISECONDS)
+        found.on("pageerror", lambda error: errors.append(str(error)))
+        found.goto(f"http://127.0.0.1:{port}/")
+        found.fill("#key", "secret")
         yield found
-        found.close()
-
-
-@pytest.fixture
-def page(browser, port):
-    """The page with its key typed in; it has logged no error at the end."""
-    found = browser.new_page()
-    found.set_default_timeout(MILLISECONDS)
-    errors = []
-    found.on("pageerror", lambda error: errors.append(str(error)))
-    found.goto(f"http://127.0.0.1:{port}/")
-    found.fill("#key", "secret")
-    yield found
-    assert errors == []
-    found.close()
+        assert errors == []
+        browser.close()
 
 
 def until(page, condition):
@@ -77,18 +65,6 @@ def test_texts_stream_and_go_on_in_a_session(page, port):
     assert [*sessions(port).values()] == [63]
     page.click("#new")
     until(page, "document.querySelector('#text').textContent === ''")
-
-
-def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, port):
-    write(page, "abc", max_tokens=4000, temperature=1)
-    until(page, "document.querySelectorAll('.written').length > 0")
-    assert page.text_content("#state") == "writing"
-    page.click("#stop")
-    until(page, "document.querySelector('#state').textContent.startsWith('stopped')")
-    shown = len(page.text_content(".written"))
-    assert 0 < shown < 4000
-    page.wait_for_timeout(500)
-    assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics", key="secret")[1]
 
 
 def sessions(port):

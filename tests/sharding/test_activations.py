@@ -46,16 +46,6 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
     assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
 
 
-@pytest.mark.parametrize("mesh", [None, MESH])
-def test_names_are_checked_with_and_without_a_mesh(mesh):
-    x = jnp.zeros((4, 2))
-    with sharding.use_mesh(mesh):
-        with pytest.raises(ValueError, match="'bach'"):
-            jax.eval_shape(lambda x: constrain(x, "bach", None), x)
-        with pytest.raises(ValueError, match="one per axis"):
-            jax.eval_shape(lambda x: constrain(x, axes.BATCH), x)
-
-
 def on_thread(function):
     """Returns the result of the function, called on a thread of its own."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -151,7 +151,6 @@ def test_sums_over_devices_are_those_that_must_be(pairs):
 
 
 def test_tails_of_the_softmax_on_eight_devices(computed):
-    """Each device computes the tails of its own rows."""
     assert computed("few")["tail"] == {"positions": 16, "all_gathers": 0}
 
 

@@ -149,12 +149,3 @@ def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, ex
 def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
     with pytest.raises(UserError, match=rf"2, 4 or a multiple of 8,.*'{re.escape(name)}'; .*\b{known}\b"):
         estimate.parse(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_slices", "num_devices"),  # The v3 has two devices per chip.
-    [("h100x1", 1, 1), ("h100x8", 1, 8), ("h100x24", 1, 24), ("v5e:2x4", 1, 8), ("2*v5e:4x8", 2, 64), ("v3:2x2", 1, 8)],
-)
-def test_devices_are_counted(name, num_slices, num_devices):
-    found = estimate.parse(name)
-    assert (found.num_slices, found.num_devices) == (num_slices, num_devices) and estimate.slices(name) == [name]
