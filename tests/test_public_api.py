@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run, tiny, tiny_model
+from support import ROOT, drawn_run, tiny_model
 from txl_jax.config import config_tree
 from txl_jax.runtime.log import read_metrics
 
@@ -74,29 +74,6 @@ def test_settings_import_no_jax_and_all_modules_change_no_setting_of_it_and_star
     subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, check=True)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """(workdir, corpus)."""
-    folder = tmp_path_factory.mktemp("run")
-    config, corpus = drawn_run.on_text(folder, TEXT)
-    return drawn_run.make(folder / "run", config, corpus)[0], corpus
-
-
-def test_a_trained_model_scores_texts_as_its_log_probabilities_add_up(run):
-    workdir, corpus = run
-    model, tokens = txl_jax.load(workdir.path), corpus.vocabulary.encode(TEXT[:40])[None]
-    assert model.step == drawn_run.STEP and model.vocabulary == corpus.vocabulary
-    [found] = model.score([TEXT[:40]])
-
-    def read(tokens, targets, memory):
-        log_p, memory = model.log_probabilities(tokens, memory)
-        np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
-        return -np.take_along_axis(np.asarray(log_p), targets[..., None].astype(int), axis=-1), memory
-
-    nats, _ = tiny.over_segments(read, model.init_memory(1), tokens, 5)  # Segments of the evaluation's length.
-    assert found.tokens == nats.size == 39 and found.nats == pytest.approx(nats.sum(dtype=np.float64), rel=1e-5)
-
-
 @pytest.mark.full
 def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
     config, corpus = drawn_run.on_text(tmp_path, bytes([*range(32, 127), 10]) * 20)
@@ -108,10 +85,11 @@ def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
     assert found.shape == alone.shape == (1, len(tokens), 256) and np.abs(found - alone)[0, 0].max() > 1e-4
 
 
-def test_other_types_of_weights_and_cache_are_refused(run):
+def test_other_types_of_weights_and_cache_are_refused(tmp_path):
+    run, _ = drawn_run.make(tmp_path / "run", *drawn_run.on_text(tmp_path, TEXT))
     for name, wrong, types in (("weight_dtype", "int4", "int8"), ("cache_dtype", "float16", "bfloat16.*int8")):
         with pytest.raises(txl_jax.UserError, match=f"{name}.*{types}.*{wrong}"):
-            txl_jax.load(run[0].path, **{name: wrong})
+            txl_jax.load(run.path, **{name: wrong})
 
 
 @pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])

@@ -41,11 +41,6 @@ def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(n, length, sam
         assert len(set(text)) > 2 and text != argmax_of_one_pass(prompt + text, window + 1)[n - 1 : -1]
 
 
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="prompt"):
-        next(tiny_run.generator(tiny.make(), SPAN).tokens(np.zeros(0, np.int32), GenerateConfig()))
-
-
 def test_weights_for_single_tokens_share_arrays_with_those_for_segments():
     generator = tiny_run.generator(tiny.make(), SPAN)
     both = generator.for_segments, generator.for_tokens

@@ -180,14 +180,6 @@ def test_a_damaged_file_is_read_or_refused(write, draw, tmp_path):
         assert found[name].read().shape == found[name].shape
 
 
-@pytest.mark.parametrize("data", [None, b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
-def test_other_files_are_refused(data, tmp_path):
-    if data is not None:
-        (tmp_path / "a.bin").write_bytes(data)
-    with pytest.raises(UserError, match=r"a\.bin"):
-        torch_files.read(tmp_path / "a.bin")
-
-
 def test_other_archives_are_refused(tmp_path):
     path = torch_bytes.write_zip(tmp_path / "a.bin", WEIGHTS)
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "b.bin", "w", zipfile.ZIP_DEFLATED) as packed:

@@ -129,7 +129,6 @@ MISTAKES = {
     "another model": ({"model": "gpt"}, 404, "model_not_found"),
     "a part of a token": ({"max_tokens": 1.5}, 400, "max_tokens"),
     "true for a number": ({"n": True}, 400, "n"),
-    "a list of options": ({"stream_options": []}, 400, "stream_options"),
     "too many tokens": ({"max_tokens": 4001}, 400, "max_tokens"),
     "nothing": ({"max_tokens": 0}, 400, "max_tokens"),
     "huge temperature": (b'{"temperature": 1e999}', 400, "temperature"),
@@ -308,3 +307,20 @@ def test_keys_separate_clients():
         assert ask(port, f"/v1/sessions/{name}", method="DELETE", key="first")[0] == 409
         made.cut_off()
         waiting.join()
+
+
+@pytest.mark.nightly(part="openai")
+def test_the_client_of_openai_reads_texts_scores_models_and_streams():
+    import openai
+
+    with (
+        server(keys=("secret",)) as (port, _),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0) as client,
+    ):
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        given = {"model": "tiny", "prompt": ["abc", "h"], "n": 2, "max_tokens": 23, "seed": 1, "logprobs": 2}
+        whole = client.completions.create(**given)
+        found = ask(port, "/v1/completions", given, key="secret")[1]
+        assert [choice.model_dump() for choice in whole.choices] == found["choices"]
+        stream = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+        assert joined([event.model_dump() for event in stream]) == joined([found]) and stream[-1].usage == whole.usage

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
 from txl_jax.sharding import mesh as mesh_module
@@ -56,8 +55,3 @@ def test_sizes_that_do_not_fit_the_slices_are_refused():
         grid(chips(2)[1:])
     with pytest.raises(UserError, match=r"\b2 x 16 x 1\b.*\b16 devices\b"):
         grid(chips(2), data=2, fsdp=16)
-
-
-def test_a_mesh_without_devices_may_be_over_slices_too():
-    assert tuple(sharding.abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
-    assert sharding.num_slices(sharding.make_mesh(MeshConfig())) == 1

@@ -9,7 +9,6 @@ import pytest
 
 from txl_jax.errors import NonFiniteError
 from txl_jax.flops import StepCost
-from txl_jax.runtime.environment import duration
 from txl_jax.runtime.sinks import MEASURED
 from txl_jax.training.ensemble import Members
 from txl_jax.training.progress import Progress
@@ -128,8 +127,3 @@ def test_the_time_of_a_run_is_forecast_by_its_first_steps():
     [line] = [line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")]
     assert "2 s per step" in line and "33m 14s" in line and "997 steps" in line
     assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]  # Too short to time.
-
-
-def test_durations():
-    assert [duration(seconds) for seconds in (59.6, 3723, 200_000)] == ["0:01:00", "1:02:03", "2d 7:33:20"]
-    assert duration(math.inf) == duration(math.nan) and not any(map(str.isdigit, duration(math.nan)))
