@@ -1,4 +1,4 @@
-"""Tests of weights by the original's and Hugging Face's names: lazy reading, shared names, refusals.
+"""Tests of weights by the original's and Hugging Face's names: shared names, refusals.
 
 `test_formats.py` has the round trips of all kinds of models, `test_golden.py` the releases' own tensors.
 """

@@ -1,4 +1,4 @@
-"""Tests that processes on one machine find each other, are stopped together, and get each signal once."""
+"""Tests that processes on one machine are stopped together, and get each signal once."""
 
 import os
 import re

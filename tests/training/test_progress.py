@@ -1,4 +1,4 @@
-"""Tests the progress lines: their sums, what a resumed run prints, tokens/s, and the alarm."""
+"""Tests the progress lines: their sums, tokens/s, and the alarm."""
 
 import math
 import re

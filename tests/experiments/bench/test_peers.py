@@ -1,4 +1,4 @@
-"""Tests of the peers: their losses and draws, their tasks, and what they do not have."""
+"""Tests of the peers: their losses, their tasks, and what they do not have."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Tests the ablation: the settings of each row, the best score, resuming after a stop."""
+"""Tests the ablation: the settings of each row, the best score, and rows that are done."""
 
 import dataclasses
 import json
