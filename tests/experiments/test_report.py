@@ -14,7 +14,6 @@ from txl_jax.cli.flag_tree import FLAGFILE_DIR
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.metrics import Measure
 from txl_jax.runs.records import read_runs, swept_settings
-from txl_jax.runtime import storage
 from txl_jax.runtime.log import read_metrics
 
 
@@ -61,17 +60,6 @@ def test_the_figure_has_the_means_of_the_best_lines_and_their_deviations(monkeyp
     assert drawn["values"] == {"mean": {1: 4.0}} | {f"{i}": {1: 9.0, 2: i} for i in range(7)}
     assert drawn["deviations"] == {"mean": {1: pytest.approx(2**0.5)}} and drawn["log"]
     assert drawn["title"].endswith("the best 8 of 9")
-
-
-@pytest.mark.full
-def test_a_report_in_a_bucket_of_runs_in_a_bucket(bucket, tmp_path):
-    for seed in (1, 2):
-        made = recorded_run.make(tmp_path / f"seed={seed}", seed=seed)
-        for path in (path for path in made.iterdir() if path.is_file()):
-            storage.write(f"{bucket}/runs/{made.name}/{path.name}", path.read_bytes())
-    code, _, err = programs.run("experiments.report", f"{bucket}/runs", f"--out={bucket}/report")
-    assert code == 0 and "| seed=2 | 2 |" in storage.read(f"{bucket}/report/report.md").decode(), err
-    assert storage.read(f"{bucket}/report/report.png").startswith(b"\x89PNG")
 
 
 @pytest.mark.full
