@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.own_text import own_text
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer
 from txl_jax.data.corpus import read_corpus, refuse_packed
-from txl_jax.data.own_text import read_own_text, read_python_stdlib, split_by_position
+from txl_jax.data.own_text import read_own_text, read_python_stdlib
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
 from txl_jax.errors import UserError
 
@@ -120,14 +120,6 @@ def test_a_file_that_becomes_shorter_or_longer(path):
         os.truncate(path, size)
         with pytest.raises(UserError, match=rf"^{path}\b"):
             parts(text)
-
-
-def test_several_files_are_split_as_one(five_files):
-    whole = b"".join(name.encode() * 10 + b"\n" for name in "abcde")
-    splits = split_by_position(five_files, at_lines=False)
-    assert [contents(splits[name]) for name in SPLITS] == [whole[:49], whole[49:52], whole[52:]]
-    at_lines = split_by_position(five_files, at_lines=True)
-    assert [contents(at_lines[name]) for name in SPLITS] == [whole, b"", b""]
 
 
 # A directory, and a pattern

@@ -126,28 +126,14 @@ def write_with_link(path, target, kind=tarfile.SYMTYPE):
         tarred.addfile(link)
 
 
-OUTSIDE = ("/etc/passwd", "../../a", "../box/../../a", "..\\..\\a", "c:\\a")
-
-
-@pytest.mark.parametrize(
-    ("file", "kind", "target"),
-    [
-        *itertools.product(["x.zip", "x.tar"], [tarfile.SYMTYPE], OUTSIDE),
-        *(("x.tar", tarfile.LNKTYPE, target) for target in ("../a.txt", "/etc/passwd")),
-        *(("x.tar", kind, "") for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)),
-    ],
-)
-def test_links_that_lead_out_and_devices_are_refused(file, kind, target, tmp_path):
-    write_with_link(tmp_path / file, target, kind)
-    with pytest.raises(UserError, match=rf"{file}\b.*'box/link'.*{re.escape(repr(target)) if target else ''}"):
-        open_archive(tmp_path / file)
-
-
-def test_links_that_stay_inside_are_no_harm(tmp_path):
-    symbolic, hard = (tarfile.SYMTYPE, "a.txt"), (tarfile.LNKTYPE, "box/a.txt")  # A hard link counts from the root.
-    for file, (kind, target) in (("x.zip", symbolic), ("x.tar", symbolic), ("x.tar", hard)):
+def test_links_that_lead_out_and_devices_are_refused(tmp_path):
+    outside = ("/etc/passwd", "../../a", "..\\..\\a", "c:\\a")
+    links = [*itertools.product(["x.zip", "x.tar"], outside, [tarfile.SYMTYPE]), ("x.tar", "../a.txt", tarfile.LNKTYPE)]
+    devices = [("x.tar", "", kind) for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)]
+    for file, target, kind in links + devices:
         write_with_link(tmp_path / file, target, kind)
-        assert unpacked_from(open_archive(tmp_path / file), ["box/a.txt"]) == {"box/a.txt": b"ay"}
+        with pytest.raises(UserError, match=rf"{file}\b.*'box/link'.*{re.escape(repr(target)) if target else ''}"):
+            open_archive(tmp_path / file)
 
 
 def read_all(path):
@@ -165,19 +151,6 @@ def test_an_archive_cut_anywhere_is_reported_as_damaged_or_lacking_a_file(file, 
     for length in [*range(0, needed, max(needed // 60, 1)), needed - 1]:
         with pytest.raises(UserError, match=rf"{tmp_path / file}\b.*{URL}"):
             read_all(write(tmp_path / file, whole[:length]))
-
-
-def test_a_member_of_another_size_and_one_with_a_password(tmp_path):
-    path, whole = tmp_path / "x.zip", miniature.archive("x.zip", {"a": b"text"})
-    entry, start = whole.index(b"PK\x01\x02"), whole.index(b"PK\x03\x04")
-    longer, locked = bytearray(whole), bytearray(whole)
-    longer[entry + 24] = 9  # Where the table of contents holds the size.
-    locked[entry + 8] |= 1
-    locked[start + 6] |= 1
-    for damaged in (longer, locked):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"x\.zip\b.*{URL}"):
-            unpacked_from(open_archive(path), ["a"])
 
 
 # Counts
@@ -249,24 +222,15 @@ def test_one_billion_words_files_and_heldout_shards(tmp_path):
     assert [file.name for file in separate.splits["train"]] == names, "for errors"
 
 
-@pytest.mark.parametrize("name", ONE_FILE)
-@pytest.mark.parametrize("packed", [False, True])
-def test_another_number_of_bytes(name, packed, tmp_path):
-    files = dict.fromkeys(miniature.files(name), b"x" * 1234)
-    if packed:
-        files = {f"{name}.tgz": miniature.archive(".tgz", files)}
-    place(tmp_path / "data", files)
-    where = tmp_path / "data" / next(iter(files))
-    assert re.search(rf"{where}\b.*\b1,234\b.*\b300,008\b", refusal(name, tmp_path))
-
-
-@pytest.mark.parametrize("offset", [0, 250_000, 300_007])
-def test_a_wrong_byte_anywhere(offset, tmp_path):
-    text = bytearray(miniature.files(CorpusName.ENWIK8)["enwik8"])
-    text[offset] ^= 1
-    place(tmp_path / "data", {"enwik8": bytes(text)})
-    found, known = hashlib.sha256(text).hexdigest(), CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256
-    assert re.search(rf"\b{found}\b.*\b{known}\b.*\benwik8\b", refusal(CorpusName.ENWIK8, tmp_path))
+def test_a_wrong_byte_and_another_number_of_bytes(tmp_path):
+    whole, known = miniature.files(CorpusName.ENWIK8)["enwik8"], CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256
+    wrong = whole[:250_000] + bytes([whole[250_000] ^ 1]) + whole[250_001:]
+    for text, named in (
+        (wrong, rf"{hashlib.sha256(wrong).hexdigest()}\b.*\b{known}"),
+        (b"x" * 1234, r"1,234\b.*\b300,008"),
+    ):
+        place(tmp_path / "data", {"enwik8": text})
+        assert re.search(rf"{tmp_path}/data/enwik8\b.*\b{named}\b", refusal(CorpusName.ENWIK8, tmp_path))
 
 
 @pytest.mark.parametrize("name", miniature.PACKED)
@@ -349,51 +313,21 @@ def test_without_files_and_network_every_source_is_asked_once_and_named(name, tm
     assert ("--data.file=PATH" in message) == (name in ONE_FILE)
 
 
-@pytest.mark.parametrize("cache", ["file", "file/below", "/proc/nowhere"])
-def test_a_cache_that_cannot_be_made(cache, tmp_path):
-    arrange(tmp_path, CorpusName.PTB)
-    (tmp_path / "file").touch()
-    cache = tmp_path / cache
-    with pytest.raises(UserError, match=rf"\bPenn Treebank\b.*{cache}/tfds\b.*--cache_dir\b"):
-        prepare.read(CorpusName.PTB, data_dir=str(tmp_path / "data"), cache_dir=str(cache))
-
-
-@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])
-def test_a_damaged_cache(damage, tmp_path):
+def test_a_damaged_cache(tmp_path):
     arrange(tmp_path, CorpusName.ENWIK8)
     read(CorpusName.ENWIK8, tmp_path)
     folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
     (path,) = folder.rglob("*train*")
-    if damage == "removed":
-        path.unlink()
-    elif damage == "flipped":
-        data = bytearray(path.read_bytes())
-        data[data.index(miniature.texts(CorpusName.ENWIK8)["train"][1000:1008])] ^= 1
-        path.write_bytes(data)
-    else:
-        os.truncate(path, 70_000 if damage == "cut" else 0)
-    with pytest.raises(UserError, match=rf"{folder}\b"):
-        contents(read(CorpusName.ENWIK8, tmp_path))
+    for damaged in (folder / "dataset_info.json", folder / "metadata.json", path):
+        whole = damaged.read_bytes()
+        flipped = whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:] if damaged == path else b"{"
+        for content in (whole[: len(whole) // 2], b"", flipped, None):
+            damaged.unlink() if content is None else damaged.write_bytes(content)
+            with pytest.raises(UserError, match=rf"{folder}\b"):
+                contents(read(CorpusName.ENWIK8, tmp_path))
+        damaged.write_bytes(whole)
     shutil.rmtree(folder)
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["dataset_info.json", "metadata.json"])
-def test_damage_beside_the_records(name, tmp_path):
-    """Cut, without content, gone, or with flipped bits: never another text, and never more than one sentence."""
-    arrange(tmp_path, CorpusName.PTB)
-    read(CorpusName.PTB, tmp_path)
-    folder = tmp_path / "cache" / "tfds" / "txl_ptb" / "1.0.0"
-    whole = (folder / name).read_bytes()
-    flipped = [whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :] for place in range(0, len(whole), 25)]
-    for content in (whole[: len(whole) // 2], b"", *flipped):
-        (folder / name).write_bytes(content)
-        try:
-            assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
-        except UserError as error:
-            message = str(error)
-            assert str(folder) in message and "\n" not in message
 
 
 # Downloads, from a server on this machine

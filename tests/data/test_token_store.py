@@ -139,14 +139,6 @@ def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
     assert str(folder) in capsys.readouterr().out
 
 
-def test_a_damaged_summary_is_no_store(tmp_path):
-    open_store(text_of(), SETTINGS, words, folder=tmp_path)
-    (name,) = names(tmp_path)
-    for summary in ("", "{}", "[]", "7", '{"bytes": 7}', '{"bytes": {"train.npy": 7}}'):
-        (tmp_path / name / "store.json").write_text(summary)
-        assert find_store(text_of(), SETTINGS, tmp_path) is None
-
-
 # The digest of some tokens, by the version that made them.
 GOLDEN = {1: "95a7952305504f32"}
 
