@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support import runs, tiny_run
-from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, Network, config_tree
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.ops.attention import Implementation, Implementations, Tile, choose
 from txl_jax.runs import weights
 from txl_jax.runs.build import AttentionChoice, Chosen, build
@@ -131,11 +131,3 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     lines = []
     weights.build_trained(CONFIG, Run.read(stopped.path), log=lines.append)
     assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
-
-
-@pytest.mark.full
-def test_an_lstm_has_no_attention_to_record(corpus, tmp_path):
-    workdir = Run(tmp_path)
-    lstm = config_tree.replace(CONFIG, {"model.network": Network.LSTM})
-    assert start_again(workdir, lstm, corpus) == [] and recorded(workdir) is None
-    assert start_again(workdir, lstm, corpus) == []

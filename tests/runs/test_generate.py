@@ -16,7 +16,6 @@ from support import drawn_run
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.ready_ids import find_tokens
-from txl_jax.data.vocabulary import TextStream
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
@@ -55,16 +54,21 @@ def whole(run):
     return texts
 
 
-def test_each_sample_ends_with_its_first_stop_token(run, whole):
+def test_each_sample_ends_with_its_first_stop(run, whole):
+    """With a token, or with the text of several, here from one block to the next."""
+    config, _, workdir = run
     places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}  # Blocks are of 16 tokens.
     stop = next(letter for letter, found in places.items() if 0 <= found[0] < 16 and not set(found) <= set(range(16)))
-    texts, printed = write(run, stop=stop)
-    for text, longer in zip(texts, whole, strict=True):
-        start, found, _ = longer.partition(stop)
-        assert text == start + found
+    for each in (whole[0][13:17], stop):
+        texts, printed = write(run, stop=each)
+        for text, longer in zip(texts, whole, strict=True):
+            start, found, _ = longer.partition(each)
+            assert text == start + found
+        assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed, "the first is streamed up to there"
+        own = dataclasses.replace(config.generate, stop=each)
+        assert txl_jax.load(workdir.path).generate([""], own) == [texts[0]], "Python's setting is the same"
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
-    assert f"at most {LENGTH} tokens ---\n{texts[0]}\n--- sample 2" in printed, "the first is streamed up to there"
-    path = Path(run[2].path, "sample-seed4.txt")
+    path = Path(workdir.path, "sample-seed4.txt")
     assert f" {path}" in printed.splitlines()[-1], "the file is named"
     saved = path.read_text()
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
@@ -165,41 +169,14 @@ def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
 
 
-def test_a_stop_of_several_tokens_ends_each_sample(run, whole, tmp_path):
-    stop = whole[0][13:17]  # From one block to the next.
-    texts, printed = write(run, stop=stop)
-    for text, longer in zip(texts, whole, strict=True):
-        start, found, _ = longer.partition(stop)
-        assert text == start + found
-    assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed and len(texts[0]) < LENGTH
-    config, _, workdir = run
-    model = txl_jax.load(workdir.path)
-    settings = dataclasses.replace(config.generate, stop=stop)
-    assert model.generate([""], settings) == [texts[0]], "Python's setting is the same"
-    assert model.generate([""], config.generate, stop=stop) == [texts[0].removesuffix(stop)], (
-        "Python's stop strings are no part"
-    )
-
-
-def test_a_stop_is_found_inside_of_subwords(tmp_path):
-    pytest.importorskip("tokenizers")
-    tokenizer = {"data__tokenizer__kind": "subword", "data__tokenizer__vocab_size": 280}
-    vocabulary = drawn_run.on_text(tmp_path, b"the cat sat on the mat\n" * 300, **tokenizer)[1].vocabulary
-    assert read_stop(GenerateConfig(stop="at"), vocabulary) == b"at"
-    stream = TextStream(vocabulary.decode, (), b"at")
-    assert stream.add(vocabulary.encode(b"the cat sat")) == "the cat" and stream.ended
-
-
 def test_each_prompt_of_a_file_gets_the_samples_that_it_gets_alone(run):
     """Prompts of several lengths, an empty one among them, side by side."""
     config, _, workdir = run
     prompts = ["the cat sat", "", "at", "the cat sat on " * 3]
     texts = [write(run, prompt=prompt, stop="at\\n")[0] for prompt in prompts]
-    weights, lines = (
-        Weights.of(workdir, config_tree.replace(config, {"generate.stop": "at\\n", "eval.batch_size": 5})),
-        [],
-    )
+    changed, lines = config_tree.replace(config, {"generate.stop": "at\\n", "eval.batch_size": 5}), []
     numbered = ((number, prompt.encode()) for number, prompt in enumerate(prompts, start=1))
+    weights = Weights.of(workdir, changed)
     continue_prompts(weights, numbered, name="prompts.txt", write=lines.append)
     expected = [
         {"index": index, "sample": sample, "prompt": prompt, "text": text}

@@ -99,24 +99,6 @@ def test_checkpoints_without_a_total_have_that_of_the_record(finished, config, c
 
 
 @pytest.mark.full
-def test_patience_and_averaging_go_on(config, corpus, tmp_path):
-    """With a rate so high that the loss goes up and down."""
-    more = tiny.changed(
-        config, average__nt_asgd_patience=1, train__patience=3, optimizer__learning_rate=0.1, train__eval_every=4
-    )
-    first = runs.train(more, corpus, tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    more = tiny.changed(more, train__steps=2 * STEPS)
-    whole = runs.train(more, corpus, tmp_path / "a")
-    assert whole.step > first.step or not whole.results.get("changes")
-    runs.train(more, corpus, tmp_path / "b", stop_requested=stop_after(2))
-    assert runs.train(more, corpus, tmp_path / "b") == whole
-    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
-    assert int(runs.state_of(tmp_path / "a")[1].average.begun) > 0
-    tiny_run.assert_equal(*(runs.state_of(tmp_path / name)[1] for name in "ab"))
-
-
-@pytest.mark.full
 def test_an_ensemble_gets_more_steps(config, corpus, tmp_path):
     members = [{"seed": 1}, {"seed": 2, "optimizer.learning_rate": 0.02}]
     runs.train(config, corpus, tmp_path / "a", members=members)
