@@ -1,6 +1,5 @@
 """Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop strings, mistakes."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -209,25 +208,6 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     assert found == [text[:cut] for text, cut in zip(whole, cuts, strict=True)]
     assert cuts[1] <= 3 and cuts[0] <= 17 and max(cuts) > cuts[1]
     assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], "one string, not its letters"
-
-
-def test_a_stop_token_is_part_of_the_text_and_a_stop_string_is_not():
-    model = tiny_model.make()
-    [prompt] = tiny_model.documents([4])
-    [whole] = model.generate([prompt], settings())
-    letter = whole[9]
-    cut = whole.index(letter)
-    assert model.generate([prompt], settings(stop=letter)) == [whole[: cut + 1]]
-    assert model.generate([prompt], settings(stop=letter), stop=letter) == [whole[:cut]]
-
-
-def test_a_model_is_shown_in_one_line():
-    model = tiny_model.make()
-    shown = repr(dataclasses.replace(model, source="the run /somewhere, trained on a text"))
-    assert len(shown.splitlines()) == 1 and len(shown) < 250
-    parameters = f"{model.components.num_parameters:,}"
-    for words in ("transformer_xl", "2 layers", parameters, "13 byte", "step 7", "/somewhere"):
-        assert words in shown
 
 
 def test_generation_ends_with_the_last_text_that_goes_on():

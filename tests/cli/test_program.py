@@ -414,52 +414,6 @@ def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, er
 
 # The compilation cache
 
-PROGRAM = """
-import jax
-import jax.numpy as jnp
-from txl_jax import cli
-
-def run(plan, job):
-    heavy = jax.jit(lambda x: sum(jnp.sin(x * i).sum() for i in range(100)))
-    events = []
-    jax.monitoring.register_event_listener(lambda name, **unused: events.append(name))
-    found = heavy.lower(jnp.zeros(5)).compile()(jnp.arange(5.0))
-    hits = [name for name in events if name.endswith("compilation_cache/cache_hits")]
-    print(found, "hit" if hits else "miss")
-
-cli.main(run, cli.TextPlan)
-"""
-
-
-def compile_in_a_process(*words, **environment):
-    """Starts a program that compiles one function; returns the function's value, "hit" or "miss", and the errors."""
-    own = ("JAX_COMPILATION", "JAX_PERSISTENT", "XLA_")  # With the flags of tests it compiles too fast to be kept.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    command, variables = [sys.executable, "-c", PROGRAM, *words], kept | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return *done.stdout.split(), done.stderr
-
-
-@pytest.mark.full
-def test_a_second_start_reads_what_the_first_compiled_and_a_damaged_entry_costs_a_warning(tmp_path):
-    value, found, _ = compile_in_a_process(f"--data_dir={tmp_path}")
-    assert found == "miss"
-    assert compile_in_a_process(f"--data_dir={tmp_path}") == (value, "hit", "")
-    entries = list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
-    for path in entries:
-        path.write_bytes(path.read_bytes()[:100])
-    damaged, found, err = compile_in_a_process(f"--data_dir={tmp_path}")
-    assert entries and (damaged, found) == (value, "miss") and "compilation cache" in err
-
-
-@pytest.mark.nightly(part="faults")
-def test_the_cache_may_be_in_a_bucket(bucket, storage):
-    flag = f"--compilation_cache={bucket}"
-    value, found, _ = compile_in_a_process(flag, **storage.environment)
-    assert found == "miss" and any(name.endswith("-cache") for name in storage.names())
-    assert compile_in_a_process(flag, **storage.environment) == (value, "hit", "")
-
 
 @pytest.fixture
 def kept_in(monkeypatch):

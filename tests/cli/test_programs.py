@@ -69,27 +69,12 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
 
 
 @pytest.mark.full
-def test_evaluation_generation_and_scores_of_a_workdir(undisturbed, tmp_path):
-    changes = ["--eval.mem_len=8", "--model.attention=reference", f"--data_dir={tmp_path}"]
-    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *changes)
-    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
-    assert json.loads((undisturbed / "evaluation.json").read_text())["eval"]["mem_len"] == 8
-    assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
-    flags = ["--mode=generate", f"--workdir={undisturbed}", "--generate.length=40"]
-    first, second = (succeed("text", *flags, "--generate.prompt=one two") for _ in range(2))
-    assert first == second and "one two" in first and not re.search("(?m)^corpus ", first)
-    succeed("text", "--mode=score", f"--workdir={undisturbed}", "--eval.batch_size=3")
-    results = json.loads((undisturbed / "results.json").read_text())
-    lines = (undisturbed / "scores-test.tsv").read_text().splitlines()
-    assert len(lines) == 1 + results["test"]["tokens"] and lines[0] == "index\ttoken\tnats"
-
-
-@pytest.mark.full
 def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
     """Lists in place of one file; and the folder of the ids is that of the run, not one in the current folder."""
     (tmp_path / "other.txt").write_text("four three two one " * 50)
     flags = [f"--{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
-    out = succeed("text", "--mode=eval", f"--workdir={undisturbed}", *flags)
+    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags)
+    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
     assert trained_on["description"] in out and "949" in out, "both texts are named"
     assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
@@ -171,13 +156,8 @@ def test_first_mistakes_are_answered_in_one_line(tmp_path, program, flags, code,
 def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path):
     packed = tmp_path / "book.txt.gz"
     packed.write_bytes(gzip.compress(np.random.default_rng(0).bytes(3000)))
-    flags = [
-        *programs.TINY,
-        *SHORT,
-        f"--data.file={packed}",
-        f"--cache_dir={tmp_path}",
-        f"--workdir={tmp_path / 'run'}",
-    ]
+    folders = [f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
+    flags = [*programs.TINY, *SHORT, f"--data.file={packed}", *folders]
     for more in ([], ["--tokenizer=word"]):
         code, _, err = run("text", *flags, *more)
         assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()

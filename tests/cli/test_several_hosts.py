@@ -99,24 +99,6 @@ def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_ru
     assert_same_run(tmp_path, undisturbed)
 
 
-@pytest.mark.full
-def test_two_processes_get_more_steps_as_one_does(start, tmp_path):
-    """With the workdir alone; fewer steps than are done are refused in both."""
-    for n_process in (1, 2):
-        workdir = tmp_path / str(n_process)
-        for flags in (["--train.steps=8"], ["--mode=train", f"--train.steps={STEPS}"]):
-            ended = processes.finish(start(n_process, workdir, *flags))
-            assert {code for code, _, _ in ended} == {0}, ended
-        assert "--train.steps was 8 and is now 16" in ended[0][1] and "% of its peak, not 0.0%" in ended[0][1]
-        changes = json.loads((workdir / "results.json").read_text())["changes"]
-        assert changes == [{"step": 8, "name": "train.steps", "old": 8, "new": STEPS}]
-    assert_same_run(tmp_path / "2", tmp_path / "1")
-    before = (tmp_path / "2" / "config.json").read_bytes()
-    ended = processes.finish(start(2, tmp_path / "2", "--mode=train", "--train.steps=14"))
-    assert [code for code, _, _ in ended] == [1, 1] and "fewer than the 16" in ended[0][2], ended
-    assert (tmp_path / "2" / "config.json").read_bytes() == before
-
-
 @pytest.mark.nightly(part="long")
 @pytest.mark.parametrize("flags", [[], ["--mesh.fsdp=2", "--mesh.tensor=2"]], ids=" ".join)
 def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, tmp_path, flags):

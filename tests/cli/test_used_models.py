@@ -105,11 +105,3 @@ def test_prompts_of_a_file_become_records_on_the_output(run, tmp_path):
     assert f"\nthe cat {records[0]['text']}" in alone and len(records[0]["text"].split()) > 5
     assert "--input" in use("eval", run[0], *flags, code=1)
     assert "--out" in use("generate", run[0], *flags, f"--out={tmp_path}", code=1)
-
-
-def test_a_file_of_windows_is_scored_as_the_same_lines(run, tmp_path):
-    found = []
-    for name, content in (("unix", b"the cat\nsat on a\n"), ("windows", b"\xef\xbb\xbfthe cat\r\nsat on a\r\n")):
-        (tmp_path / name).write_bytes(content)
-        found.append(use("score", run[0], f"--input={tmp_path / name}"))
-    assert found[0] == found[1] and found[0].count("\n") == 2

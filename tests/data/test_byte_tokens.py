@@ -30,13 +30,6 @@ def test_newlines_may_be_dropped(text, size):
         assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
 
 
-def test_a_foreign_byte_is_named_with_its_first_offset():
-    with pytest.raises(UserError, match=r"\b120\b.*\b2\b.*\b2\b"):
-        ByteVocabulary.of(b"ab").encode(b"abxayx")
-    with pytest.raises(UserError, match=r"\b120\b.*\b3\b.*\b2\b"):
-        ByteVocabulary(b"ab", Newlines.DROP).encode(b"\n\naxab")
-
-
 @given(start=st.binary().map(lambda start: start.replace(b"x", b"")), size=SIZES, offset=st.integers(0, 99))
 def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
     others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))

@@ -51,19 +51,6 @@ def poem(tmp_path):
 # Own text
 
 
-def test_words(poem, read):
-    corpus = read(own_text(kind=Tokenizer.WORD, **poem))
-    assert corpus.vocabulary.words == ("<eos>", "The", "sat", "cat", "the", "dog", "end", "<unk>")
-    assert texts(corpus) == [
-        b"The cat sat \nthe dog sat \n\nThe end \n",
-        b"<unk> dog sat \n",
-        b"<unk> <unk> \nthe cat \n",
-    ]
-    assert corpus.sentences.tolist() == [0, 4, 8, 9, 12]
-    double = read(own_text(kind=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem))
-    assert len(double.train) == 8 + 2 * 4
-
-
 # Stores
 
 

@@ -130,6 +130,10 @@ def test_an_array_without_ids(read, array, pattern):
         read(file="ids.npy")
 
 
+HEADERS = [b"", b"{'descr': '<u2', 'shape': (", b"(" * 200, b"{'descr': [" * 9, b"\\"]
+ARRAYS = [b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header for header in HEADERS]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "pattern"),
     [
@@ -137,7 +141,7 @@ def test_an_array_without_ids(read, array, pattern):
         ("ids.bin", b"", r"ids\.bin"),
         ("ids.txt", b"1 2 3", r"\.npy\b.*\.bin\b"),
         ("ids.npy", b"1 2 3", r"ids\.npy\b"),
-        ("ids.npy", b"\x93NUMPY\x01\x00", r"ids\.npy\b"),
+        *(("ids.npy", content, r"ids\.npy\b") for content in ARRAYS),
     ],
 )
 def test_a_file_without_ids(read, tmp_path, name, content, pattern):

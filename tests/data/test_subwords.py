@@ -39,7 +39,7 @@ def test_the_ids_are_those_of_the_package_in_blocks_too(own, package, lines, siz
     expected = package.encode(text, add_special_tokens=False).ids
     assert own.encode(text.encode()).tolist() == joined(own.blocks([in_blocks(text.encode(), size)])) == expected
     assert own.encode(b"one").dtype == np.uint16 and own.size == package.get_vocab_size() == made.SIZE
-    assert (own.mark, own.unknown_id, own.kind) == (None, None, "hf")
+    assert (own.mark, own.unknown_id, own.kind, own.start.tolist()) == (None, None, "hf", [0])
 
 
 @given(text=st.text())
@@ -47,12 +47,6 @@ def test_every_text_comes_back_also_token_by_token(own, text):
     ids = own.encode(text.encode())
     assert own.decode(ids) == text.encode() and own.count_bytes(ids) == len(text.encode())
     assert b"".join(own.decode([token]) for token in ids) == text.encode()
-
-
-def test_a_special_token_in_the_text_is_that_token(own):
-    assert own.encode(f"a{END}b".encode()).tolist().count(0) == 1
-    assert own.names()[0] == END.encode() and own.decode([0]) == END.encode()
-    assert own.start.tolist() == [0]
 
 
 def test_what_is_for_other_uses_has_no_effect(own, package):

@@ -171,15 +171,6 @@ def test_what_cannot_be_opened_is_named(tmp_path):
             open_input(str(path))
 
 
-@pytest.mark.full
-def test_an_input_in_a_bucket(bucket):
-    (bucket / "input.txt").write_bytes(b"one\ntwo")
-    with open_input(str(bucket / "input.txt")) as file:
-        assert file.readlines() == [b"one\n", b"two"]
-    with pytest.raises(UserError, match=r"gs://.*--input"):
-        open_input(str(bucket / "missing.txt"))
-
-
 def records(lines, *, per_token=False, params=None, written=None):
     """The records of documents that are read in 3 rows; `written` gets the lines of those before a mistake too."""
     model, written = tiny_model.make(eval__batch_size=3), [] if written is None else written

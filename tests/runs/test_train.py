@@ -15,12 +15,11 @@ import txl_jax
 from support import runs, tiny_run
 from support.runs import numbers, stop_after
 from txl_jax.config import config_tree
-from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.generate import generate_text, make_sampler
+from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
@@ -142,17 +141,6 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(run_once, co
         assert sum(line.startswith(begins) for line in logged) == 2, "once in each start"
         assert not any(line.startswith(begins) for line in printed.splitlines())
     assert logged[0].startswith("command")
-
-
-def test_a_second_sample_compiles_nothing(caplog):
-    made = tiny_run.parts()
-    sample = make_sampler(made, ByteVocabulary(bytes(range(65, 65 + made.model.vocab_size))))
-    params = jax.device_put(tiny_run.params(made.model))
-    first = sample(params, lambda: False)
-    with jax.log_compiles():
-        second = sample(jax.tree.map(jax.numpy.negative, params), lambda: False)
-    assert len(first) == len(second) == made.config.generate.length + 1 and first != second
-    assert not [line for line in caplog.messages if line.startswith("Compiling") and "negative" not in line]
 
 
 @pytest.mark.full

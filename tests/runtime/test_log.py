@@ -104,16 +104,6 @@ def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
         log.close()  # Nothing happens the second time.
 
 
-def test_without_a_folder_nothing_is_kept_or_printed(capsys):
-    log = RunLog(None)
-    log.print("early")
-    with log.open(opening=["opening"]):
-        log.record("train", 1, {"loss": 1.0})
-        log.print("line")
-        log.seal()
-    assert capsys.readouterr().out == ""
-
-
 # TensorBoard
 
 

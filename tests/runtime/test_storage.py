@@ -34,14 +34,6 @@ def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
     assert given in str(refused.value) and expected in str(refused.value)
 
 
-@pytest.mark.full
-def test_a_url_is_joined_like_a_path():
-    run = files.as_path("gs://bucket/runs//one/")
-    assert run == files.as_path(run) == "gs://bucket/runs/one"
-    assert files.is_remote(run) and files.is_remote(os.path.join(run, "a")) and not files.is_remote("runs/one")
-    assert (os.path.basename(run), os.path.dirname(run)) == ("one", "gs://bucket/runs")
-
-
 @pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
 def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     folder = request.getfixturevalue("bucket") if place == "bucket" else str(tmp_path / "folder")
