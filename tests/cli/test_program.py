@@ -134,7 +134,32 @@ def test_devices_that_jax_cannot_use_are_an_error():
     assert done.returncode == 1 and "JAX_PLATFORMS is cuda" in done.stderr and done.stderr.count("\n") == 1
 
 
-# With the settings of a trained model
+# Settings of a run in a workdir
+
+
+@pytest.fixture
+def config_in(start, tmp_path):
+    """Returns the config and the notes of a command line of experiments.text, in a workdir that is new or recorded."""
+
+    def config_in(*words, defaults=text.DEFAULTS, folder="new"):
+        found = []
+
+        def run(plan, job):
+            with Run.open(tmp_path / folder) as opened:
+                found.append((job.config(opened), opened.notes))
+
+        words = [f"--data.file={tmp_path / 'text'}", *words]
+        code, *_ = start(*words, run=run, config=defaults, plan=program.TrainPlan)
+        if code:
+            return code, []
+        # A sweep checks the settings of its runs before they start, and must come to the same.
+        if found[0][0].init_from is None:
+            recorded = Run.read(tmp_path / folder).config if (tmp_path / folder / "config.json").exists() else None
+            assert program.config_of_words(defaults, ["text", *words], recorded=recorded) == found[0][0]
+        return found[0]
+
+    return config_in
+
 
 SIZES = {"n_layer": 1, "d_model": 12, "n_head": 3, "d_head": 5, "d_inner": 14, "untie_r": True}
 
@@ -151,22 +176,17 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def built(trained, start, capsys, tmp_path):
-    """Returns the config of a command line with --init_from for a run in a folder, which is new or recorded."""
+def built(trained, config_in, capsys):
+    """Returns the config of a command line with --init_from, and adds its notes to a list."""
 
-    def built(*words, folder="new", notes=None):
-        found = []
-
-        def run(plan, job):
-            with Run.open(tmp_path / folder) as opened:
-                found.append(job.config(opened))
-                (notes if notes is not None else []).extend(opened.notes)
-
+    def built(*words, notes=None, **options):
         files = [f"--data.file={trained[0] / 'text'}", f"--init_from={trained[0] / 'run'}"]
-        code, *_ = start("--from=x", *files, *words, run=run, config=ExperimentConfig(data=own_text()))
-        if code:
+        config, found = config_in(*files, *words, **options)
+        if config == 1:
             raise UserError(capsys.readouterr().err)
-        return found[0]
+        if notes is not None:
+            notes += found
+        return config
 
     return built
 
@@ -225,32 +245,6 @@ def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
             built(folder="another")
     finally:
         (trained[0] / "gone").rename(trained[0] / "run")
-
-
-# Without sizes, with a warm-up of a flagfile, and with flags that a mode does not read
-
-
-@pytest.fixture
-def config_in(start, tmp_path):
-    """Returns the config and the notes of a command line of experiments.text, in a workdir that is new or recorded."""
-
-    def config_in(*words, defaults=text.DEFAULTS, folder="new"):
-        found = []
-
-        def run(plan, job):
-            with Run.open(tmp_path / folder) as opened:
-                found.append((job.config(opened), opened.notes))
-
-        words = [f"--data.file={tmp_path / 'text'}", *words]
-        code, *_ = start(*words, run=run, config=defaults, plan=program.TrainPlan)
-        if code:
-            return code, []
-        # A sweep checks the settings of its runs before they start, and must come to the same.
-        recorded = Run.read(tmp_path / folder).config if (tmp_path / folder / "config.json").exists() else None
-        assert program.config_of_words(defaults, ["text", *words], recorded=recorded) == found[0][0]
-        return found[0]
-
-    return config_in
 
 
 def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp_path):
