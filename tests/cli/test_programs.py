@@ -1,9 +1,11 @@
-"""Tests the programs as a user starts them: each mode, the studies of a trained run, and first mistakes."""
+"""Tests the programs as a user starts them: each mode, the studies of a trained run, first mistakes, used models."""
 
+import errno
 import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -11,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import ROOT, programs
+from support import ROOT, drawn_run, programs
+from txl_jax.config import GenerateConfig
+from txl_jax.runs.convert import convert
 
 SHORT = programs.steps(2, every=2)
 
@@ -187,3 +191,102 @@ def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monke
         assert code == 1 and f"workdir   {tmp_path / 'runs' / name} (" in out and str(tmp_path / "none") in err
     code, _, err = run("text", "--mode=eval")
     assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()
+
+
+# Modes that use a trained model: of folders that may only be read, portable folders, and many prompts
+
+
+TEXT = b"the cat sat on a mat\n" * 60
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """(workdir, flags of its text) of a run with drawn parameters on words."""
+    folder = tmp_path_factory.mktemp("run")
+    changes = {"data__tokenizer__kind": "word", "generate": GenerateConfig(length=12, top_k=None)}
+    config, corpus = drawn_run.on_text(folder, TEXT, **changes)
+    drawn_run.make(folder / "run", config, corpus)
+    return folder / "run", (f"--cache_dir={folder}", f"--data.file={folder / 'text'}")
+
+
+@pytest.fixture(scope="module")
+def portable(drawn, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("portable")
+    convert(drawn[0], folder / "model", log=lambda line: None)
+    return folder / "model"
+
+
+def use(mode, workdir, *flags, code=0):
+    """The output of a mode, or the error where the exit code is not 0."""
+    found, out, err = run("text", f"--mode={mode}", f"--workdir={workdir}", *flags)
+    assert found == code, err
+    return err if code else out
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=["run", "portable"])
+def read_only(request, drawn, portable, monkeypatch):
+    """A run or a portable folder that may only be read, also by root, for whom permissions mean nothing."""
+    folder = drawn[0] if request.param == "run" else portable
+    real = Path.write_bytes
+
+    def write_bytes(path, data):
+        if path.is_relative_to(folder):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    return folder
+
+
+def test_a_model_that_may_only_be_read_is_evaluated_and_generates(drawn, read_only, tmp_path):
+    before = content(read_only)
+    scored = use("eval", read_only, *drawn[1])
+    assert "Read-only file system" in scored and "--out" in scored and "test ppl" in scored
+    drawn = use("generate", read_only, "--generate.prompt=the cat")
+    assert "Read-only file system" in drawn and "\nthe cat " in drawn and "sample-seed0" not in drawn
+    assert "--out" in use("score", read_only, *drawn[1], code=1), "its files are all that it makes"
+    assert content(read_only) == before
+    out = tmp_path / "out"
+    for mode, flags in (("eval", drawn[1]), ("generate", ()), ("score", drawn[1])):
+        assert str(out) in use(mode, read_only, *flags, f"--out={out}")
+    assert set(content(out)) == {"evaluation.json", "sample-seed0.txt", "scores-valid.tsv", "scores-test.tsv"}
+
+
+def test_a_portable_folder_has_the_scores_and_the_text_of_its_run(drawn, portable, tmp_path):
+    workdir = shutil.copytree(drawn[0], tmp_path / "run")
+    results = []
+    for model in (workdir, portable):
+        out = tmp_path / f"{model.name}-out"
+        use("eval", model, *drawn[1], f"--out={out}")
+        use("generate", model, "--generate.prompt=the cat", f"--out={out}")
+        results.append((json.loads((out / "evaluation.json").read_text()), (out / "sample-seed0.txt").read_text()))
+    (ours, text), (theirs, same) = results
+    assert text == same and ours["text_sha256"] == theirs["text_sha256"]
+    assert [ours[split] for split in ("valid", "test")] == [theirs[split] for split in ("valid", "test")]
+    assert "--data.file" in use("eval", portable, code=1), "no text is named by a portable folder"
+    assert "tokenizer" in use("eval", portable, *drawn[1], "--tokenizer=byte", code=1)
+    assert "--init_from" in use("train", portable, *drawn[1], code=1), "a portable folder cannot be trained in"
+
+
+def test_an_out_that_cannot_be_written_to_is_refused_and_training_has_none(drawn, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in use("generate", drawn[0], f"--out={tmp_path / 'file'}", code=1)
+    error = use("train", tmp_path / "new", *drawn[1], f"--out={tmp_path / 'out'}", code=1)
+    assert "--out" in error and not (tmp_path / "new").exists()
+
+
+def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfthe cat\r\n\nsat on a\n")
+    flags = [f"--input={tmp_path / 'prompts.txt'}", "--generate.samples=2", "--eval.batch_size=4"]
+    records = [json.loads(line) for line in use("generate", drawn[0], *flags).splitlines()]
+    assert [(record["index"], record["sample"], record["prompt"]) for record in records] == [
+        (index, sample, prompt) for index, prompt in enumerate(["the cat", "", "sat on a"]) for sample in (0, 1)
+    ]
+    alone = use("generate", drawn[0], "--generate.prompt=the cat", f"--out={tmp_path}")
+    assert f"\nthe cat {records[0]['text']}" in alone and len(records[0]["text"].split()) > 5
+    assert "--input" in use("eval", drawn[0], *flags, code=1)
+    assert "--out" in use("generate", drawn[0], *flags, f"--out={tmp_path}", code=1)

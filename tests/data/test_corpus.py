@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import text_of
+from support.miniature import arrange
 from support.own_text import own_text
-from support.published_corpora import arrange
 from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig
 from txl_jax.data import corpus
 from txl_jax.data.byte_tokens import ByteVocabulary

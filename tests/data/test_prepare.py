@@ -21,19 +21,7 @@ from hypothesis import strategies as st
 
 from support import miniature
 from support.cases import full_but
-from support.published_corpora import (
-    ARRANGEMENTS,
-    ONE_FILE,
-    TABLE,
-    WORDS,
-    arrange,
-    contents,
-    expected_digest,
-    place,
-    read,
-    refusal,
-    refuse,
-)
+from support.miniature import ARRANGEMENTS, arrange, place
 from txl_jax.config import CorpusName, Heldout
 from txl_jax.data import prepare
 from txl_jax.data.prepare import Tally, fit, open_files, read_files
@@ -41,6 +29,42 @@ from txl_jax.data.published import CORPORA, WHOLE, Remote
 from txl_jax.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("miniatures")
+
+TABLE = dict(CORPORA)  # As it is shipped.
+ONE_FILE = tuple(name for name, row in TABLE.items() if row.cuts)
+WORDS = tuple(name for name, row in TABLE.items() if all(facts.tokens for facts in row.facts.values()))
+
+
+def read(name, tmp_path, **options):
+    """Reads from the folder `data`."""
+    return prepare.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), **options)
+
+
+def contents(text):
+    """The bytes of each split."""
+    return {split: b"".join(b"".join(file.blocks()) for file in files) for split, files in text.splits.items()}
+
+
+def expected_digest(name):
+    parts = miniature.texts(name)
+    sums = {split: hashlib.sha256(text).hexdigest() for split, text in parts.items()}
+    if name in ONE_FILE:
+        return hashlib.sha256(b"".join(parts.values())).hexdigest()
+    if name is CorpusName.LM1B:
+        files = "".join(hashlib.sha256(shard).hexdigest() for shard in miniature.shards(parts["train"]))
+        sums["train"] = hashlib.sha256(files.encode()).hexdigest()
+    return hashlib.sha256("".join(sums.values()).encode()).hexdigest()
+
+
+def refusal(name, tmp_path, error=ValueError):
+    """The error that reading gives; nothing is left that a later start would take for the corpus."""
+    with pytest.raises(error) as caught:
+        read(name, tmp_path)
+    assert not list((tmp_path / "cache").rglob("*.array_record*"))
+    assert not list((tmp_path / "cache").rglob("incomplete*"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
 
 # Archives
 
@@ -290,7 +314,7 @@ def test_common_names_count_only_in_the_corpuss_own_folder_and_a_whole_corpus_wi
 @pytest.mark.parametrize("name", miniature.NAMES)
 def test_without_files_and_network_every_source_is_asked_once_and_named(name, tmp_path, monkeypatch):
     monkeypatch.setitem(CORPORA, name, TABLE[name])
-    asked = []
+    asked, refuse = [], requests.head
     monkeypatch.setattr(requests, "head", lambda url, **options: (asked.append(url), refuse(url)))
     message = refusal(name, tmp_path, UserError)
     assert sorted(asked) == sorted(source[0].url for source in TABLE[name].sources)

@@ -1,4 +1,4 @@
-"""Tests the training job: stop and resume, kills, a bucket, non-finite losses, refusals, and a finished run."""
+"""Tests the training job: its parts, stop and resume, kills, a bucket, non-finite losses, refusals, a finished run."""
 
 import json
 import os
@@ -14,18 +14,20 @@ import pytest
 import txl_jax
 from support import runs, tiny_run
 from support.runs import numbers, stop_after
-from txl_jax.config import config_tree
+from txl_jax.config import DType, config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
+from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.training.hooks import Hook
+from txl_jax.training.step import UpdateMetrics, make_train_step
 
 STEPS = 24
 
@@ -260,3 +262,113 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b2\b.*\bgot 3\b"):
         load_parameters(more, workdir, log=logged.append)
+
+
+# The parts of a run
+
+
+def test_the_initial_state_is_as_announced():
+    made = tiny_run.parts(model__dtype=DType.BFLOAT16)
+    state = made.init_state()
+    announced = jax.tree.leaves(made.abstract_state)
+    for (path, found), expected in zip(jax.tree.leaves_with_path(state), announced, strict=True):
+        for name in ("shape", "dtype", "sharding"):
+            assert getattr(found, name) == getattr(expected, name), jax.tree_util.keystr(path)
+    assert state.step == 0 and state.memory.hidden.dtype == "bfloat16"
+    assert made.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * made.num_parameters
+    assert not any(leaf.any() for leaf in moments)
+    assert np.std(state.params["stack"]["layers"]["attention"]["query"]) == pytest.approx(0.4, rel=0.2)
+
+
+def test_the_training_program_does_not_grow_with_the_layers():
+    def lowered_size(n_layer):
+        made = tiny_run.parts(model__n_layer=n_layer)
+        step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
+        return len(jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text())
+
+    assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
+
+
+def test_cutoffs_that_do_not_fit_the_vocabulary_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"model\.cutoffs\D*\b5,13\b\D*\b13\b"):
+        tiny_run.parts(model__cutoffs=(5, 13))
+
+
+# The order of things in the loop: calls, metrics, hooks. No model takes part
+
+
+class Story:
+    """A substitute for everything around the loop, which records the order of events."""
+
+    def __init__(self, *, bad_call: int | None = None):
+        self.events: list[str] = []
+        self.waits: list[float] = []
+        self.waited = self.waits.append
+        self._bad_call = bad_call
+
+    def step(self, state, segments):
+        assert segments == state, "a call got another call's segments"
+        self.events.append(f"call {state}")
+        return state + self._per_call, UpdateMetrics(*(np.full(self._per_call, state, np.float32) for _ in range(4)))
+
+    def segments(self, done):
+        self.events.append(f"segments {done}")
+        return done
+
+    def add(self, first_step, metrics):
+        assert metrics.nats.tolist() == [first_step] * self._per_call, "metrics of another call"
+        if first_step == self._bad_call:
+            raise NonFiniteError(f"call {first_step}")
+        self.events.append(f"metrics {first_step}")
+
+    def exclude(self, seconds):
+        assert seconds >= 0
+        self.events.append("exclude")
+
+    def hook(self, name, every):
+        def action(context):
+            assert context.state == context.step
+            self.events.append(f"{name} {context.step}")
+
+        return Hook(every, action)
+
+    def run(self, steps, *hooks, per_call=1):
+        """The loop over this story; returns its result."""
+        self._per_call = per_call
+        span = {"first_step": 0, "steps": steps, "segments_per_call": per_call}
+        around = {"progress": self, "hooks": hooks, "log": RunLog(None), "stop_requested": lambda: False}
+        return run_updates(0, self.step, self.segments, **span, **around)
+
+    def only(self, *words) -> list[str]:
+        return [event for event in self.events if event.split()[0] in words]
+
+
+def test_metrics_are_fetched_one_call_late_and_waits_for_segments_are_timed(monkeypatch):
+    story, now = Story(), iter(range(0, 1000, 3))
+    monkeypatch.setattr("txl_jax.runs.trainer.time.monotonic", lambda: next(now))
+    assert story.run(6, per_call=2) == (6, 6)
+    order = "segments 0, call 0, segments 2, call 2, segments 4, metrics 0, call 4, metrics 2, metrics 4"
+    assert ", ".join(story.events) == order
+    assert story.waits == [3, 3, 3, 3]  # The last asks for nothing.
+
+
+def test_hooks_run_in_order_at_multiples_and_at_the_end_after_all_metrics():
+    story = Story()
+    assert story.run(10, story.hook("eval", 4), story.hook("save", 6), per_call=2) == (10, 10)
+    assert story.only("eval", "save") == ["eval 4", "save 6", "eval 8", "eval 10", "save 10"]
+    for step in (4, 6, 8, 10):
+        at = next(i for i, event in enumerate(story.events) if event in (f"eval {step}", f"save {step}"))
+        reported = [event for event in story.events[:at] if event.startswith("metrics")]
+        assert reported == [f"metrics {first}" for first in range(0, step, 2)]
+    assert len(story.only("exclude")) == 5  # Each hook's time is left out of tokens/s.
+
+
+def test_a_bad_number_stops_the_run_before_a_hook_sees_its_state():
+    story = Story(bad_call=3)
+    with pytest.raises(NonFiniteError, match="call 3"):
+        story.run(8, story.hook("save", 2))
+    assert story.only("save") == ["save 2"]
+    with pytest.raises(NonFiniteError):  # Also in the last call, and without hooks.
+        Story(bad_call=3).run(4)

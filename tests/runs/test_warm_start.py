@@ -209,5 +209,5 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
 @pytest.mark.full
 def test_a_mesh_has_the_same_weights(on_eight_devices):
     """Tables of odd sizes, of which each of eight devices reads its part."""
-    one, mixed = on_eight_devices("-m", "support.warm_start_on_eight_devices")
+    one, mixed = on_eight_devices("-m", "support.eight_devices", "warm start")
     assert one == mixed and one["tokens"]["new"] and one["tokens"]["moved"]

@@ -8,6 +8,7 @@ import io
 import random
 import tarfile
 import zipfile
+from pathlib import Path
 from typing import Any
 
 from txl_jax.config import CorpusName
@@ -150,3 +151,35 @@ def _sentences(rng: random.Random, lines: int) -> bytes:
 
 def _words(rng: random.Random, words: bytes) -> bytes:
     return b" ".join(rng.choices(words.split(), k=rng.randint(1, 40)))
+
+
+def place(folder: Path, members: dict[str, bytes]) -> None:
+    """Writes files by their names below a folder."""
+    for name, content in members.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+# Ways in which a corpus's files may lie in the data directory.
+ARRANGEMENTS = ("official", "downloads/manual", "unpacked", "flat", "by split", "zip", "tar.gz", "tgz", "tar")
+
+
+def arrange(tmp_path: Path, name: CorpusName, how: str = "official") -> None:
+    """Places the corpus's files in the folder `data`: packed by its user if `how` is a suffix."""
+    by_name = files(name)
+    match how:
+        case "official":
+            members = {OFFICIAL[name]: official(name)}
+        case "downloads/manual":
+            members = {f"{how}/{OFFICIAL[name]}": official(name)}
+        case "unpacked":
+            members = by_name
+        case "flat":  # Without the archive's folders.
+            keep = 2 if name is CorpusName.LM1B else 1
+            members = {"/".join([name, *file.split("/")[-keep:]]): content for file, content in by_name.items()}
+        case "by split":
+            members = {f"{_SHIPPED[name].folders[-1]}/{split}.txt": text for split, text in texts(name).items()}
+        case suffix:
+            members = {f"{name}/{name}.{suffix}": archive(f".{suffix}", by_name)}
+    place(tmp_path / "data", members)
