@@ -1,5 +1,6 @@
-"""Tests published corpora: archives, checks, places of files in miniature, records, their damage, and downloads."""
+"""Tests published corpora: their table, archives, checks, places of files in miniature, records, damage, downloads."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,10 +23,10 @@ from hypothesis import strategies as st
 from support import miniature
 from support.cases import full_but
 from support.miniature import ARRANGEMENTS, arrange, place
-from txl_jax.config import CorpusName, Heldout
+from txl_jax.config import CorpusName, DataConfig, Heldout, Tokenizer
 from txl_jax.data import prepare
 from txl_jax.data.prepare import Tally, fit, open_files, read_files
-from txl_jax.data.published import CORPORA, WHOLE, Remote
+from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Remote, check_file
 from txl_jax.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("miniatures")
@@ -329,14 +330,17 @@ def test_a_damaged_cache(tmp_path):
     read(CorpusName.ENWIK8, tmp_path)
     folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
     (path,) = folder.rglob("*train*")
-    for damaged in (folder / "dataset_info.json", folder / "metadata.json", path):
-        whole = damaged.read_bytes()
-        flipped = whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:] if damaged == path else b"{"
-        for content in (whole[: len(whole) // 2], b"", flipped, None):
-            damaged.unlink() if content is None else damaged.write_bytes(content)
-            with pytest.raises(UserError, match=rf"{folder}\b"):
-                contents(read(CorpusName.ENWIK8, tmp_path))
-        damaged.write_bytes(whole)
+    whole = path.read_bytes()
+    flipped = whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:]
+    for content in (whole[: len(whole) // 2], b"", flipped, None):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{folder}\b"):
+            contents(read(CorpusName.ENWIK8, tmp_path))
+    path.write_bytes(whole)
+    for content in (b"", b"{", b"{}"):
+        (folder / "dataset_info.json").write_bytes(content)
+        with contextlib.suppress(UserError):  # Never another text.
+            assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
     shutil.rmtree(folder)
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
 
@@ -467,3 +471,42 @@ def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
         read(CorpusName.PTB, tmp_path)
     serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+# The table: each name has a row, which is all that the rest of the project knows of it
+
+
+def test_each_name_has_a_row_but_those_of_local_files():
+    assert set(CorpusName) - set(CORPORA) == {CorpusName.TEXT, CorpusName.PYTHON_STDLIB}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_row_is_complete(name):
+    row = TABLE[name]
+    row.defaults.validate()
+    assert row.defaults.corpus is name and row.vocab_size > 1
+    assert set(row.facts) == ({WHOLE} if row.cuts else {"train", "valid", "test"})
+    assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
+    assert row.contents and not row.contents.endswith(".")
+    assert sum(row.cuts.values()) in (0, row.facts.get(WHOLE, Facts(size=0)).size)
+    layouts = [{file for files in layout.values() for file in files} for layout in row.layouts + row.own_layouts]
+    for source in row.sources:
+        plain = {remote.file for remote in source if not remote.is_archive}
+        unknown = plain.difference(*layouts)
+        assert not unknown, f"{unknown} are in no layout, and end in none of the archives' {ARCHIVE_SUFFIXES}"
+        assert not plain or {remote.file for remote in source} in layouts, "files are found by a layout"
+    for known in (*row.facts.values(), *itertools.chain(*row.sources)):
+        assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
+    if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
+        assert row.vocab_size == 256
+
+
+def test_a_part_is_read_of_one_file_alone():
+    for name in CorpusName:
+        data = DataConfig(corpus=name, file="a")
+        if name is CorpusName.TEXT or (name in CORPORA and CORPORA[name].cuts):
+            check_file(data)
+        else:
+            with pytest.raises(UserError, match=rf"^data\.file is 'a'.*\b{name}\b"):
+                check_file(data)
+            check_file(dataclasses.replace(data, file=None))

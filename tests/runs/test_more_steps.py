@@ -12,7 +12,6 @@ from txl_jax.errors import UserError
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run
 from txl_jax.runtime import storage
-from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
 
@@ -96,19 +95,3 @@ def test_checkpoints_without_a_total_have_that_of_the_record(finished, config, c
     digests.write_text(json.dumps(of_files))
     outcome = runs.train(tiny.changed(config, train__steps=STEPS + 2), corpus, workdir)
     assert outcome.results["changes"] == [grown(STEPS, STEPS + 2)]
-
-
-@pytest.mark.full
-def test_an_ensemble_gets_more_steps(config, corpus, tmp_path):
-    members = [{"seed": 1}, {"seed": 2, "optimizer.learning_rate": 0.02}]
-    runs.train(config, corpus, tmp_path / "a", members=members)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    more = tiny.changed(config, train__steps=MORE)
-    whole = runs.train(more, corpus, tmp_path / "a", members=members)
-    assert whole.results["changes"] == [grown(STEPS, MORE)] and len(whole.results["members"]) == 2
-    assert not runs.train(more, corpus, tmp_path / "b", members=members, stop_requested=stop_after(2)).finished
-    assert runs.train(more, corpus, tmp_path / "b", members=members) == whole
-    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
-    own = [each for each in read_metrics(tmp_path / "a") if each["kind"] == "train" and each["member"] == "seed=1"]
-    rates = {each["step"]: each["learning_rate"] for each in own}
-    assert rates[STEPS + 4] == pytest.approx(float(learning_rate(more)(STEPS + 3)))

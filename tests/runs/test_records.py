@@ -36,16 +36,6 @@ def test_a_folder_of_runs_and_folders_of_the_same_name(tmp_path):
     assert [run.name for run in read_runs(paths)] == paths
 
 
-@pytest.mark.full
-def test_damaged_results_are_those_of_a_run_that_goes_on(tmp_path):
-    folder = recorded_run.make(tmp_path / "damaged")
-    (folder / "results.json").write_text("{")
-    (folder / "metrics.jsonl").write_text('{"kind": "valid", "step": 5, "perplexity": "nan"}\n{"kind": "va')
-    [run] = read_runs([str(folder)])
-    assert run.row([]) == {"run": "damaged", "state": "5 of 1,000 training steps"}
-    assert run.scores("valid") == [] and run.tokens_per_second is None
-
-
 def test_a_run_that_diverged_says_so_and_its_scores_are_infinite(tmp_path):
     folder = recorded_run.make(tmp_path / "wild")
     results = json.loads((folder / "results.json").read_text())

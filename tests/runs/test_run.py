@@ -174,18 +174,6 @@ def test_a_check_of_the_lock_refuses_nobody(folder):
 
 
 @pytest.mark.full
-def test_a_bucket_that_is_absent_or_may_not_be_written(bucket, storage):
-    def begin(path, message):
-        with Run.open(path) as run, pytest.raises(UserError, match=message):
-            run.begin(CONFIG, TEXT)
-
-    begin("gs://absent-bucket/run", r"gs://absent-bucket/run.*no such bu")
-    for status in (401, 403):
-        storage.refuse("POST /upload", status=status)
-        begin(bucket, r"cannot write to .*gcloud")
-
-
-@pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("status", "named"), [(401, "gcloud"), (403, "gcloud"), (503, "made by a test")])
 def test_a_bucket_that_cannot_be_read_is_no_folder_without_a_run(bucket, storage, status, named):

@@ -16,10 +16,8 @@ from txl_jax.config import InitVocabulary, Tokenizer, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
-from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
-from txl_jax.training.hooks import Hook
 
 TEXTS = {
     "old": b"the cat sat on the mat and the dog sat on the cat " * 40,
@@ -180,30 +178,6 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(text_of,
         runs.train(*text_of("new", init_from=str(tmp_path / "old"), **changes), tmp_path / "new")
     assert all(words in str(error.value) for words in named), error.value
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.full
-def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
-    """New words are drawn by the member's own seed, and a member that is split off keeps the record."""
-    old, old_corpus = text_of("old", **WORDS)
-    _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
-    config, corpus = text_of("new", init_from=str(tmp_path / "old"), **WORDS)
-    states, workdir = [], Run(tmp_path / "members")
-    keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
-    still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
-    members = [{"seed": 1}, {"seed": 2}]
-    runs.train(still, corpus, workdir, members=members, hooks=[keep], stop_requested=lambda: True)
-    [params] = states
-    theirs = old_corpus.vocabulary
-    for place, word in enumerate(corpus.vocabulary.words):
-        first, second = params["embedding"]["table_0"][:, place]
-        if word in theirs.words:
-            expected = tiny_run.params(parts.model)["embedding"]["table_0"][theirs.words.index(word)]
-            np.testing.assert_allclose([first, second], [expected, expected], rtol=1e-6)
-        else:
-            assert np.abs(first - second).max() > 1e-3
-    split_off(workdir.path, "seed=2", tmp_path / "alone")
-    assert Run.read(tmp_path / "alone").weights == Run.read_all(workdir.path).weights
 
 
 @pytest.mark.full

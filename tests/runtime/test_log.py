@@ -1,9 +1,11 @@
-"""Tests what a run writes about itself: no step twice after a resume, valid JSON, events, and sinks that fail."""
+"""Tests what a run writes about itself: its origin, no step twice after a resume, valid JSON, events, sinks."""
 
 import math
 import os
 import re
+import shlex
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -15,9 +17,11 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from support import ROOT
 from support.full_disk import largest_file
 from support.runs import log_lines, numbers
 from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import environment
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.log import RunLog, read_appended, read_metrics, replace_appended
@@ -199,28 +203,6 @@ def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
         assert parts(bucket / "log.txt") == ["000001"]
 
 
-@pytest.mark.full
-def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket):
-    killed = RunLog(bucket).open()
-    for step in (1, 2, 3):
-        killed.record("train", step, {"loss": step / 2})
-        killed.print(f"step {step}")
-        if step < 3:
-            killed.seal()
-    assert steps_of(str(bucket)) == [1, 2]
-    assert len(list((bucket / "tensorboard").iterdir())) == 2
-    with RunLog(bucket).open(1) as log:
-        assert steps_of(bucket) == [1]
-        log.record("train", 2, {"loss": 1.5})
-        log.print("again")
-    assert [(record["step"], record["loss"]) for record in read_metrics(bucket)] == [(1, 0.5), (2, 1.5)]
-    assert log_lines(read_appended(bucket / "log.txt")) == ["step 1", "step 2", "again"]
-    events = (event for event in read_events(bucket / "tensorboard") if not event.file_version)
-    seen = [(event.step, bool(event.summary.value)) for event in events]
-    assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]
-    killed._sinks[0].close()
-
-
 def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
     written, go_on, sealed = {}, threading.Event(), threading.Event()
@@ -351,3 +333,20 @@ def test_wandb_offline_takes_settings_records_and_texts(tmp_path, monkeypatch):
     assert losses == [(10, 2.0), (20, 1.5)] * 2
     assert any("sample" in row for _, row in logged) and any("seed=2/valid/loss" in row for _, row in logged)
     assert "failed" not in (workdir / "log.txt").read_text()
+
+
+# Where a run comes from
+
+
+def test_the_command_line_has_no_secrets_and_git_may_be_missing(monkeypatch):
+    secrets = ["--api_key=a b", "--data.hf_token=a b", "-password=a\nb"]
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "program", *secrets, "--file=a b", "--data.tokenizer.kind=word"]
+    )
+    command, versions = environment.origin()
+    shown = ["--api_key=...", "--data.hf_token=...", "-password=...", "--file=a b", "--data.tokenizer.kind=word"]
+    assert shlex.split(command)[1:] == ["python", "-m", "program", *shown]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert not commit or versions.endswith(f", commit {commit}")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "commit" not in environment.origin()[1] and f"txl_jax {environment.__version__}" in environment.origin()[1]
