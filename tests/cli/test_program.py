@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -284,12 +283,6 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tm
     assert config_in("--optimizer.warmup_steps=7")[0].optimizer.warmup_steps == 7
 
 
-def test_a_study_says_that_it_shortens_the_warm_up(start, capsys):
-    words = ["--from=x", "--flagfile=small", "--train.steps=50"]
-    assert start(*words, run=lambda plan, job: job.config() and None, config=ExperimentConfig())[0] == 0
-    assert re.search(r"(?m)^note      .*--optimizer\.warmup_steps was 100 and is now 5$", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -353,15 +346,6 @@ def having(error, **attributes):
     for name, value in attributes.items():
         setattr(error, name, value)
     return error
-
-
-def test_a_finished_run_names_commands_that_read_it(capsys):
-    program._print_next(ExperimentConfig(), "/a b/run")
-    commands = [shlex.split(line[10:]) for line in capsys.readouterr().out.splitlines()[1:]]
-    generate = ["experiments.enwik8", "--mode=generate", "--workdir=/a b/run"]
-    assert commands == [["python", "-m", *words] for words in (generate, ["experiments.report", "/a b/run"])]
-    program._print_next(config_tree.replace(ExperimentConfig(), {"model.network": "lstm"}), "run")
-    assert "generate" not in capsys.readouterr().out, "it cannot"
 
 
 @pytest.mark.parametrize(

@@ -112,17 +112,6 @@ def test_large_files_come_in_blocks(path):
     assert (part.size, part.offset) == (BLOCK_BYTES + 2, 7) and contents([part]) == content[7 : BLOCK_BYTES + 9]
 
 
-def test_a_file_that_becomes_shorter_or_longer(path):
-    path.write_bytes(b"x" * 100)
-    text = read_own_text(own_text(file=str(path)))
-    path.write_bytes(b"x" * 100 + b"y" * 100)
-    assert b"".join(parts(text)) == b"x" * 100
-    for size in (99, 95, 0):
-        os.truncate(path, size)
-        with pytest.raises(UserError, match=rf"^{path}\b"):
-            parts(text)
-
-
 # A directory, and a pattern
 
 

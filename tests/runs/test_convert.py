@@ -1,4 +1,4 @@
-"""Tests conversions: from and to each format, without a network, refusals, and that an error leaves nothing."""
+"""Tests conversions: from and to each format, a bucket, refusals, and that an error leaves nothing."""
 
 import functools
 import json
@@ -18,7 +18,6 @@ from support.cases import full_but
 from txl_jax.config import AttentionWindow, MemoryStart, NormPlace, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import formats, portable, safetensors
-from txl_jax.interop.leaves import leaf_of
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -176,13 +175,8 @@ def test_losses_that_differ_or_are_not_finite_are_refused():
             convert_job.check_same_losses(expected, found)
 
 
-def swap_tensors(path):
-    tensors = safetensors.read(path)
-    leaves = {name: leaf_of(np.array(leaf.read())) for name, leaf in tensors.items()}
-    leaves["softmax.bias"] = leaf_of(np.zeros(leaves["softmax.bias"].shape[0] + 1, np.float32))
-    digest = safetensors.write(path, leaves)
-    config = path.with_name("config.json")
-    rewrite(config, sha256=json.loads(config.read_text())["sha256"] | {"model.safetensors": digest})
+def resize(path, sizes):
+    rewrite(path, config=json.loads(path.read_text())["config"] | sizes)
 
 
 DAMAGE = {
@@ -192,7 +186,7 @@ DAMAGE = {
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
     "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 1, got 99"),
     "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"Did you mean"),
-    "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
+    "contradicting sizes": ("config.json", lambda path: resize(path, {"model.d_inner": 7}), r"is float32\[.*\] there"),
 }
 
 
@@ -236,3 +230,39 @@ def test_a_run_on_subwords_and_its_portable_folder_have_the_tokenizer(tmp_path):
     assert run.vocabulary == model.vocabulary and run.vocabulary.size == hf_tokenizers.SIZE
     ids = model.encode("the café 😀")
     assert model.decode(ids) == run.decode(ids) == "the café 😀"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """(config, corpus): bytes, of which the validation text has 55."""
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters())
+
+
+@pytest.fixture(scope="module")
+def drawn(text, module_bucket, tmp_path_factory):
+    """The same run with drawn parameters, in a bucket and on this machine: two workdirs."""
+    return [drawn_run.make(place / "run", *text)[0] for place in (module_bucket, tmp_path_factory.mktemp("drawn"))]
+
+
+@pytest.mark.full
+def test_a_run_and_its_conversion_are_loaded_from_a_bucket(drawn, bucket, tmp_path):
+    remote, local = drawn
+    expected = txl_jax.load(local.path).score(["the cat", "a hat"])
+    assert txl_jax.load(str(remote.path)).score(["the cat", "a hat"]) == expected
+    convert(str(remote.path), str(bucket / "portable"))
+    assert txl_jax.load(str(bucket / "portable")).score(["the cat", "a hat"]) == expected
+    convert(str(bucket / "portable"), tmp_path / "back")
+    for name in ("model.safetensors", "vocabulary.txt"):
+        assert (tmp_path / "back" / name).read_bytes() == (bucket / "portable" / name).read_bytes()
+    with pytest.raises(UserError, match="new or empty"):
+        convert(local.path, str(bucket / "portable"))
+
+
+@pytest.mark.full
+def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, storage):
+    storage.refuse("POST", after=2)
+    with pytest.raises(UserError, match="cannot write to gs://"):
+        convert(drawn[1].path, str(bucket))
+    storage.calm()
+    assert sorted(path.name for path in bucket.iterdir()) == ["model.safetensors", "vocabulary.txt"]
+    assert not portable.is_portable(bucket)

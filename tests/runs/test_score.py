@@ -15,23 +15,8 @@ from support import drawn_run, runs, tiny_model, tiny_run
 from txl_jax.config import Tokenizer
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
 from txl_jax.runs.score import InputFormat, Interrupted, documents, evaluate_splits, open_input
-
-
-def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch, capsys):
-    clock = iter([100, 119, 120, 121, 139, 145, 166])  # At the start, and at each call.
-    monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
-    logged = []
-    reported = {"unit": "segment", "measure": Measure.BPC, "log": logged.append, "stop_requested": lambda: False}
-    with score_job.progress_bar("a text", 50, **reported) as show:
-        for done in (5, 10, 15, 20, 25, 0):
-            show(done, Totals(nats=np.log(2) * done, tokens=done))
-    assert "nan" not in logged.pop() and len(logged) == 2  # Without a token there is no score.
-    for line, percent, remaining in zip(logged, (20, 50), ("0:01:20", "0:00:45"), strict=True):
-        assert re.match(rf"a text:\D*\b{percent}%.*\bbpc 1\.0000\b.*\b{remaining}$", line), line
-    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture(scope="module")
