@@ -165,15 +165,9 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
         (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda: txl_jax.Hook(0, print), r"\b0\b"),
         (lambda: txl_jax.Hook(7, print).check_interval(5), r"segments_per_call.*5.*7"),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]),
-            r"hooks.*Hook.*\[<built-in function print>",
-        ),
+        (lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]), r"hooks.*Hook.*\[<built-in function print>"),
         (lambda: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)), r"hooks.*list.*every=5"),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]),
-            r"segments_per_call.*7",
-        ),
+        (lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]), r"segments_per_call.*7"),
         (lambda: txl_jax.train("small", "run"), r"'small'.*preset"),
         (lambda: txl_jax.ExperimentConfig(data={"file": "a"}), r"data.*DataConfig.*dict"),
         (lambda: txl_jax.ModelConfig(dropout=0.1), r"dropout.*DropoutConfig.*float"),
@@ -192,7 +186,7 @@ def test_enums_may_be_given_by_name():
 
 
 @pytest.mark.parametrize("found", ["0.7.1", "not installed"])
-def test_an_old_or_missing_jax_is_refused(monkeypatch, found):
+def test_an_old_or_missing_jax_and_windows_are_refused(monkeypatch, found):
     missing = importlib.metadata.PackageNotFoundError("jax") if found == "not installed" else None
     monkeypatch.setattr(importlib.metadata, "version", mock.Mock(return_value=found, side_effect=missing))
     with pytest.raises(UserError, match=rf"{found}.*{OLDEST_JAX}"):
@@ -200,9 +194,7 @@ def test_an_old_or_missing_jax_is_refused(monkeypatch, found):
     with pytest.raises(UserError, match=found):
         txl_jax.load  # noqa: B018
     assert txl_jax.ModelConfig  # Settings need no jax.
-
-
-def test_windows_is_named(monkeypatch):
+    assert f"    jax>={OLDEST_JAX}," in (ROOT / "setup.cfg").read_text()
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match="WSL"):
         txl_jax.load  # noqa: B018
@@ -220,7 +212,3 @@ def test_a_program_ends_with_one_sentence(tmp_path):
     found = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True)
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.count("\n") == 1 and "0.6.2" in found.stderr and OLDEST_JAX in found.stderr
-
-
-def test_the_declared_requirement_is_the_same():
-    assert f"    jax>={OLDEST_JAX}," in (ROOT / "setup.cfg").read_text()

@@ -35,10 +35,12 @@ def test_every_kind_of_value(word, name, value):
     assert parsed(word) == config_tree.replace(ExperimentConfig(), {name: value})
 
 
-def test_what_was_not_given_stays_as_the_base_has_it():
+def test_what_was_not_given_stays_as_the_base_or_a_preset_has_it():
     base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
     config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
     assert (config.model.n_layer, config.model.n_head) == (12, 2)
+    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5, "a flag wins"
+    assert parsed("--compat=tf").optimizer.min_lr_ratio == 0.01
 
 
 def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
@@ -50,11 +52,6 @@ def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
     assert characters == data_config(kind=Tokenizer.CHAR, min_count=2)
     from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1})
     assert parsed("--data.tokenizer.vocab_file=/words", base=base) == from_file
-
-
-def test_a_flag_wins_over_a_preset():
-    assert parsed("--compat=tf").optimizer.min_lr_ratio == 0.01
-    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5
 
 
 def test_none_is_a_value_of_settings_that_may_be_none():

@@ -206,8 +206,5 @@ def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
     others = {f"train.{name}" for name in names} | {"model.attention", "data.json_field"}
     assert marked("free_on_resume") == texts | groups | others
     assert marked("may_grow") == {"train.steps"}
-
-
-def test_a_trained_run_keeps_what_makes_its_token_ids():
     names = ("kind", "newlines", "line_mark", "min_count", "vocab_size")
     assert marked("shapes_tokens") == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}

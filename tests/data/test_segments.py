@@ -223,7 +223,7 @@ def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
         constructor(np.zeros(shape, np.uint8), **{"batch_size": 6, "segment_len": 2} | sizes)
 
 
-def test_other_settings_that_cannot_be():
+def test_settings_that_cannot_be():
     sizes = {"batch_size": 2, "segment_len": 2}
     with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
         evaluation_segments(numbered(50), **sizes, warmup_tokens=-1)

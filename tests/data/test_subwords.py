@@ -68,9 +68,6 @@ def test_pieces_of_words_are_spelt_as_in_a_text():
         own = SubwordVocabulary(content)
         assert own.decode(own.encode(text)) == expected
         assert b"".join(own.decode([token]) for token in own.encode(text)) == expected
-
-
-def test_without_an_end_a_text_follows_a_newline_or_the_first_id():
     assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [made.ALPHABET.index("Ċ")]
     pieces = SubwordVocabulary(made.word_pieces())
     assert pieces.start.tolist() == [0] and pieces.names()[pieces.unknown_id] == b" [UNK]"
@@ -125,9 +122,6 @@ def test_the_saved_form_is_two_lines_and_keeps_the_file(own):
         assert text.count("\n") == 2
         assert loads(text, KINDS) == vocabulary and loads(text, KINDS).content == content
     assert digest(own) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
-
-
-def test_a_damaged_form_is_one_clear_error(own):
     title, content = dumps(own).splitlines()
     for damaged in ("", "{}", content[: len(content) // 2]):
         with pytest.raises(UserError, match="'txl_jax vocabulary hf "):

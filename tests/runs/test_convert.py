@@ -232,21 +232,10 @@ def test_a_run_on_subwords_and_its_portable_folder_have_the_tokenizer(tmp_path):
     assert model.decode(ids) == run.decode(ids) == "the café 😀"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """(config, corpus): bytes, of which the validation text has 55."""
-    return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters())
-
-
-@pytest.fixture(scope="module")
-def drawn(text, module_bucket, tmp_path_factory):
-    """The same run with drawn parameters, in a bucket and on this machine: two workdirs."""
-    return [drawn_run.make(place / "run", *text)[0] for place in (module_bucket, tmp_path_factory.mktemp("drawn"))]
-
-
 @pytest.mark.full
-def test_a_run_and_its_conversion_are_loaded_from_a_bucket(drawn, bucket, tmp_path):
-    remote, local = drawn
+def test_a_run_and_its_conversion_are_loaded_from_a_bucket(bucket, tmp_path):
+    text = drawn_run.on_text(tmp_path, drawn_run.letters())
+    remote, local = (drawn_run.make(place / "run", *text)[0] for place in (bucket, tmp_path))
     expected = txl_jax.load(local.path).score(["the cat", "a hat"])
     assert txl_jax.load(str(remote.path)).score(["the cat", "a hat"]) == expected
     convert(str(remote.path), str(bucket / "portable"))
@@ -259,10 +248,10 @@ def test_a_run_and_its_conversion_are_loaded_from_a_bucket(drawn, bucket, tmp_pa
 
 
 @pytest.mark.full
-def test_a_conversion_that_was_killed_is_no_portable_folder(drawn, bucket, storage):
+def test_a_conversion_that_was_killed_is_no_portable_folder(workdir, bucket, storage):
     storage.refuse("POST", after=2)
     with pytest.raises(UserError, match="cannot write to gs://"):
-        convert(drawn[1].path, str(bucket))
+        convert(workdir.path, str(bucket))
     storage.calm()
     assert sorted(path.name for path in bucket.iterdir()) == ["model.safetensors", "vocabulary.txt"]
     assert not portable.is_portable(bucket)
