@@ -53,7 +53,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folders(made, tmp_path):
-    """Copies, which a test may change."""
     return shutil.copytree(made, tmp_path / "made")
 
 

@@ -81,7 +81,6 @@ def test_settings_import_no_jax_and_all_modules_change_no_setting_of_it_and_star
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(workdir, corpus)."""
     folder = tmp_path_factory.mktemp("run")
     config, corpus = drawn_run.on_text(folder, TEXT)
     return drawn_run.make(folder / "run", config, corpus)[0], corpus

@@ -14,7 +14,6 @@ from txl_jax.errors import UserError
 
 
 def parsed(*words, base=None):
-    """The config that a command line makes."""
     return programs.config_of(ExperimentConfig(), *words, base=base)
 
 

@@ -22,7 +22,6 @@ def run(program, *flags):
 
 
 def succeed(program, *flags):
-    """Runs a program that must succeed; returns its output."""
     code, out, err = run(program, *flags)
     assert code == 0, err
     return out
@@ -30,7 +29,6 @@ def succeed(program, *flags):
 
 @pytest.fixture(scope="module")
 def own_text(tmp_path_factory):
-    """Flags of a tiny run on a text."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 12_000)))
     return [*programs.TINY, *programs.steps(100, every=50), f"--data.file={path}", f"--cache_dir={path.parent}"]

@@ -55,7 +55,6 @@ def start(text_file):
 
 @pytest.fixture(scope="module")
 def undisturbed(start, tmp_path_factory):
-    """The run of one process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     [(code, _, err)] = processes.finish(start(1, workdir))
     assert code == 0, err
@@ -63,7 +62,6 @@ def undisturbed(start, tmp_path_factory):
 
 
 def wait_for_sample(workdir, step, started):
-    """Returns once the run has written the sample of `step`."""
     until = time.monotonic() + processes.SECONDS
     while not (workdir / "samples" / f"step-{step}.txt").exists():
         running = time.monotonic() < until and all(process.poll() is None for process in started)
@@ -72,7 +70,6 @@ def wait_for_sample(workdir, step, started):
 
 
 def assert_same_run(workdir, expected):
-    """Records, results and the last checkpoint agree."""
     found, wanted = read_metrics(workdir), read_metrics(expected)
     for record, other in zip(found, wanted, strict=True):
         assert (record["kind"], record["step"]) == (other["kind"], other["step"])
@@ -145,7 +142,6 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROC
 
 @pytest.fixture(autouse=True)
 def has_tpu(request, monkeypatch):
-    """Whether there is a TPU: in tests of TPU slices."""
     monkeypatch.setattr(other_hosts, "_has_tpu", lambda: "tpu" in request.node.name)
 
 

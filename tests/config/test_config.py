@@ -114,7 +114,6 @@ LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 
 
 def other_value(leaf):
-    """Some other value of the same type."""
     value = leaf.default
     if value is None:
         return {int: 3, float: 0.5, str: "x"}.get(leaf.type.kind) or next(iter(leaf.type.kind))

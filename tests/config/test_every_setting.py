@@ -65,7 +65,6 @@ def parts_of(config):
 
 
 def readers(config):
-    """The segments of 200 tokens, of training and of evaluation."""
     made = ((training_segments, config.train), (evaluation_segments, config.eval))
     return [read(np.arange(200), batch_size=c.batch_size, segment_len=c.segment_len) for read, c in made]
 
@@ -102,7 +101,6 @@ def train_step(config):
 
 
 def eval_step(config):
-    """The lowered scoring."""
     parts = parts_of(config)
     weights = jax.eval_shape(parts.prepare_params, parts.abstract_state.params)
     memory, segments = jax.eval_shape(parts.init_memory, weights), readers(config)[1].segments(0, 1)
@@ -126,7 +124,6 @@ def corpus(config):
 
 
 def end_token(config):
-    """The id of the token that ends a document."""
     return build_for(config, read_corpus(config.data, ".").vocabulary).model.end_token
 
 
@@ -146,7 +143,6 @@ def devices(config):
 
 
 def files(config):
-    """Records and files of a tiny run."""
     workdir = Run(Path(f"run-{hash(config)}"))
     runs.train(config, read_corpus(config.data, "."), workdir)
     records = read_metrics(workdir.path)
@@ -155,7 +151,6 @@ def files(config):
 
 
 def scored(config):
-    """Test scores of a run that has ended."""
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, folder = read_corpus(config.data, "."), f"scored-{hash(config)}"
     runs.train(trained, corpus, folder)
@@ -257,7 +252,6 @@ FIRST = {"model.num_positions": 12, "average.nt_asgd_patience": 10**6, "data.tok
 
 @pytest.fixture(autouse=True)
 def texts(tmp_path, monkeypatch):
-    """The files that the settings name."""
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))

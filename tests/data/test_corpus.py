@@ -201,7 +201,6 @@ def test_rarer_characters_count_for_the_unknown():
 
 
 def given_words(path, content, line_mark=LineMark.EOS):
-    """The vocabulary of a file of this content."""
     path.write_bytes(content)
     tokenizer = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path), line_mark=line_mark)
     return make_vocabulary(tokenizer, text_of("never counted"))

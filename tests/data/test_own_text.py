@@ -116,7 +116,6 @@ def test_large_files_come_in_blocks(path):
 
 
 def splits_of(file, cache, **fields):
-    """The text of each split, as `data.file` gives it."""
     corpus = read_corpus(own_text(file=str(file), **fields), "nowhere", str(cache))
     return [corpus.vocabulary.decode(getattr(corpus, split)).decode() for split in SPLITS]
 

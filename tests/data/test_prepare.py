@@ -37,12 +37,10 @@ WORDS = tuple(name for name, row in TABLE.items() if all(facts.tokens for facts 
 
 
 def read(name, tmp_path, **options):
-    """Reads from the folder `data`."""
     return prepare.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), **options)
 
 
 def contents(text):
-    """The bytes of each split."""
     return {split: b"".join(b"".join(file.blocks()) for file in files) for split, files in text.splits.items()}
 
 
@@ -123,7 +121,6 @@ def test_names_that_lead_out_are_refused(kind, name, tmp_path):
 
 
 def write_with_link(path, target, kind=tarfile.SYMTYPE):
-    """An archive with the file box/a.txt and the link box/link."""
     if path.suffix == ".zip":
         link = zipfile.ZipInfo("box/link")
         link.external_attr = (stat.S_IFLNK | 0o777) << 16

@@ -20,7 +20,6 @@ IDS[70] = 211  # The largest one.
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
-    """Reads ids of files in a folder of this test."""
     monkeypatch.chdir(tmp_path)
 
     def of(vocabulary=None, **fields):

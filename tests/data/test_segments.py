@@ -20,7 +20,6 @@ from txl_jax.recurrence import Segments
 
 
 def numbered(length):
-    """A text whose tokens are their positions."""
     return np.arange(length)
 
 
@@ -56,7 +55,6 @@ def rows_of(values):
 
 
 def epoch_of(reader, epoch):
-    """All segments of one epoch."""
     return reader.segments(epoch * reader.n_segments, reader.n_segments)
 
 
@@ -246,7 +244,6 @@ def shuffled(starts, seed):
 
 
 def stream(made, epoch, length):
-    """The places of an epoch's whole stream."""
     inputs, targets = made(epoch, np.array(0), length - 1)
     return [*inputs.tolist(), int(targets[-1])]
 
@@ -308,7 +305,6 @@ class Recorder:
         return first_step, count
 
     def await_calls(self, n):
-        """The first `n` steps for which a block was begun, waiting for them."""
         return [self.begun.get(timeout=SECONDS) for _ in range(n)]
 
 

@@ -28,7 +28,6 @@ def own():
 
 @pytest.fixture(scope="module")
 def package():
-    """The package's tokenizer of the same file."""
     return tokenizers.Tokenizer.from_str(made.byte_level())
 
 

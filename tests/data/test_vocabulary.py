@@ -187,7 +187,6 @@ def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
 
 
 def plain_words(texts, line_mark, *, lower_case=False):
-    """The ids of files, line by line, in plain Python."""
     lines = []
     for text in texts:
         lines += text.removesuffix("\n").split("\n") if text else []

@@ -89,7 +89,6 @@ def recorded(workdir):
 
 
 def rewrite(workdir, attention):
-    """Changes the record of a run."""
     path = Path(workdir.path, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention": attention}))
 

@@ -48,7 +48,6 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(workdir, tmp_path_factory):
-    """The portable folder of that run."""
     target = tmp_path_factory.mktemp("portable") / "model"
     convert(workdir.path, target)
     return target

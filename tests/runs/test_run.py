@@ -25,7 +25,6 @@ TEXT = TextInfo("text", "own text", "d" * 64, WORDS)
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a recorded run."""
     runs.record(tmp_path / "run", CONFIG, TEXT)
     return tmp_path / "run"
 

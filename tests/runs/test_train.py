@@ -338,7 +338,6 @@ class Story:
         return Hook(every, action)
 
     def run(self, steps, *hooks, per_call=1):
-        """The loop over this story; returns its result."""
         self._per_call = per_call
         span = {"first_step": 0, "steps": steps, "segments_per_call": per_call}
         around = {"progress": self, "hooks": hooks, "log": RunLog(None), "stop_requested": lambda: False}

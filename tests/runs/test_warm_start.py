@@ -92,14 +92,12 @@ def test_words_are_matched_by_spelling(text_of, tmp_path, name):
 
 
 def cluster(config, token):
-    """The cluster of a token, and its place there."""
     starts = [0, *config.model.cutoffs]
     found = max(i for i, start in enumerate(starts) if start <= token)
     return found, token - starts[found]
 
 
 def rows(params, config, token):
-    """All rows of a token: of embedding, softmax and bias."""
     table, place = cluster(config, token) if config.model.div_val > 1 else (0, token)
     yield params["softmax"]["bias"][token]
     for part in ("embedding", "softmax"):

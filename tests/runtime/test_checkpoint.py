@@ -74,13 +74,11 @@ def two_steps_template(tmp_path_factory):
 
 @pytest.fixture
 def two_steps(two_steps_template, tmp_path):
-    """A directory with verified steps 100 and 200."""
     return Path(shutil.copytree(two_steps_template, tmp_path / "latest"))
 
 
 @pytest.fixture
 def steps_in_bucket(two_steps_template, bucket):
-    """The same in a bucket."""
     upload(two_steps_template, bucket)
     return bucket
 

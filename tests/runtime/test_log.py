@@ -158,7 +158,6 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
 
 
 def append(path, *lines):
-    """Writes lines to log.txt of a run in a bucket, each in a part."""
     with RunLog(os.path.dirname(path)).open() as log:
         for line in lines:
             log.print(line)
@@ -242,7 +241,6 @@ RECORDS = [
 
 
 def report_all(log):
-    """Gives a log everything that a run reports."""
     log.settings(SETTINGS)
     for kind, step, values, member in RECORDS:
         log.record(kind, step, values, member=member)

@@ -274,12 +274,10 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
 
 
 def few() -> dict[str, Any]:
-    """The meshes that every change is tested on, and what costs little."""
     return {"runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False), "tail": tail_work()}
 
 
 def rest() -> dict[str, Any]:
-    """Scores, and what else meshes may not change."""
     whole = build_run("plain", "one", model__dropout__rate=0.0)
     in_chunks = build_run("plain", "mixed", model__dropout__rate=0.0, train__grad_accum_steps=4)
     return {

@@ -64,13 +64,11 @@ Seed = tuple[Path, Reader]  # A file that is whole, and what reads it.
 
 
 def read_model(path: Path) -> None:
-    """Reads another implementation's weights, all of them."""
     for leaf in formats.read(path if path.suffix in (".bin", ".pt") else path.parent).leaves.values():
         assert leaf.read().shape == leaf.shape
 
 
 def read_tensors(path: Path) -> None:
-    """Reads a safetensors file alone, and then as a model."""
     found = safetensors.read(path)
     for leaf in found.values():
         assert leaf.read().shape == leaf.shape
@@ -90,7 +88,6 @@ def use(found: vocabulary.Vocabulary) -> None:
 
 
 def read_foreign_vocabulary(path: Path) -> None:
-    """Reads a vocabulary beside another implementation's weights."""
     with contextlib.suppress(UserError):
         foreign_vocabulary.find(path.parent, 3)
     if found := (
@@ -130,7 +127,6 @@ def read_run(path: Path) -> None:
 
 
 def read_exported(path: Path) -> None:
-    """Reads an exported model whose digests fit."""
     folder = path.parent
     if path.name != exported._MANIFEST:
         manifest = json.loads((folder / exported._MANIFEST).read_bytes())
@@ -142,7 +138,6 @@ def read_exported(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> None:
-    """Reads the texts in JSON lines."""
     with open(path, "rb") as lines:
         list(text.json_texts(lines, "text", name=str(path)))
 
@@ -176,12 +171,10 @@ def _models(folder: Path) -> list[Path]:
 
 
 def pickles(folder: Path) -> list[Seed]:
-    """Files of PyTorch, in both formats."""
     return [(path, read_model) for path in _models(folder)]
 
 
 def headers(folder: Path) -> list[Seed]:
-    """Files of safetensors: a model of another implementation, and ours."""
     config, params = foreign.make("hf", untie_r=True)
     theirs = foreign.huggingface_folder(folder / "theirs", config, params)
     found = formats.read(theirs)
@@ -192,7 +185,6 @@ def headers(folder: Path) -> list[Seed]:
 
 
 def vocabularies(folder: Path) -> list[Seed]:
-    """Vocabularies of every kind, ours and others'."""
     ours = [ByteVocabulary(b"\n abc"), CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"), IdVocabulary(5)]
     ours += [WordVocabulary(foreign.WORDS)]
     kinds = ("byte_level", "word_pieces", "meta_space", "whole_words", "few_letters")
@@ -258,7 +250,6 @@ def manifests(folder: Path) -> list[Seed]:
 
 
 def archives(folder: Path) -> list[Seed]:
-    """Archives of corpora of each kind."""
     members = {"box/b.txt": b"bee" * 500, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
     files = ("x.zip", "x.tar", "x.tar.gz")
     found = [_write(folder / file, miniature.archive(file, members)) for file in files]
@@ -296,7 +287,6 @@ ODD += [[], {}, [1], {"a": 1}, [[]], float("nan"), float("inf"), [None] * 50]
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Lists the containers of a JSON value with each of their keys."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         found.append((value, key))
@@ -305,7 +295,6 @@ def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def change_json(data: bytes, draw: random.Random) -> bytes:
-    """Changes a value, or a name, at any depth."""
     value = json.loads(data)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         places = _places(value, [])
@@ -382,7 +371,6 @@ class ForbiddenError(BaseException):
 
 
 def watch(event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook."""
     if not _BUSY:
         return
     is_written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -426,7 +414,6 @@ def keep(error: BaseException, data: bytes, path: Path) -> None:
 
 
 def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
-    """Makes the whole files, reads each, and fuzzes."""
     warnings.simplefilter("ignore")
     global _FOLDER
     _FOLDER, made = folder, folder / "files"

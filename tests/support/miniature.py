@@ -72,13 +72,11 @@ def files(name: CorpusName) -> dict[str, bytes]:
 
 
 def shards(text: bytes) -> list[bytes]:
-    """Three unequal parts of whole lines."""
     lines = text.splitlines(keepends=True)
     return [b"".join(lines[:1000]), b"".join(lines[1000:4100]), b"".join(lines[4100:])]
 
 
 def archive(file: str, members: dict[str, bytes]) -> bytes:
-    """The archive `file`, of the kind of its name."""
     buffer = io.BytesIO()
     if file.endswith(".zip"):
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
@@ -95,7 +93,6 @@ def archive(file: str, members: dict[str, bytes]) -> bytes:
 
 @functools.cache
 def official(name: CorpusName) -> bytes:
-    """The content of the official file: an archive, or the text itself."""
     file, members = OFFICIAL[name], files(name)
     return archive(file, members) if name in PACKED else members[file]
 
@@ -112,7 +109,6 @@ def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
 
 
 def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
-    """A file of a server, with what is known of it."""
     return Remote(url + file, size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
@@ -154,7 +150,6 @@ def _words(rng: random.Random, words: bytes) -> bytes:
 
 
 def place(folder: Path, members: dict[str, bytes]) -> None:
-    """Writes files by their names below a folder."""
     for name, content in members.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,5 +15,4 @@ def data_config(**fields: Any) -> DataConfig:
 
 
 def own_text(**fields: Any) -> DataConfig:
-    """Builds the config of a text in the user's own files."""
     return data_config(corpus=CorpusName.TEXT, **fields)

@@ -39,7 +39,6 @@ def config_of(defaults: ExperimentConfig, *words: str, base: ExperimentConfig | 
 
 
 def command(module: str, *words: object) -> list[str]:
-    """Returns the command line of a module with these words."""
     return [sys.executable, "-m", module, *map(str, words)]
 
 

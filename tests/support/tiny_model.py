@@ -23,7 +23,6 @@ def make(**changes: Any) -> LanguageModel:
 
 
 def documents(lengths: list[int], *, seed: int = 3) -> list[np.ndarray]:
-    """Random token ids of documents of these lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(tiny.V, size=length) for length in lengths]
 
