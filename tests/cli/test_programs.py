@@ -256,4 +256,6 @@ def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
     alone = use("generate", drawn[0], "--generate.prompt=the cat", f"--out={tmp_path}")
     assert f"\nthe cat {records[0]['text']}" in alone and len(records[0]["text"].split()) > 5
     assert "--input" in use("eval", drawn[0], *flags, code=1)
+    (tmp_path / "prompts.txt").write_bytes(b"the\ncaf\xe9\n")
+    assert re.search(r"line 2 of .*prompts\.txt.*0xe9", use("generate", drawn[0], *flags, code=1))
     assert "--out" in use("generate", drawn[0], *flags, f"--out={tmp_path}", code=1)

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.encoded_text import in_blocks
-from support.own_text import own_text
+from support.encoded_text import in_blocks, own_text
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer
 from txl_jax.data.corpus import read_corpus, refuse_packed
 from txl_jax.data.own_text import read_own_text, read_python_stdlib

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from support import hf_tokenizers
-from support.encoded_text import in_blocks, joined
-from support.own_text import own_text
+from support.encoded_text import in_blocks, joined, own_text
 from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import KINDS, read_corpus
 from txl_jax.data.ready_ids import IdVocabulary

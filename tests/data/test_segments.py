@@ -178,25 +178,6 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
-class IndexingForbidden(np.ndarray):
-    """Tokens that record which places were taken, and refuse any other way of reading."""
-
-    def take(self, indices, *args, **kwargs):
-        self.taken = indices
-        return np.zeros(np.shape(indices), self.dtype)
-
-    def __getitem__(self, key):
-        raise AssertionError(f"read {key} of a text that may lie on disk")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_places_asked_for_are_read(kind):
-    text = np.zeros(1000, np.uint8).view(IndexingForbidden)
-    constructor, given_beside = KINDS[kind]
-    constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(2, 4)
-    assert text.taken.size == 4 * 3 * 7
-
-
 def test_a_text_of_exactly_one_segment_and_one_token_less():
     for roll in Roll:
         assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import re
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from txl_jax.data.ready_ids import find_tokens
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.runs.generate import continue_prompts, generate_text, read_prompt, read_stop
-from txl_jax.runs.weights import Weights
+from txl_jax.runs.generate import generate_text, read_prompt, read_stop
 
 LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 
@@ -167,25 +165,6 @@ def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(GenerateConfig(stop=typed), vocabulary)
     assert read_prompt(GenerateConfig(prompt=typed)) == meant.encode()
     assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
-
-
-def test_each_prompt_of_a_file_gets_the_samples_that_it_gets_alone(run):
-    """Prompts of several lengths, an empty one among them, side by side."""
-    config, _, workdir = run
-    prompts = ["the cat sat", "", "at", "the cat sat on " * 3]
-    texts = [write(run, prompt=prompt, stop="at\\n")[0] for prompt in prompts]
-    changed, lines = config_tree.replace(config, {"generate.stop": "at\\n", "eval.batch_size": 5}), []
-    numbered = ((number, prompt.encode()) for number, prompt in enumerate(prompts, start=1))
-    weights = Weights.of(workdir, changed)
-    continue_prompts(weights, numbered, name="prompts.txt", write=lines.append)
-    expected = [
-        {"index": index, "sample": sample, "prompt": prompt, "text": text}
-        for index, prompt in enumerate(prompts)
-        for sample, text in enumerate(texts[index])
-    ]
-    assert list(map(json.loads, lines)) == expected and len({text for each in texts for text in each}) > 3
-    with pytest.raises(UserError, match=r"line 2 of prompts\.txt.*0xe9"):
-        continue_prompts(weights, [(1, b"the"), (2, b"caf\xe9")], name="prompts.txt", write=lines.append)
 
 
 def test_an_earlier_sample_is_not_replaced_in_silence(run):

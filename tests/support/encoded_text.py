@@ -1,7 +1,10 @@
-"""Text in blocks, as vocabularies encode it."""
+"""Text in blocks, as vocabularies encode it, and data configs by flat field names."""
 
+import dataclasses
 import itertools
+from typing import Any
 
+from txl_jax.config import CorpusName, DataConfig, TokenizerConfig
 from txl_jax.data.text import SPLITS, File, Text
 from txl_jax.data.word_tokens import WordVocabulary
 
@@ -35,3 +38,16 @@ def joined(blocks):
 
 def words_of(line_mark, **fields):
     return WordVocabulary(WORDS, line_mark, **fields)
+
+
+_TOKENIZER_FIELDS = {field.name for field in dataclasses.fields(TokenizerConfig)}
+
+
+def data_config(**fields: Any) -> DataConfig:
+    """Builds a config; fields of the tokenizer (`kind`, `line_mark`, ...) go to its group."""
+    of_tokenizer = {name: fields.pop(name) for name in _TOKENIZER_FIELDS & fields.keys()}
+    return DataConfig(tokenizer=TokenizerConfig(**of_tokenizer), **fields)
+
+
+def own_text(**fields: Any) -> DataConfig:
+    return data_config(corpus=CorpusName.TEXT, **fields)
