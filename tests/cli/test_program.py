@@ -1,4 +1,4 @@
-"""Tests `main` by programs of the tests: plans, configs, exit codes, the compilation cache, and the flags of a config."""
+"""Tests `main` by programs of the tests: plans, configs, exit codes, the compilation cache, and the flags of configs."""
 
 import dataclasses
 import os
