@@ -150,9 +150,6 @@ def test_digests_vouch_only_for_what_they_list(folders):
         assert found == expected or expected in found
     (step / ".nfs1").touch()  # Of a network file system.
     assert checkpoint.find_damage(step) is None
-
-
-def test_a_store_vouches_only_for_what_it_lists(folders):
     summary = next((folders / "run-text").rglob("store.json"))
     assert token_store._is_whole(summary.parent)
     changed(summary, bytes={}, sha256={})

@@ -207,12 +207,8 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     assert found == [text[:cut] for text, cut in zip(whole, cuts, strict=True)]
     assert cuts[1] <= 3 and cuts[0] <= 17 and max(cuts) > cuts[1]
     assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], "one string, not its letters"
-
-
-def test_generation_ends_with_the_last_text_that_goes_on():
-    """After its stop string a row is ended on the device too: the longest text has a million tokens otherwise."""
-    model, prompts = tiny_model.make(), tiny_model.documents([4, 9])
-    assert model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
+    # After its stop string a row is ended on the device too: the longest text has a million tokens otherwise.
+    assert model.generate(prompts[:2], settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])

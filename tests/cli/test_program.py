@@ -1,4 +1,4 @@
-"""Tests `main` by programs of the tests: plans, configs, exit codes, the compilation cache, and the flags of configs."""
+"""Tests `main` by programs of the tests: plans, configs, exit codes, compilation cache, and the flags of configs."""
 
 import dataclasses
 import os
@@ -90,22 +90,6 @@ def test_the_config_is_the_flags_over_the_defaults(start):
     assert own == config_tree.replace(defaults, {"model.n_layer": 2})
     assert (flagfile.model.n_layer, flagfile.model.d_model, flagfile.eval.mem_len) == (2, 410, 640)
     assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--from=x", "--lengths="], 1, "no length"),
-        ([], 1, "--from is required"),
-        (["--from=ftp://host/x"], 1, "ftp://host/x"),
-        (["--from=x", "--lenghts=3"], 2, "lengths"),
-        (["--from=x", "--lengths=3,x"], 2, "'x'"),
-        (["--from=x", "word"], 2, "'word'"),
-    ],
-)
-def test_a_plan_is_checked_before_anything_is_run(start, capsys, words, code, message):
-    assert start(*words, run=pytest.fail)[0] == code
-    assert message in capsys.readouterr().err
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):

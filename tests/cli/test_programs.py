@@ -114,6 +114,9 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
         ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
         ("text", ["--data.file=WORK/none", "--workdir=WORK"], 1, ["WORK/none"]),
         ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
+        ("text", ["--workdir=WORK", "word"], 2, ["'word'"]),
+        ("convert", ["--to=WORK/new"], 1, ["--from is required"]),
+        ("paper.recl", ["--workdirs=WORK", "--out=WORK", "--lengths=3,x"], 2, ["'x'"]),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
     ],
 )

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import http.server
-import io
 import itertools
 import os
 import re
@@ -120,29 +119,18 @@ def test_names_that_lead_out_are_refused(kind, name, tmp_path):
         opened(tmp_path, f"x.{kind}", {"good.txt": b"1", name: b"2"})
 
 
-def write_with_link(path, target, kind=tarfile.SYMTYPE):
-    if path.suffix == ".zip":
-        link = zipfile.ZipInfo("box/link")
-        link.external_attr = (stat.S_IFLNK | 0o777) << 16
-        with zipfile.ZipFile(path, "w") as zipped:
-            zipped.writestr("box/a.txt", "ay")
-            zipped.writestr(link, target)
-        return
-    file, link = tarfile.TarInfo("box/a.txt"), tarfile.TarInfo("box/link")
-    file.size, link.type, link.linkname = 2, kind, target
-    with tarfile.open(path, "w") as tarred:
-        tarred.addfile(file, io.BytesIO(b"ay"))
-        tarred.addfile(link)
-
-
 def test_links_that_lead_out_and_devices_are_refused(tmp_path):
-    outside = ("/etc/passwd", "../../a", "..\\..\\a", "c:\\a")
-    links = [*itertools.product(["x.zip", "x.tar"], outside, [tarfile.SYMTYPE]), ("x.tar", "../a.txt", tarfile.LNKTYPE)]
-    devices = [("x.tar", "", kind) for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)]
-    for file, target, kind in links + devices:
-        write_with_link(tmp_path / file, target, kind)
-        with pytest.raises(UserError, match=rf"{file}\b.*'box/link'.*{re.escape(repr(target)) if target else ''}"):
-            open_archive(tmp_path / file)
+    in_zip = zipfile.ZipInfo("box/link")
+    in_zip.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as zipped:
+        zipped.writestr(in_zip, "/etc/passwd")
+    with pytest.raises(UserError, match=r"x\.zip\b.*'box/link'.*'/etc/passwd'"):
+        open_archive(tmp_path / "x.zip")
+    link, outside = tarfile.TarInfo("box/link"), [(tarfile.SYMTYPE, "../../a"), (tarfile.SYMTYPE, "c:\\a")]
+    for link.type, link.linkname in [*outside, (tarfile.LNKTYPE, "../a.txt"), (tarfile.CHRTYPE, "")]:
+        write(tmp_path / "x.tar", link.tobuf() + bytes(1024))
+        with pytest.raises(UserError, match=rf"x\.tar\b.*'box/link'.*{re.escape(repr(link.linkname)[1:-1])}"):
+            open_archive(tmp_path / "x.tar")
 
 
 def read_all(path):

@@ -154,17 +154,14 @@ def test_what_has_no_known_token_is_refused_by_what_it_became(vocabulary, stop, 
     assert "\n" not in str(error.value)
 
 
-def test_the_end_of_a_document_is_one_token():
-    with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
-        find_tokens(ByteVocabulary(b"\n a"), "a a", name="data.reset_at")
-
-
 def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     typed, meant = r"a\n\tb\\n", "a\n\tb\\n"
     vocabulary = ByteVocabulary(bytes(range(256)))
     assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(GenerateConfig(stop=typed), vocabulary)
     assert read_prompt(GenerateConfig(prompt=typed)) == meant.encode()
     assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
+    with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
+        find_tokens(vocabulary, "a a", name="data.reset_at")
 
 
 def test_an_earlier_sample_is_not_replaced_in_silence(run):
