@@ -157,9 +157,8 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
+def test_mistakes_of_callers_are_refused():
+    for mistake, words in (
         (lambda: txl_jax.load("/nowhere"), "/nowhere"),
         (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda: txl_jax.Hook(0, print), r"\b0\b"),
@@ -171,11 +170,9 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
         (lambda: txl_jax.ExperimentConfig(data={"file": "a"}), r"data.*DataConfig.*dict"),
         (lambda: txl_jax.ModelConfig(dropout=0.1), r"dropout.*DropoutConfig.*float"),
         (lambda: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),
-    ],
-)
-def test_mistakes_of_callers_are_refused(mistake, words):
-    with pytest.raises(txl_jax.UserError, match=words):
-        mistake()
+    ):
+        with pytest.raises(txl_jax.UserError, match=words):
+            mistake()
 
 
 def test_enums_may_be_given_by_name():

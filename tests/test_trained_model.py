@@ -221,9 +221,8 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     assert stream.add("é\nenü".encode()[:-1]) + stream.finish() == "é\nen\N{REPLACEMENT CHARACTER}"
 
 
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
+def test_mistakes_are_refused():
+    for mistake, words in (
         (lambda model: model.score([[0, 13]]), r"between 0 and 12, got 13"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
         (lambda model: model.score("one text"), "one text"),
@@ -237,8 +236,6 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
         (lambda model: model.generate("a prompt"), "a prompt"),
         (lambda model: model.generate(["a"], stop=["b", ""]), r"stop must be .* \['b', ''\]"),
         (lambda model: model.generate(["a", "b"], seeds=[1]), "2 prompts, got 1"),
-    ],
-)
-def test_mistakes_are_refused(mistake, words):
-    with pytest.raises(UserError, match=words):
-        mistake(tiny_model.make())
+    ):
+        with pytest.raises(UserError, match=words):
+            mistake(tiny_model.make())

@@ -441,9 +441,8 @@ def parsed(*words, base=None):
     return programs.config_of(ExperimentConfig(), *words, base=base)
 
 
-@pytest.mark.parametrize(
-    ("word", "name", "value"),
-    [
+def test_every_kind_of_value():
+    for word, name, value in (
         ("--model.n_layer=3", "model.n_layer", 3),
         ("--model.dropout.rate=0.25", "model.dropout.rate", 0.25),
         ("--model.layer_norm=pre", "model.layer_norm", NormPlace.PRE),
@@ -452,10 +451,8 @@ def parsed(*words, base=None):
         ("--model.cutoffs=20,40", "model.cutoffs", (20, 40)),
         ("--model.tie_projs=False,true,1", "model.tie_projs", (False, True, True)),
         ("--data.train=/a.txt,/b.txt", "data.train", ("/a.txt", "/b.txt")),
-    ],
-)
-def test_every_kind_of_value(word, name, value):
-    assert parsed(word) == config_tree.replace(ExperimentConfig(), {name: value})
+    ):
+        assert parsed(word) == config_tree.replace(ExperimentConfig(), {name: value})
 
 
 def test_what_was_not_given_stays_as_the_base_or_a_preset_has_it():
@@ -485,20 +482,17 @@ def test_none_is_a_value_of_settings_that_may_be_none():
         parsed("--model.n_layer=none")
 
 
-@pytest.mark.parametrize(
-    ("words", "pattern"),
-    [
+def test_mistakes_are_named():
+    for words, pattern in (
         (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
         (["--data.epoch_memory=carried"], r"--data\.epoch_memory\b.*\beea3a51\b"),
         (["--model.n_layer=three"], r"model\.n_layer=three\b"),
         (["--model.layer_norm=middle"], "post"),
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
         (["--flagfile=enwik8_12"], r"\bsmall\b.*'enwik8_12'.*\benwik8_12l\b"),
-    ],
-)
-def test_mistakes_are_named(words, pattern):
-    with pytest.raises(UserError, match=pattern):
-        parsed(*words)
+    ):
+        with pytest.raises(UserError, match=pattern):
+            parsed(*words)
 
 
 def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys):

@@ -145,9 +145,9 @@ def has_tpu(request, monkeypatch):
     monkeypatch.setattr(other_hosts, "_has_tpu", lambda: "tpu" in request.node.name)
 
 
-@pytest.mark.parametrize(
-    ("environment", "count", "all_devices"),
-    [
+def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices():
+    """A process by itself waits for nobody."""
+    for environment, count, all_devices in (
         *((alone, None, False) for alone in ({}, SALLOC_SHELL, SBATCH_SCRIPT, INTERACTIVE_STEP)),
         (BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None, False),
         ({"TPU_WORKER_HOSTNAMES": "a,b,c"}, None, False),  # Without a TPU.
@@ -155,13 +155,10 @@ def has_tpu(request, monkeypatch):
         (ONE_A_NODE, 2, True),
         (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, True),
         (ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False),  # The environment names them.
-    ],
-)
-def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(environment, count, all_devices):
-    """A process by itself waits for nobody."""
-    found = other_hosts.announced(environment)
-    assert (found and found.num_processes) == (found and found.arguments["num_processes"]) == count
-    assert bool(found and "local_device_ids" in found.arguments) == all_devices
+    ):
+        found = other_hosts.announced(environment)
+        assert (found and found.num_processes) == (found and found.arguments["num_processes"]) == count
+        assert bool(found and "local_device_ids" in found.arguments) == all_devices
 
 
 def test_flags_come_before_the_environment_and_both_before_slurm(monkeypatch):
@@ -174,39 +171,33 @@ def test_flags_come_before_the_environment_and_both_before_slurm(monkeypatch):
     assert found.num_processes == 2 and found.arguments == given | {"cluster_detection_method": "deactivate"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+def test_half_an_announcement_is_refused():
+    for environment, expected in (
         ({"JAX_NUM_PROCESSES": "2"}, "--coordinator .*JAX_COORDINATOR_ADDRESS.*--process_id"),
         (BY_HAND | {"JAX_PROCESS_ID": "2"}, "process_id .*num_processes - 1.*process_id 2 .*num_processes 2"),
         (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a"}, "HOST:PORT.*'a'"),
         (BY_HAND | {"JAX_NUM_PROCESSES": "two"}, "num_processes two"),
-    ],
-)
-def test_half_an_announcement_is_refused(environment, expected):
-    with pytest.raises(UserError, match=expected):
-        other_hosts.announced(environment)
+    ):
+        with pytest.raises(UserError, match=expected):
+            other_hosts.announced(environment)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "count"),
-    [
+def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata():
+    for attributes, count in (
         ({}, None),  # No Cloud TPU.
         ({"worker-network-endpoints": "unknown:unknown:10.0.0.1", "tpu-env": "ACCELERATOR_TYPE: 'v5e-8'"}, None),
         ({"worker-network-endpoints": "a:b:10.0.0.1,a:b:10.0.0.2"}, 2),
         ({"worker-network-endpoints": "10.0.0.1,10.0.0.2", "tpu-env": "X: 'y'\nMEGASCALE_NUM_SLICES: '3'\n"}, 6),
         ({"worker-network-endpoints": "10.0.0.1", "tpu-env": "MEGASCALE_NUM_SLICES: '2'\n"}, 2),
-    ],
-)
-def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(attributes, count):
-    with MetadataServer() as server:
-        server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
-        environment = {"GCE_METADATA_IP": server.host}
-        found = other_hosts.announced(environment)
-        assert found == (None if count is None else other_hosts.Several(count, "the TPU slice", {}))
-        for other in ({"JAX_PLATFORMS": "cpu"}, {"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
-            assert other_hosts.announced(environment | other) is None
-    assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}).num_processes == 3
+    ):
+        with MetadataServer() as server:
+            server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
+            environment = {"GCE_METADATA_IP": server.host}
+            found = other_hosts.announced(environment)
+            assert found == (None if count is None else other_hosts.Several(count, "the TPU slice", {}))
+            for other in ({"JAX_PLATFORMS": "cpu"}, {"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+                assert other_hosts.announced(environment | other) is None
+        assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}).num_processes == 3
 
 
 def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):

@@ -160,9 +160,8 @@ def test_settings_of_a_record_that_are_read_otherwise():
         assert from_record({"compat.lamb": "nvidia", "optimizer.name": before}).optimizer.name == now
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "pattern"),
-    [
+def test_an_unknown_setting_or_a_value_of_another_type_is_refused():
+    for name, value, pattern in (
         ("model.n_layers", 3, r"'model\.n_layers'.*\bmodel\.n_layer\b"),
         *(("model.n_layer", value, rf"^model\.n_layer .*{value!r}") for value in ("3", None, True, 2.5)),
         ("model.untie_r", 1, r"^model\.untie_r .*\b1\b"),
@@ -170,11 +169,9 @@ def test_settings_of_a_record_that_are_read_otherwise():
         ("model.cutoffs", 5, r"^model\.cutoffs .*\b5\b"),
         ("model.cutoffs", [5, "9"], r"^model\.cutoffs .*'9'"),
         ("data.file", ["a"], r"^data\.file .*\['a'\]"),
-    ],
-)
-def test_an_unknown_setting_or_a_value_of_another_type_is_refused(name, value, pattern):
-    with pytest.raises(UserError, match=pattern):
-        config_tree.from_dict(ExperimentConfig, {name: value})
+    ):
+        with pytest.raises(UserError, match=pattern):
+            config_tree.from_dict(ExperimentConfig, {name: value})
 
 
 def test_presets_name_settings_and_change_them():

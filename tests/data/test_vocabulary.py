@@ -130,9 +130,8 @@ BYTE = 'txl_jax vocabulary byte {"newlines": "keep"}\n'
 WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unknown": "<unk>"}\n'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_damaged_form_is_one_clear_error():
+    for text in (
         "",
         "[10, 97]",  # As it was saved before there were other tokens than bytes.
         'byte {"newlines": "keep"}\n97\n',
@@ -144,12 +143,10 @@ WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unkno
         *(BYTE + symbols for symbols in ("97\n97\n", "97\n\n98\n", "256\n", "a\n")),
         WORD.replace("unknown", "known") + "<eos>\n<unk>\n",
         "txl_jax vocabulary sentencepiece {}\n",
-    ],
-)
-def test_a_damaged_form_is_one_clear_error(text):
-    start = re.escape(repr(text.partition("\n")[0][:60]))
-    with pytest.raises(UserError, match=start):
-        loads(text, KINDS)
+    ):
+        start = re.escape(repr(text.partition("\n")[0][:60]))
+        with pytest.raises(UserError, match=start):
+            loads(text, KINDS)
 
 
 # Bytes
@@ -228,20 +225,15 @@ def test_the_end_of_a_prompt_is_open(line_mark, ids):
     assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], "the unknown word can be another"
 
 
-@pytest.mark.parametrize(
-    ("words", "line_mark"),
-    [
+def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark():
+    for words, line_mark in (
         ((), LineMark.NONE),
         (("a", "<unk>", "a"), LineMark.NONE),
         (("a", "<unk>"), LineMark.EOS),
-        (("a", "<unk>", "<eos>"), LineMark.S),
-        (("a", "<unk>", "<eos>"), LineMark.DOUBLE_S),
-    ],
-)
-def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark(words, line_mark):
-    mark = {LineMark.NONE: "'<unk>'", LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}[line_mark]
-    with pytest.raises(UserError, match=mark):
-        WordVocabulary(words, line_mark)
+        *((("a", "<unk>", "<eos>"), mark) for mark in (LineMark.S, LineMark.DOUBLE_S)),
+    ):
+        with pytest.raises(UserError, match=MARKS.get(line_mark, "'<unk>'")):
+            WordVocabulary(words, line_mark)
 
 
 @given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=st.integers(1, 9))

@@ -116,9 +116,8 @@ def test_models_that_cannot_generate_are_refused(run, changes, named):
 words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>", "<s>"))
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "stop", "token"),
-    [
+def test_a_stop_is_a_token_or_the_text_of_several():
+    for vocabulary, stop, token in (
         (ByteVocabulary(b"\n a"), "", None),
         (ByteVocabulary(b"\n a"), "a", 2),
         (ByteVocabulary(b"\n\\n"), "\\\\", 1),
@@ -132,26 +131,21 @@ words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>"
         (ByteVocabulary(b"\n a"), " \\n", b" \n"),
         (words(LineMark.EOS), "the cat", b"the cat "),
         (words(LineMark.EOS), "the\\n", b"the \n"),
-    ],
-)
-def test_a_stop_is_a_token_or_the_text_of_several(vocabulary, stop, token):
-    assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
+    ):
+        assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "stop", "pattern"),
-    [
+def test_what_has_no_known_token_is_refused_by_what_it_became():
+    for vocabulary, stop, pattern in (
         (words(LineMark.EOS), "the zebra", r"\b2\b.*'the', '<unk>'"),
         (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
         (words(LineMark.EOS), "<unk>", "'<unk>'.*'<unk>'"),
         (words(LineMark.NONE), "\\n", r"generate\.stop.*\b0\b"),
         (words(LineMark.EOS), "\udcff", r"generate\.stop.*\b0xff\b"),
-    ],
-)
-def test_what_has_no_known_token_is_refused_by_what_it_became(vocabulary, stop, pattern):
-    with pytest.raises(UserError, match=pattern) as error:
-        read_stop(GenerateConfig(stop=stop), vocabulary)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(UserError, match=pattern) as error:
+            read_stop(GenerateConfig(stop=stop), vocabulary)
+        assert "\n" not in str(error.value)
 
 
 def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():

@@ -135,17 +135,14 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(run_once, co
     assert numbers(folder) == numbers(run_once[0]) and outcome == run_once[1]
     tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (folder, run_once[0])))
     assert sorted(os.listdir(folder / "samples")) == [f"step-{step}.txt" for step in (16, 24, 8)]
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
     generate_text(sampling, Run.read(folder))
     best = (folder / "samples" / f"step-{outcome.results['best_valid']['step']}.txt").read_bytes()
     assert best == (folder / "sample-seed0.txt").read_bytes() and best.startswith(b"one ")
-    assert all(score.printable(line) in printed.splitlines() for line in best.splitlines())
-    # On one device the lines about kernels and memory in parts are in log.txt alone.
+    assert all(score.printable(line) in printed for line in best.splitlines())
     logged = runs.log_lines(folder / "log.txt")
-    for begins in ("command  ", "versions ", "attention", "          parameters"):
-        assert sum(line.startswith(begins) for line in logged) == 2, "once in each start"
-        assert not any(line.startswith(begins) for line in printed.splitlines())
-    assert logged[0].startswith("command")
+    for begins in ("command  ", "versions ", "attention"):  # On one device, in log.txt alone.
+        assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(printed)
 
 
 @pytest.mark.full
@@ -232,9 +229,7 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     assert scored["step"] == outcome.results["best_valid"]["step"]
     longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
     first = generate_text(longer, workdir)
-    assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
-    assert generate_text(longer, workdir) == first
-    assert Path(workdir.path, "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
+    assert {len(text) for text in first} == {30} and first[0] != first[1] and generate_text(longer, workdir) == first
 
 
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):

@@ -53,6 +53,6 @@ def of_words(folder: Path, *, tokenizer=Tokenizer.WORD, **changes: Any) -> Run:
     return make(folder, *on_text(beside, TEXT, **own, **changes))[0]
 
 
-def letters(length: int = 1110) -> bytes:
+def letters() -> bytes:
     """Returns a text of seven letters, the same at each call."""
-    return np.random.default_rng(0).choice(list(b"the cat"), length).astype(np.uint8).tobytes()
+    return np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes()

@@ -86,8 +86,8 @@ def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
     return [found[index] for index in range(len(found))]
 
 
-def metrics(port: int, **options: Any) -> dict[str, float]:
-    lines = ask(port, "/metrics", **options)[1].splitlines()
+def metrics(port: int) -> dict[str, float]:
+    lines = ask(port, "/metrics")[1].splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
