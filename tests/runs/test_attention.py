@@ -258,25 +258,6 @@ def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
     assert "its output differs" in first_contact.compare(FUSED, OVER_A_CACHE).sentence
 
 
-ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scores are 0.
-
-
-@pytest.mark.parametrize("path", [Implementation("stored"), Implementation("tiled", tile=Tile(4, 8))], ids=str)
-@pytest.mark.parametrize(
-    "problem",
-    [
-        dataclasses.replace(SHORT, dtype="bfloat16", dropout=True, window=6),
-        dataclasses.replace(SHORT, has_position_score=True),
-        dataclasses.replace(SHORT, **ONE_KEY),
-        dataclasses.replace(OVER_A_CACHE, has_position_score=True, n_positions=0, cache_dtype="bfloat16"),
-    ],
-    ids=["narrow", "scores", "one key", "cache"],
-)
-def test_sound_paths_of_xla_are_within_the_tolerance(problem, path):
-    inputs = first_contact.make_inputs(problem, [1, 0, 2])
-    assert first_contact.describe_error(*first_contact.largest_difference(path, problem, inputs), problem) == ""
-
-
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
 def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
     """At the sizes of published models, with fewer rows, heads and queries: the choice serves them as it is."""
