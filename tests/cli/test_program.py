@@ -278,36 +278,27 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tm
     assert config_in("--optimizer.warmup_steps=7")[0].optimizer.warmup_steps == 7
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (
-            ["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9", "--generate.length=7"],
-            "train.mem_len generate.length",
-        ),
-        (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
-        (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
-        (
-            ["--mode=generate", "--generate.length=3", "--average.start_step=2", "--data.roll=rows"],
-            "average.start_step data.roll",
-        ),
-        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
-        (["--input_format=lines"], "input_format"),
-        (["--train.mem_len=9", "--generate.length=7"], ""),
-    ],
-)
-def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys, words, named):
+def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
     trained = config_tree.replace(ExperimentConfig(), {"train.steps": 24})
 
     def run(plan, job):
         config = flag_tree.build(trained)
         program._note_unread(plan, job, config, trained if plan.mode != "train" else config)
 
-    start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
-    assert [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes] == (
-        [named.split()] if named else []
-    )
+    for words, named in (
+        (["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9"], "train.mem_len"),
+        (["--mode=eval", "--generate.length=7"], "generate.length"),
+        (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
+        (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
+        (["--mode=generate", "--generate.length=3", "--data.roll=rows"], "data.roll"),
+        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
+        (["--input_format=lines"], "input_format"),
+        (["--train.mem_len=9", "--generate.length=7"], ""),
+    ):
+        start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+        found = [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes]
+        assert found == ([named.split()] if named else [])
 
 
 def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, tmp_path, monkeypatch):
@@ -404,9 +395,8 @@ def kept_in(monkeypatch):
     return kept_in
 
 
-@pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
+def test_where_compiled_programs_are_kept(kept_in):
+    for arguments, folder in (
         ({"data_dir": "/a"}, "/a/prepared/compilation/"),
         ({"data_dir": "/a", "cache_dir": "/b"}, "/b/compilation/"),
         ({"data_dir": "/a", "given": "/c"}, "/c/"),
@@ -418,12 +408,10 @@ def kept_in(monkeypatch):
         ({"data_dir": "/a", "already": "/of/the/user"}, None),
         ({"data_dir": "/a", "processes": 2}, None),
         ({}, None),
-    ],
-)
-def test_where_compiled_programs_are_kept(kept_in, arguments, folder):
-    found = kept_in(**arguments)
-    assert (found is None) is (folder is None)
-    assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
+    ):
+        found = kept_in(**arguments)
+        assert (found is None) is (folder is None)
+        assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
 
 
 def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_path, capsys):

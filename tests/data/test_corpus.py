@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import tracemalloc
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, own_text, text_of
-from support.full_disk import largest_file
 from support.miniature import arrange
 from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data import corpus, token_store
@@ -216,22 +214,19 @@ def given_words(path, content, line_mark=LineMark.EOS):
     return make_vocabulary(tokenizer, text_of("never counted"))
 
 
-@pytest.mark.parametrize(
-    ("content", "line_mark", "expected"),
-    [
+def test_words_of_a_file_keep_their_order(tmp_path):
+    for content, line_mark, expected in (
         ("the\ncat", LineMark.NONE, ["the", "cat", "<unk>"]),
         ("the\n<S>\n<unk>\ncat\n", LineMark.S, ["the", "<S>", "<unk>", "cat"]),
         ("the\n<unk>\n", LineMark.DOUBLE_S, ["<S>", "the", "<unk>"]),
         ("the 12\r\ncat\t7\r\n\r\n  日本  3\r\n", LineMark.EOS, ["<eos>", "the", "cat", "日本", "<unk>"]),
         ("the\ncat 1\nthe 3\n", LineMark.EOS, ["<eos>", "the", "cat", "<unk>"]),
         ("the\n<UNK>\n", LineMark.EOS, ["<eos>", "the", "<UNK>"]),
-    ],
-)
-def test_words_of_a_file_keep_their_order(content, line_mark, expected, tmp_path):
-    vocabulary = given_words(tmp_path / "vocab.txt", content.encode(), line_mark)
-    assert list(vocabulary.words) == expected
-    unknown = vocabulary.encode(b"never-seen").tolist()
-    assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
+    ):
+        vocabulary = given_words(tmp_path / "vocab.txt", content.encode(), line_mark)
+        assert list(vocabulary.words) == expected
+        unknown = vocabulary.encode(b"never-seen").tolist()
+        assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
 
 
 @pytest.mark.parametrize("content", [b"", b" \r\n\t\n", b"the\n\xff"])
@@ -424,13 +419,3 @@ def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
         assert caught.value is error, "nothing else is reported"
         assert names(tmp_path) == []
     assert len(open_store(text_of(), SETTINGS, make_words, folder=tmp_path).splits["train"]) == 5
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_full_disk_is_one_sentence_and_leaves_no_store(split, tmp_path):
-    text = text_of(**{split: b"x" * 300_000}, block=1000)
-    named = rf"{re.escape(str(tmp_path))}/new\b.*\bFile too large\b.*--cache_dir\b"
-    with largest_file(100_000), pytest.raises(UserError, match=named):
-        open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new")
-    assert names(tmp_path / "new") == []
-    assert len(open_store(text, SETTINGS, ByteVocabulary.all_bytes, folder=tmp_path / "new").splits[split]) == 300_000

@@ -47,7 +47,7 @@ def test_every_text_comes_back_also_token_by_token(own, text):
     assert b"".join(own.decode([token]) for token in ids) == text.encode()
 
 
-def test_what_is_for_other_uses_has_no_effect(own, package):
+def test_what_is_for_other_uses_has_no_effect(package):
     changed = tokenizers.Tokenizer.from_str(made.byte_level())
     changed.enable_truncation(max_length=3)
     changed.enable_padding(length=50)

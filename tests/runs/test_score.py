@@ -153,11 +153,8 @@ def test_what_cannot_be_opened_is_named(tmp_path):
 def records(lines, *, per_token=False, params=None, written=None):
     """The records of documents that are read in 3 rows; `written` gets the lines of those before a mistake too."""
     model, written = tiny_model.make(eval__batch_size=3), [] if written is None else written
-    weights = types.SimpleNamespace(
-        vocabulary=model.vocabulary,
-        build=lambda log: model.components,
-        params=lambda components, log: (7, params or model.params),
-    )
+    weights = types.SimpleNamespace(vocabulary=model.vocabulary, build=lambda log: model.components)
+    weights.params = lambda components, log: (7, params or model.params)
     texts = enumerate(lines, start=1)
     score_job.score_documents(weights, texts, name="book.txt", per_token=per_token, write=written.append)
     assert len(written) == len(lines)
