@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
-from txl_jax.training.step import UpdateMetrics, make_train_step
+from txl_jax.training.step import make_train_step
 
 STEPS = 24
 
@@ -294,81 +295,36 @@ def test_cutoffs_that_do_not_fit_the_vocabulary_are_refused_with_both_numbers():
         tiny_run.parts(model__cutoffs=(5, 13))
 
 
-# The order of things in the loop: calls, metrics, hooks. No model takes part
+# The order of things in the loop
 
 
-class Story:
-    """A substitute for everything around the loop, which records the order of events."""
+def loop(steps, hooks, events, *, bad_call=None):
+    """Runs the loop in calls of two updates, without a model, and adds what happens to `events`."""
 
-    def __init__(self, *, bad_call: int | None = None):
-        self.events: list[str] = []
-        self.waits: list[float] = []
-        self.waited = self.waits.append
-        self._bad_call = bad_call
-
-    def step(self, state, segments):
-        assert segments == state, "a call got another call's segments"
-        self.events.append(f"call {state}")
-        return state + self._per_call, UpdateMetrics(*(np.full(self._per_call, state, np.float32) for _ in range(4)))
-
-    def segments(self, done):
-        self.events.append(f"segments {done}")
-        return done
-
-    def add(self, first_step, metrics):
-        assert metrics.nats.tolist() == [first_step] * self._per_call, "metrics of another call"
-        if first_step == self._bad_call:
+    def add(first_step, metrics):
+        if first_step == bad_call:
             raise NonFiniteError(f"call {first_step}")
-        self.events.append(f"metrics {first_step}")
+        events.append(f"metrics {first_step}")
 
-    def exclude(self, seconds):
-        assert seconds >= 0
-        self.events.append("exclude")
+    def hook(name, every):
+        return Hook(every, lambda context: events.append(f"{name} {context.step}"))
 
-    def hook(self, name, every):
-        def action(context):
-            assert context.state == context.step
-            self.events.append(f"{name} {context.step}")
-
-        return Hook(every, action)
-
-    def run(self, steps, *hooks, per_call=1):
-        self._per_call = per_call
-        span = {"first_step": 0, "steps": steps, "segments_per_call": per_call}
-        around = {"progress": self, "hooks": hooks, "log": RunLog(None), "stop_requested": lambda: False}
-        return run_updates(0, self.step, self.segments, **span, **around)
-
-    def only(self, *words) -> list[str]:
-        return [event for event in self.events if event.split()[0] in words]
+    around = {"progress": mock.Mock(add=add), "hooks": [hook(*each) for each in hooks.items()], "log": RunLog(None)}
+    span = {"first_step": 0, "steps": steps, "segments_per_call": 2, "stop_requested": lambda: False}
+    run_updates(0, lambda state, segments: (state, events.append("call")), lambda done: done, **around, **span)
 
 
-def test_metrics_are_fetched_one_call_late_and_waits_for_segments_are_timed(monkeypatch):
-    story, now = Story(), iter(range(0, 1000, 3))
-    monkeypatch.setattr("txl_jax.runs.trainer.time.monotonic", lambda: next(now))
-    assert story.run(6, per_call=2) == (6, 6)
-    order = "segments 0, call 0, segments 2, call 2, segments 4, metrics 0, call 4, metrics 2, metrics 4"
-    assert ", ".join(story.events) == order
-    assert story.waits == [3, 3, 3, 3]  # The last asks for nothing.
-
-
-def test_hooks_run_in_order_at_multiples_and_at_the_end_after_all_metrics():
-    story = Story()
-    assert story.run(10, story.hook("eval", 4), story.hook("save", 6), per_call=2) == (10, 10)
-    assert story.only("eval", "save") == ["eval 4", "save 6", "eval 8", "eval 10", "save 10"]
-    for step in (4, 6, 8, 10):
-        at = next(i for i, event in enumerate(story.events) if event in (f"eval {step}", f"save {step}"))
-        reported = [event for event in story.events[:at] if event.startswith("metrics")]
-        assert reported == [f"metrics {first}" for first in range(0, step, 2)]
-    assert len(story.only("exclude")) == 5  # Each hook's time is left out of tokens/s.
-
-
-def test_a_bad_number_stops_the_run_before_a_hook_sees_its_state():
-    story = Story(bad_call=3)
-    with pytest.raises(NonFiniteError, match="call 3"):
-        story.run(8, story.hook("save", 2))
-    assert story.only("save") == ["save 2"]
+def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_run_before_it():
+    events = []
+    loop(10, {"eval": 4, "save": 6}, events)
+    first = "call, call, metrics 0, metrics 2, eval 4, call, metrics 4, save 6"
+    assert ", ".join(events) == f"{first}, call, metrics 6, eval 8, call, metrics 8, eval 10, save 10"
+    events = []
+    with pytest.raises(NonFiniteError, match="call 2"):
+        loop(8, {"save": 2}, events, bad_call=2)
+    assert events == ["call", "metrics 0", "save 2", "call"]
     with pytest.raises(NonFiniteError):  # Also in the last call, and without hooks.
-        Story(bad_call=3).run(4)
+        loop(4, {}, [], bad_call=2)
 
 
 # More steps, or fewer

@@ -108,17 +108,6 @@ def test_a_copy_on_this_machine_is_there_as_long_as_its_owner(bucket):
 
 
 @pytest.mark.full
-def test_what_another_process_writes_is_seen_at_once(bucket, storage):
-    """As TensorStore's objects are, which fsspec does not see."""
-    files.write(bucket / "one", b"1")
-    assert files.names(bucket) == ["one"]
-    name = (bucket / "two").split("/", 3)[3]
-    found = storage.storage.get_file_obj("bucket-one", name.replace("two", "one"))
-    storage.storage.create_file("bucket-one", name, b"2", found | {"name": name})
-    assert files.names(bucket) == ["one", "two"] and files.exists(bucket / "two")
-
-
-@pytest.mark.full
 def test_calls_are_tried_again_after_errors_that_pass(bucket, storage):
     storage.fail_every(2, status=503)
     files.write(bucket / "one", b"1")
