@@ -103,9 +103,8 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     assert (tmp_path / "own" / "results.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "flags", "code", "expected"),
-    [
+def test_first_mistakes_are_answered_in_one_line(tmp_path):
+    for program, flags, code, expected in (
         ("ensemble", ["--workdir=WORK", "--mode=split"], 1, ["--ensemble_member"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
         # The settings are checked before the text, which does not exist.
@@ -118,13 +117,11 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
         ("convert", ["--to=WORK/new"], 1, ["--from is required"]),
         ("paper.recl", ["--workdirs=WORK", "--out=WORK", "--lengths=3,x"], 2, ["'x'"]),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
-    ],
-)
-def test_first_mistakes_are_answered_in_one_line(tmp_path, program, flags, code, expected):
-    got, _, err = run(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags))
-    assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
-    for words in expected:
-        assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
+    ):
+        got, _, err = run(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags))
+        assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
+        for words in expected:
+            assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
 
 
 def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path):
