@@ -256,9 +256,7 @@ def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp
     for name in (CorpusName.ENWIK8, CorpusName.PTB):
         others = ExperimentConfig(data=default_data(name))
         assert config_in("--data.file=none", defaults=others) == (others, [])
-
-
-def test_a_run_that_began_with_the_papers_sizes_keeps_them(config_in, tmp_path):
+    # A run that began with the paper's sizes keeps them.
     paper = ExperimentConfig(data=own_text(file=str(tmp_path / "text")))
     runs.record(tmp_path / "new", paper, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
     assert config_in() == (paper, [])

@@ -229,13 +229,10 @@ def test_words_of_a_file_keep_their_order(tmp_path):
         assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
 
 
-@pytest.mark.parametrize("content", [b"", b" \r\n\t\n", b"the\n\xff"])
-def test_a_file_without_words_is_named(content, tmp_path):
-    with pytest.raises(UserError, match=rf"{tmp_path}/vocab\.txt\b"):
-        given_words(tmp_path / "vocab.txt", content)
-
-
-def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
+def test_a_file_without_words_and_one_that_cannot_be_read_are_named(tmp_path):
+    for content in (b"", b" \r\n\t\n", b"the\n\xff"):
+        with pytest.raises(UserError, match=rf"{tmp_path}/vocab\.txt\b"):
+            given_words(tmp_path / "vocab.txt", content)
     for path in (tmp_path / "absent", tmp_path):
         for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):
             with pytest.raises(UserError, match=rf"--data\.tokenizer\.{field}\b.*{path}\b"):

@@ -445,10 +445,6 @@ def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
 # The table: each name has a row, which is all that the rest of the project knows of it
 
 
-def test_each_name_has_a_row_but_those_of_local_files():
-    assert set(CorpusName) - set(CORPORA) == {CorpusName.TEXT, CorpusName.PYTHON_STDLIB}
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_a_row_is_complete(name):
     row = TABLE[name]
@@ -470,7 +466,8 @@ def test_a_row_is_complete(name):
         assert row.vocab_size == 256
 
 
-def test_a_part_is_read_of_one_file_alone():
+def test_a_part_is_read_of_one_file_alone_and_only_local_files_have_no_row():
+    assert set(CorpusName) - set(TABLE) == {CorpusName.TEXT, CorpusName.PYTHON_STDLIB}
     for name in CorpusName:
         data = DataConfig(corpus=name, file="a")
         if name is CorpusName.TEXT or (name in CORPORA and CORPORA[name].cuts):

@@ -101,18 +101,14 @@ def test_the_bytes_of_words_are_those_of_the_text_with_single_spaces(line_mark, 
 
 
 @pytest.mark.parametrize("vocabulary", [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))])
-def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary):
+def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary, monkeypatch):
+    monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
     token = vocabulary.encode(b"a").item()
     ids = np.full(2000, token, np.uint8)
     ids[:2] = vocabulary.unknown_id
     assert vocabulary.count_bytes(ids) == vocabulary.byte_lengths[ids].sum() > 0
     ids[2] = vocabulary.unknown_id
     assert vocabulary.count_bytes(ids) == 0 == IdVocabulary(300).count_bytes(ids)
-
-
-def test_bytes_are_counted_in_blocks(monkeypatch):
-    monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
-    assert CharacterVocabulary(f"éa{UNKNOWN}").count_bytes(np.arange(100) % 2) == 150
 
 
 # The saved form

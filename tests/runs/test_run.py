@@ -162,15 +162,11 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
         assert files.names(folder) == sorted(others)
 
 
-def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(folder):
+def test_the_lock_of_a_process_that_is_gone_and_a_check_of_the_lock_keep_nobody_out(folder):
     (folder / NAME).write_text("1")  # A process that is there, but does not hold it.
     with Run.open(folder), pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
         Run.open(folder)
-
-
-def test_a_check_of_the_lock_refuses_nobody(folder):
-    """A sweep checks whether a run is going on."""
-    with open(folder / NAME, "a+") as handle:
+    with open(folder / NAME, "a+") as handle:  # A sweep checks whether a run is going on.
         fcntl.flock(handle, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, [handle, fcntl.LOCK_UN]).start()
         Run.open(folder).close()

@@ -295,9 +295,6 @@ def test_cutoffs_that_do_not_fit_the_vocabulary_are_refused_with_both_numbers():
         tiny_run.parts(model__cutoffs=(5, 13))
 
 
-# The order of things in the loop
-
-
 def loop(steps, hooks, events, *, bad_call=None):
     """Runs the loop in calls of two updates, without a model, and adds what happens to `events`."""
 
@@ -333,10 +330,6 @@ def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_
 MORE = 36
 
 
-def grown(before, to):
-    return {"step": STEPS, "name": "train.steps", "old": before, "new": to}
-
-
 def kill_after(step):
     def kill(context):
         if context.step == step:
@@ -356,7 +349,8 @@ def longer(run_once, config, corpus, tmp_path_factory):
 def test_a_finished_run_trains_on_by_the_schedule_of_the_new_total(run_once, longer, config):
     folder, outcome = longer
     assert outcome.finished and outcome.step == outcome.results["steps"] == MORE
-    assert outcome.results["changes"] == [grown(STEPS, MORE)] and "changes" not in run_once[1].results
+    grown = {"step": STEPS, "name": "train.steps", "old": STEPS, "new": MORE}
+    assert outcome.results["changes"] == [grown] and "changes" not in run_once[1].results
     assert json.loads((folder / "results.json").read_text()) == outcome.results
     before, after = numbers(run_once[0]), numbers(folder)
     assert after[: len(before)] == before, "the test scores of the earlier end stay"
@@ -405,4 +399,4 @@ def test_checkpoints_without_a_total_have_that_of_the_record(finished, config, c
     of_files = json.loads(digests.read_text()) | {"notes/metadata": storage.sha256(str(notes))}
     digests.write_text(json.dumps(of_files))
     outcome = runs.train(tiny.changed(config, train__steps=STEPS + 2), corpus, workdir)
-    assert outcome.results["changes"] == [grown(STEPS, STEPS + 2)]
+    assert outcome.results["changes"] == [{"step": STEPS, "name": "train.steps", "old": STEPS, "new": STEPS + 2}]
