@@ -213,8 +213,8 @@ def test_a_model_that_may_only_be_read_is_evaluated_and_generates(drawn, read_on
     before = content(read_only)
     scored = use("eval", read_only, *drawn[1])
     assert "Read-only file system" in scored and "--out" in scored and "test ppl" in scored
-    drawn = use("generate", read_only, "--generate.prompt=the cat")
-    assert "Read-only file system" in drawn and "\nthe cat " in drawn and "sample-seed0" not in drawn
+    written = use("generate", read_only, "--generate.prompt=the cat")
+    assert "Read-only file system" in written and "\nthe cat " in written and "sample-seed0" not in written
     assert "--out" in use("score", read_only, *drawn[1], code=1), "its files are all that it makes"
     assert content(read_only) == before
     out = tmp_path / "out"
