@@ -71,7 +71,7 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
 def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
     """Lists in place of one file; and the folder of the ids is that of the run, not one in the current folder."""
     (tmp_path / "other.txt").write_text("four three two one " * 50)
-    flags = [f"--{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
+    flags = [f"--data.{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
     out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags)
     assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
