@@ -70,17 +70,6 @@ def test_each_sample_ends_with_its_first_stop(run, whole):
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
 
 
-@pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
-def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
-    workdir = drawn_run.of_words(tmp_path / "run")
-    _, printed = write((workdir.config, None, workdir), prompt=prompt.replace("\n", "\\n"), length=12)
-    found, _, path = printed.rpartition(" ---\n")[2].rpartition("\nsample ")
-    assert Path(path.strip()).read_text() == f"{found}\n"
-    assert found.startswith(begins)
-    assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
-    assert set(found.split()) <= set(workdir.text.vocabulary.words)
-
-
 @pytest.mark.full
 def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
     config, _, workdir = run

@@ -1,16 +1,19 @@
 """Tests profiles of a few steps: which are profiled, the names in the trace, and that a failure ends nothing."""
 
 import os
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from support import tiny_run
 from txl_jax.errors import UserError
 from txl_jax.runtime import profiler
 from txl_jax.runtime.profiler import StepProfiler, check_steps
 from txl_jax.runtime.storage import files_below
+from txl_jax.training.step import make_train_step
 
 
 @jax.jit
@@ -85,3 +88,13 @@ def test_a_trace_that_cannot_be_written_ends_nothing(fails, tmp_path, monkeypatc
     monkeypatch.setattr(profiler.jax.profiler, fails, fail)
     lines, _ = profiled(tmp_path, (7, 11))
     assert len(lines) == 1 and "No space left" in lines[0] and "continues" in lines[0]
+
+
+@pytest.mark.full
+def test_the_train_step_names_its_parts():
+    made = tiny_run.parts()
+    step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
+    segments = made.abstract_segments(made.config.train)
+    text = made.jit(step).lower(made.abstract_state, segments).as_text(debug_info=True)
+    for scope in ("attention", "feed_forward", "softmax", "memory", "optimizer"):
+        assert re.search(rf"/{scope}[/.]", text), scope
