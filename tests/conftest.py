@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pathlib
-import secrets
 
 from support.xla_flags import xla_flags
 
@@ -89,12 +88,6 @@ def storage():
             for name, value in server.environment.items():
                 patch.setenv(name, value)
             yield server
-
-
-@pytest.fixture(scope="module")
-def module_bucket(storage, request):
-    """A folder in the bucket for the tests of a file; another one each time, as workers come back to a file."""
-    return Remote(f"gs://{BUCKET}/{request.node.name.removesuffix('.py')}-{secrets.token_hex(4)}")
 
 
 @pytest.fixture

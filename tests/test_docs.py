@@ -78,11 +78,8 @@ def test_every_flag_beside_an_original_one_exists():
 def test_the_page_of_settings_has_all_of_them():
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="settings.md"))
     fill = runpy.run_path(str(ROOT / ".ci" / "mkdocs_settings.py"))["on_page_markdown"]
-    rows = re.findall(
-        r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$",
-        fill((ROOT / "docs/settings.md").read_text(), page=page),
-        re.M,
-    )
+    text = fill((ROOT / "docs/settings.md").read_text(), page=page)
+    rows = re.findall(r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$", text, re.MULTILINE)
     assert {name for name, _, _ in rows} == {*SETTINGS} and len(rows) == len(SETTINGS)
     found = {name: (default, values) for name, default, values in rows}
     assert found["model.div_val"] == ("1", "int at least 1") and found["train.same_length"] == ("false", "bool")

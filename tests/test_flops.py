@@ -1,16 +1,18 @@
-"""Tests the count of operations against XLA's, and the table of devices."""
+"""Tests the count of operations against XLA's, the table of devices, units that are reported, and the plot of a run."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from support import tiny
-from txl_jax import flops
+from txl_jax import flops, plots
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, Network, TrainConfig
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
+from txl_jax.metrics import Measure, Totals
 
 
 @pytest.mark.full
@@ -62,3 +64,25 @@ def test_peaks_by_the_names_that_jax_gives():
     peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12}
     for kind, peak in {**peaks, "TPU v4": 275e12, "NVIDIA T400 4GB": None, "CPU": None}.items():
         assert flops.device_peak(kind) == peak, kind
+
+
+def test_units_and_sums():
+    total = Totals(nats=6 * math.log(2), tokens=2)
+    assert (total.nll, total.bpc, total.perplexity) == pytest.approx((3 * math.log(2), 3, 8))
+    # A short part weighs by its tokens: the mean of the two means would be 2.5.
+    assert (Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)).nll == pytest.approx(7 / 4)
+    text = Totals(nats=6 * math.log(2), tokens=2, bytes=12)
+    assert text.bits_per_byte == pytest.approx(0.5) and math.isnan(total.bits_per_byte)
+    assert "bpc" in text.per_token(Measure.BPC) and "bpc" not in text.per_token(Measure.PPL)
+    assert text.per_token(Measure.PPL)["bits_per_token"] == pytest.approx(3)
+    nothing = Totals()
+    assert all(map(math.isnan, (nothing.nll, nothing.bpc, nothing.perplexity)))
+    assert Totals(nats=1e6, tokens=1).perplexity == math.inf
+
+
+@pytest.mark.full
+def test_a_learning_curve(tmp_path):
+    records = [{"kind": kind, "step": step, "bpc": 8 / step} for step in range(1, 9) for kind in ("train", "valid")]
+    plots.learning_curve(records, tmp_path / "curve.png", title="a title", levels={"zlib": 1.9, "lzma": 1.6})
+    picture = (tmp_path / "curve.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000

@@ -23,14 +23,8 @@ from txl_jax.runs.build import build
 
 ROWS, L, STEPS, WARMUP = 4, 32, 60, 10  # Rows per device.
 COUNTS = ("steps", "log_every", "eval_every", "checkpoint_every")
-MESHES = {
-    "1": MeshConfig(data=1),
-    "2": MeshConfig(data=2),
-    "4": MeshConfig(data=4),
-    "8": MeshConfig(data=8),
-    "8, fsdp": MeshConfig(fsdp=8),
-    "8, 2 x 2 x 2": MeshConfig(data=2, fsdp=2, tensor=2),
-}
+MESHES = {str(count): MeshConfig(data=count) for count in (1, 2, 4, 8)}
+MESHES |= {"8, fsdp": MeshConfig(fsdp=8), "8, 2 x 2 x 2": MeshConfig(data=2, fsdp=2, tensor=2)}
 
 
 def milliseconds_per_step(mesh: MeshConfig) -> float:

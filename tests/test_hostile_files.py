@@ -23,7 +23,7 @@ from jax import export
 
 import txl_jax
 from support import ROOT, drawn_run, foreign, torch_bytes
-from txl_jax.data import prepare, ready_ids, token_store
+from txl_jax.data import prepare, token_store
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.vocabulary import TITLE, loads
 from txl_jax.errors import CheckpointError, UserError
@@ -53,7 +53,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folders(made, tmp_path):
-    """Copies, which a test may change."""
     return shutil.copytree(made, tmp_path / "made")
 
 
@@ -63,13 +62,8 @@ def folders(made, tmp_path):
 @pytest.mark.parametrize("content", NOT_JSON, ids=lambda content: repr(content[:9]))
 def test_what_is_no_record_is_one_error(folders, content):
     run, step = folders / "run", next((folders / "run" / "checkpoints" / "best").iterdir())
-    for path in (
-        step / "digests.json",
-        run / "results.json",
-        folders / "portable" / "config.json",
-        run / "config.json",
-    ):
-        path.write_bytes(content)
+    for folder, name in ((step, "digests"), (run, "results"), (run, "config"), (folders / "portable", "config")):
+        (folder / f"{name}.json").write_bytes(content)
     assert checkpoint.find_damage(step) == checkpoint.NO_DIGESTS
     assert read_results(str(run)) == {} and recorded_folders(run) == {}
     assert not portable.is_portable(folders / "portable") or content.startswith((b"[", b'"'))
@@ -113,9 +107,8 @@ def test_a_portable_record_of_other_values(folders):
     for change in changes:
         path.write_bytes(whole)
         changed(path, **change)
-        for read in (txl_jax.load, lambda folder: convert(folder, folders / "new", log=lambda line: None)):
-            with pytest.raises(UserError):
-                read(folders / "portable")
+        with pytest.raises(UserError):
+            txl_jax.load(folders / "portable")
 
 
 def test_a_member_does_not_lead_out_of_the_workdir(folders):
@@ -129,14 +122,10 @@ def test_a_member_does_not_lead_out_of_the_workdir(folders):
 
 @pytest.mark.parametrize("value", ["x", [1], {"a": 1}, 10**400, None])
 def test_a_report_on_records_of_other_values(folders, value):
-    run = folders / "run"
-    results = {"best_valid": {"loss": 1.5}, "test": {"loss": 1.0, "bits_per_byte": 2.0}}
+    run, record = folders / "run", {"kind": "train", "step": 1, "tokens_per_second": value}
     for change in ({"test": {"loss": value}}, {"test": {"loss": 1.0, "bits_per_byte": value}}, {"best_valid": value}):
-        (run / "results.json").write_text(json.dumps(results | change))
-        (run / "metrics.jsonl").write_text(
-            json.dumps({"kind": "train", "step": 1, "tokens_per_second": value})
-            + '\n{"kind": "train", "step": 2, "tokens_per_second": 0}\n'
-        )
+        (run / "results.json").write_text(json.dumps({"best_valid": {"loss": 1.5}, "test": {"loss": 1.0}} | change))
+        (run / "metrics.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(record | {'tokens_per_second': 0})}\n")
         [found] = records.read_runs([str(run)])
         assert "\n".join(records.markdown([], [found.row([])]))
     for step in (value, -1, 1 << 64):
@@ -161,9 +150,6 @@ def test_digests_vouch_only_for_what_they_list(folders):
         assert found == expected or expected in found
     (step / ".nfs1").touch()  # Of a network file system.
     assert checkpoint.find_damage(step) is None
-
-
-def test_a_store_vouches_only_for_what_it_lists(folders):
     summary = next((folders / "run-text").rglob("store.json"))
     assert token_store._is_whole(summary.parent)
     changed(summary, bytes={}, sha256={})
@@ -178,18 +164,7 @@ def test_an_index_names_only_files_of_its_directory(tmp_path):
     (folder / "pytorch_model.bin").rename(tmp_path / "outside.bin")
     (folder / "linked.bin").symlink_to(tmp_path / "outside.bin")
     index = folder / "pytorch_model.bin.index.json"
-    for name in (
-        "../outside.bin",
-        str(tmp_path / "outside.bin"),
-        "..",
-        ".",
-        "",
-        "a\0b",
-        "\ud800",
-        3,
-        None,
-        "missing.bin",
-    ):
+    for name in ("../outside.bin", str(tmp_path / "outside.bin"), "..", "", "a\0b", "\ud800", 3, None, "missing.bin"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(UserError, match="weight_map"):
             formats.read(folder)
@@ -221,6 +196,7 @@ def test_a_folder_with_any_index_of_tensorflow(tmp_path):
 # Vocabularies
 
 LONG_BYTE = f"{TITLE} byte {{}}\n{LONG.decode()}\n"
+WORD_LEVEL = {"model": {"type": "WordLevel", "vocab": {"a": (1 << 32) - 1}, "unk_token": "a"}}
 TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}
 
 
@@ -231,8 +207,7 @@ TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a"
         *(f"{TITLE} {kind.kind} {start * 50_000}\na\n" for kind in KINDS for start in ("[", '{"a":')),
         f'{TITLE} id {{"size": {10**12}}}\n',
         f"{TITLE} hf {{}}\n{json.dumps(TOKENIZER)}\n",  # The package panics: it has no token "ab".
-        f"{TITLE} hf {{}}\n"
-        + json.dumps({"model": {"type": "WordLevel", "vocab": {"a": (1 << 32) - 1}, "unk_token": "a"}}),
+        f"{TITLE} hf {{}}\n{json.dumps(WORD_LEVEL)}\n",
     ],
     ids=lambda text: text[:40],
 )
@@ -264,14 +239,6 @@ def test_keys_of_a_pickle_have_no_hash_of_its_choice():
 
 
 # Own files and archives
-
-
-@pytest.mark.parametrize("header", [b"{'descr': '<u2', 'shape': (", b"(" * 200, b"{'descr': [" * 9, b"\\"])
-def test_an_array_with_any_header(header, tmp_path):
-    path = tmp_path / "a.npy"
-    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    with pytest.raises(UserError, match=r"a\.npy"):
-        ready_ids._open("file", [str(path)])
 
 
 SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "5", "GNU.sparse.name": "y"}
@@ -320,14 +287,10 @@ def test_an_exported_model_reads_only_what_it_lists(tmp_path):
         with pytest.raises(CheckpointError, match=re.escape(str(folder))):
             read(content)
     example = runpy.run_path(str(ROOT / "docs" / "examples" / "run_exported.py"))["load"]
-    for content in outside:
-        with pytest.raises(CheckpointError):
-            read(content)
-        with pytest.raises(ValueError, match="has changed"):
-            example(folder)
-    (folder / "more").mkdir()
     with pytest.raises(CheckpointError):
-        read(manifest("good"))
+        read(outside[0])
+    with pytest.raises(ValueError, match="has changed"):
+        example(folder)
 
 
 # Fuzzing

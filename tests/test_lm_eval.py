@@ -18,16 +18,9 @@ pytestmark = pytest.mark.nightly(part="lm_eval")
 TEXT = "the cat sat on the mat and the dog ran to the cat "
 DOCUMENTS = ["the cat sat", "a dog ran on the mat and sat there for a while, as long as this line", "x"]
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
-TASK = {
-    "task": "own_generation",
-    "dataset_path": "json",
-    "test_split": "test",
-    "output_type": "generate_until",
-    "doc_to_text": "{{prompt}}",
-    "doc_to_target": "{{text}}",
-    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False},
-    "metric_list": [{"metric": "exact_match"}],
-}
+TASK = {"task": "own_generation", "dataset_path": "json", "test_split": "test", "output_type": "generate_until"}
+TASK |= {"doc_to_text": "{{prompt}}", "doc_to_target": "{{text}}", "metric_list": [{"metric": "exact_match"}]}
+TASK |= {"generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False}}
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,11 @@
-"""Tests of the public names, of trained models from Python, and of README's code."""
+"""Tests of the public names, of trained models from Python, of README's code, and of an unsupported jax."""
 
+import importlib.metadata
+import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,7 +14,9 @@ import pytest
 import txl_jax
 from support import ROOT, drawn_run, tiny, tiny_model
 from txl_jax.config import config_tree
+from txl_jax.errors import UserError
 from txl_jax.runtime.log import read_metrics
+from txl_jax.version import OLDEST_JAX, check_jax
 
 NO_TEXT = config_tree.replace(txl_jax.preset("small"), {"data.corpus": "text", "data.file": "no.txt"})
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
@@ -76,7 +81,6 @@ def test_settings_import_no_jax_and_all_modules_change_no_setting_of_it_and_star
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(workdir, corpus)."""
     folder = tmp_path_factory.mktemp("run")
     config, corpus = drawn_run.on_text(folder, TEXT)
     return drawn_run.make(folder / "run", config, corpus)[0], corpus
@@ -153,34 +157,54 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
+def test_mistakes_of_callers_are_refused():
+    for mistake, words in (
         (lambda: txl_jax.load("/nowhere"), "/nowhere"),
         (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda: txl_jax.Hook(0, print), r"\b0\b"),
         (lambda: txl_jax.Hook(7, print).check_interval(5), r"segments_per_call.*5.*7"),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]),
-            r"hooks.*Hook.*\[<built-in function print>",
-        ),
+        (lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]), r"hooks.*Hook.*\[<built-in function print>"),
         (lambda: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)), r"hooks.*list.*every=5"),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]),
-            r"segments_per_call.*7",
-        ),
+        (lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]), r"segments_per_call.*7"),
         (lambda: txl_jax.train("small", "run"), r"'small'.*preset"),
         (lambda: txl_jax.ExperimentConfig(data={"file": "a"}), r"data.*DataConfig.*dict"),
         (lambda: txl_jax.ModelConfig(dropout=0.1), r"dropout.*DropoutConfig.*float"),
         (lambda: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),
-    ],
-)
-def test_mistakes_of_callers_are_refused(mistake, words):
-    with pytest.raises(txl_jax.UserError, match=words):
-        mistake()
+    ):
+        with pytest.raises(txl_jax.UserError, match=words):
+            mistake()
 
 
 def test_enums_may_be_given_by_name():
     config = txl_jax.ModelConfig(layer_norm="pre", dtype="bfloat16")
     assert config == txl_jax.ModelConfig(layer_norm=txl_jax.NormPlace.PRE, dtype=txl_jax.DType.BFLOAT16)
     assert type(config.dtype) is txl_jax.DType and type(txl_jax.OptimizerConfig(clip_norm=1).clip_norm) is float
+
+
+@pytest.mark.parametrize("found", ["0.7.1", "not installed"])
+def test_an_old_or_missing_jax_and_windows_are_refused(monkeypatch, found):
+    missing = importlib.metadata.PackageNotFoundError("jax") if found == "not installed" else None
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(return_value=found, side_effect=missing))
+    with pytest.raises(UserError, match=rf"{found}.*{OLDEST_JAX}"):
+        check_jax()
+    with pytest.raises(UserError, match=found):
+        txl_jax.load  # noqa: B018
+    assert txl_jax.ModelConfig  # Settings need no jax.
+    assert f"    jax>={OLDEST_JAX}," in (ROOT / "setup.cfg").read_text()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UserError, match="WSL"):
+        txl_jax.load  # noqa: B018
+
+
+def test_a_program_ends_with_one_sentence(tmp_path):
+    """With an old jax that lacks what is imported: the check comes first."""
+    metadata = "Metadata-Version: 2.1\nName: jax\nVersion: 0.6.2\n"
+    files = {"jax/__init__.py": "raise ImportError('too old')\n", "jax-0.6.2.dist-info/METADATA": metadata}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "experiments.quickstart"]
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.count("\n") == 1 and "0.6.2" in found.stderr and OLDEST_JAX in found.stderr

@@ -1,6 +1,5 @@
 """Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop strings, mistakes."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -18,7 +17,6 @@ LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]  # L = 5, M = 9: empty, one token
 
 
 def assert_alone(model, documents, found, *, tolerance):
-    """Each result is that of its document alone."""
     assert len(found) == len(documents)
     for tokens, nats in zip(documents, found, strict=True):
         assert nats.shape == (max(len(tokens) - 1, 0),)
@@ -209,31 +207,8 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     assert found == [text[:cut] for text, cut in zip(whole, cuts, strict=True)]
     assert cuts[1] <= 3 and cuts[0] <= 17 and max(cuts) > cuts[1]
     assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], "one string, not its letters"
-
-
-def test_a_stop_token_is_part_of_the_text_and_a_stop_string_is_not():
-    model = tiny_model.make()
-    [prompt] = tiny_model.documents([4])
-    [whole] = model.generate([prompt], settings())
-    letter = whole[9]
-    cut = whole.index(letter)
-    assert model.generate([prompt], settings(stop=letter)) == [whole[: cut + 1]]
-    assert model.generate([prompt], settings(stop=letter), stop=letter) == [whole[:cut]]
-
-
-def test_a_model_is_shown_in_one_line():
-    model = tiny_model.make()
-    shown = repr(dataclasses.replace(model, source="the run /somewhere, trained on a text"))
-    assert len(shown.splitlines()) == 1 and len(shown) < 250
-    parameters = f"{model.components.num_parameters:,}"
-    for words in ("transformer_xl", "2 layers", parameters, "13 byte", "step 7", "/somewhere"):
-        assert words in shown
-
-
-def test_generation_ends_with_the_last_text_that_goes_on():
-    """After its stop string a row is ended on the device too: the longest text has a million tokens otherwise."""
-    model, prompts = tiny_model.make(), tiny_model.documents([4, 9])
-    assert model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
+    # After its stop string a row is ended on the device too: the longest text has a million tokens otherwise.
+    assert model.generate(prompts[:2], settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
@@ -246,9 +221,8 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
     assert stream.add("é\nenü".encode()[:-1]) + stream.finish() == "é\nen\N{REPLACEMENT CHARACTER}"
 
 
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
+def test_mistakes_are_refused():
+    for mistake, words in (
         (lambda model: model.score([[0, 13]]), r"between 0 and 12, got 13"),
         (lambda model: model.score([[0.5, 1.0]]), "float64"),
         (lambda model: model.score("one text"), "one text"),
@@ -262,8 +236,6 @@ def test_a_stream_of_text_holds_back_what_may_be_a_stop_string(size):
         (lambda model: model.generate("a prompt"), "a prompt"),
         (lambda model: model.generate(["a"], stop=["b", ""]), r"stop must be .* \['b', ''\]"),
         (lambda model: model.generate(["a", "b"], seeds=[1]), "2 prompts, got 1"),
-    ],
-)
-def test_mistakes_are_refused(mistake, words):
-    with pytest.raises(UserError, match=words):
-        mistake(tiny_model.make())
+    ):
+        with pytest.raises(UserError, match=words):
+            mistake(tiny_model.make())

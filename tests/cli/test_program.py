@@ -1,9 +1,8 @@
-"""Tests `main` by programs of the tests: plans, configs, exit codes, and the compilation cache."""
+"""Tests `main` by programs of the tests: plans, configs, exit codes, compilation cache, and the flags of configs."""
 
 import dataclasses
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -11,16 +10,27 @@ from unittest import mock
 
 import jax
 import pytest
+from absl import flags
 
 from experiments import text
 from support import ROOT, drawn_run, programs, runs
-from support.own_text import own_text
+from support.encoded_text import data_config, own_text
 from txl_jax import cli
-from txl_jax.cli import flag_tree, other_hosts, program, setting
+from txl_jax.cli import flag_tree, help, other_hosts, program, setting
 from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
-from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, ModelConfig, NormPlace, Tokenizer, config_tree
+from txl_jax.config import (
+    COMPAT_PRESETS,
+    CorpusName,
+    ExperimentConfig,
+    LineMark,
+    ModelConfig,
+    NormPlace,
+    Order,
+    Tokenizer,
+    config_tree,
+)
 from txl_jax.config.config_tree import require
-from txl_jax.config.experiment import apply_preset, preset
+from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.published import default_data
@@ -82,22 +92,6 @@ def test_the_config_is_the_flags_over_the_defaults(start):
     assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--from=x", "--lengths="], 1, "no length"),
-        ([], 1, "--from is required"),
-        (["--from=ftp://host/x"], 1, "ftp://host/x"),
-        (["--from=x", "--lenghts=3"], 2, "lengths"),
-        (["--from=x", "--lengths=3,x"], 2, "'x'"),
-        (["--from=x", "word"], 2, "'word'"),
-    ],
-)
-def test_a_plan_is_checked_before_anything_is_run(start, capsys, words, code, message):
-    assert start(*words, run=pytest.fail)[0] == code
-    assert message in capsys.readouterr().err
-
-
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
     done = []
     monkeypatch.setattr(other_hosts, "announced", lambda environment: SEVERAL)
@@ -134,7 +128,32 @@ def test_devices_that_jax_cannot_use_are_an_error():
     assert done.returncode == 1 and "JAX_PLATFORMS is cuda" in done.stderr and done.stderr.count("\n") == 1
 
 
-# With the settings of a trained model
+# Settings of a run in a workdir
+
+
+@pytest.fixture
+def config_in(start, tmp_path):
+    """Returns the config and the notes of a command line of experiments.text, in a workdir that is new or recorded."""
+
+    def config_in(*words, defaults=text.DEFAULTS, folder="new"):
+        found = []
+
+        def run(plan, job):
+            with Run.open(tmp_path / folder) as opened:
+                found.append((job.config(opened), opened.notes))
+
+        words = [f"--data.file={tmp_path / 'text'}", *words]
+        code, *_ = start(*words, run=run, config=defaults, plan=program.TrainPlan)
+        if code:
+            return code, []
+        # A sweep checks the settings of its runs before they start, and must come to the same.
+        if found[0][0].init_from is None:
+            recorded = Run.read(tmp_path / folder).config if (tmp_path / folder / "config.json").exists() else None
+            assert program.config_of_words(defaults, ["text", *words], recorded=recorded) == found[0][0]
+        return found[0]
+
+    return config_in
+
 
 SIZES = {"n_layer": 1, "d_model": 12, "n_head": 3, "d_head": 5, "d_inner": 14, "untie_r": True}
 
@@ -151,22 +170,17 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def built(trained, start, capsys, tmp_path):
-    """Returns the config of a command line with --init_from for a run in a folder, which is new or recorded."""
+def built(trained, config_in, capsys):
+    """Returns the config of a command line with --init_from, and adds its notes to a list."""
 
-    def built(*words, folder="new", notes=None):
-        found = []
-
-        def run(plan, job):
-            with Run.open(tmp_path / folder) as opened:
-                found.append(job.config(opened))
-                (notes if notes is not None else []).extend(opened.notes)
-
+    def built(*words, notes=None, **options):
         files = [f"--data.file={trained[0] / 'text'}", f"--init_from={trained[0] / 'run'}"]
-        code, *_ = start("--from=x", *files, *words, run=run, config=ExperimentConfig(data=own_text()))
-        if code:
+        config, found = config_in(*files, *words, **options)
+        if config == 1:
             raise UserError(capsys.readouterr().err)
-        return found[0]
+        if notes is not None:
+            notes += found
+        return config
 
     return built
 
@@ -227,32 +241,6 @@ def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
         (trained[0] / "gone").rename(trained[0] / "run")
 
 
-# Without sizes, with a warm-up of a flagfile, and with flags that a mode does not read
-
-
-@pytest.fixture
-def config_in(start, tmp_path):
-    """Returns the config and the notes of a command line of experiments.text, in a workdir that is new or recorded."""
-
-    def config_in(*words, defaults=text.DEFAULTS, folder="new"):
-        found = []
-
-        def run(plan, job):
-            with Run.open(tmp_path / folder) as opened:
-                found.append((job.config(opened), opened.notes))
-
-        words = [f"--data.file={tmp_path / 'text'}", *words]
-        code, *_ = start(*words, run=run, config=defaults, plan=program.TrainPlan)
-        if code:
-            return code, []
-        # A sweep checks the settings of its runs before they start, and must come to the same.
-        recorded = Run.read(tmp_path / folder).config if (tmp_path / folder / "config.json").exists() else None
-        assert program.config_of_words(defaults, ["text", *words], recorded=recorded) == found[0][0]
-        return found[0]
-
-    return config_in
-
-
 def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp_path):
     small = config_tree.replace(preset("small"), {"data.file": str(tmp_path / "text")})
     config, [note] = config_in()
@@ -268,9 +256,7 @@ def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp
     for name in (CorpusName.ENWIK8, CorpusName.PTB):
         others = ExperimentConfig(data=default_data(name))
         assert config_in("--data.file=none", defaults=others) == (others, [])
-
-
-def test_a_run_that_began_with_the_papers_sizes_keeps_them(config_in, tmp_path):
+    # A run that began with the paper's sizes keeps them.
     paper = ExperimentConfig(data=own_text(file=str(tmp_path / "text")))
     runs.record(tmp_path / "new", paper, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
     assert config_in() == (paper, [])
@@ -290,42 +276,27 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tm
     assert config_in("--optimizer.warmup_steps=7")[0].optimizer.warmup_steps == 7
 
 
-def test_a_study_says_that_it_shortens_the_warm_up(start, capsys):
-    words = ["--from=x", "--flagfile=small", "--train.steps=50"]
-    assert start(*words, run=lambda plan, job: job.config() and None, config=ExperimentConfig())[0] == 0
-    assert re.search(r"(?m)^note      .*--optimizer\.warmup_steps was 100 and is now 5$", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (
-            ["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9", "--generate.length=7"],
-            "train.mem_len generate.length",
-        ),
-        (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
-        (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
-        (
-            ["--mode=generate", "--generate.length=3", "--average.start_step=2", "--data.roll=rows"],
-            "average.start_step data.roll",
-        ),
-        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
-        (["--input_format=lines"], "input_format"),
-        (["--train.mem_len=9", "--generate.length=7"], ""),
-    ],
-)
-def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys, words, named):
+def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
     trained = config_tree.replace(ExperimentConfig(), {"train.steps": 24})
 
     def run(plan, job):
         config = flag_tree.build(trained)
         program._note_unread(plan, job, config, trained if plan.mode != "train" else config)
 
-    start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
-    assert [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes] == (
-        [named.split()] if named else []
-    )
+    for words, named in (
+        (["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9"], "train.mem_len"),
+        (["--mode=eval", "--generate.length=7"], "generate.length"),
+        (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
+        (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
+        (["--mode=generate", "--generate.length=3", "--data.roll=rows"], "data.roll"),
+        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
+        (["--input_format=lines"], "input_format"),
+        (["--train.mem_len=9", "--generate.length=7"], ""),
+    ):
+        start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+        found = [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes]
+        assert found == ([named.split()] if named else [])
 
 
 def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, tmp_path, monkeypatch):
@@ -359,15 +330,6 @@ def having(error, **attributes):
     for name, value in attributes.items():
         setattr(error, name, value)
     return error
-
-
-def test_a_finished_run_names_commands_that_read_it(capsys):
-    program._print_next(ExperimentConfig(), "/a b/run")
-    commands = [shlex.split(line[10:]) for line in capsys.readouterr().out.splitlines()[1:]]
-    generate = ["experiments.enwik8", "--mode=generate", "--workdir=/a b/run"]
-    assert commands == [["python", "-m", *words] for words in (generate, ["experiments.report", "/a b/run"])]
-    program._print_next(config_tree.replace(ExperimentConfig(), {"model.network": "lstm"}), "run")
-    assert "generate" not in capsys.readouterr().out, "it cannot"
 
 
 @pytest.mark.parametrize(
@@ -414,52 +376,6 @@ def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, er
 
 # The compilation cache
 
-PROGRAM = """
-import jax
-import jax.numpy as jnp
-from txl_jax import cli
-
-def run(plan, job):
-    heavy = jax.jit(lambda x: sum(jnp.sin(x * i).sum() for i in range(100)))
-    events = []
-    jax.monitoring.register_event_listener(lambda name, **unused: events.append(name))
-    found = heavy.lower(jnp.zeros(5)).compile()(jnp.arange(5.0))
-    hits = [name for name in events if name.endswith("compilation_cache/cache_hits")]
-    print(found, "hit" if hits else "miss")
-
-cli.main(run, cli.TextPlan)
-"""
-
-
-def compile_in_a_process(*words, **environment):
-    """Starts a program that compiles one function; returns the function's value, "hit" or "miss", and the errors."""
-    own = ("JAX_COMPILATION", "JAX_PERSISTENT", "XLA_")  # With the flags of tests it compiles too fast to be kept.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    command, variables = [sys.executable, "-c", PROGRAM, *words], kept | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return *done.stdout.split(), done.stderr
-
-
-@pytest.mark.full
-def test_a_second_start_reads_what_the_first_compiled_and_a_damaged_entry_costs_a_warning(tmp_path):
-    value, found, _ = compile_in_a_process(f"--data_dir={tmp_path}")
-    assert found == "miss"
-    assert compile_in_a_process(f"--data_dir={tmp_path}") == (value, "hit", "")
-    entries = list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
-    for path in entries:
-        path.write_bytes(path.read_bytes()[:100])
-    damaged, found, err = compile_in_a_process(f"--data_dir={tmp_path}")
-    assert entries and (damaged, found) == (value, "miss") and "compilation cache" in err
-
-
-@pytest.mark.nightly(part="faults")
-def test_the_cache_may_be_in_a_bucket(bucket, storage):
-    flag = f"--compilation_cache={bucket}"
-    value, found, _ = compile_in_a_process(flag, **storage.environment)
-    assert found == "miss" and any(name.endswith("-cache") for name in storage.names())
-    assert compile_in_a_process(flag, **storage.environment) == (value, "hit", "")
-
 
 @pytest.fixture
 def kept_in(monkeypatch):
@@ -477,9 +393,8 @@ def kept_in(monkeypatch):
     return kept_in
 
 
-@pytest.mark.parametrize(
-    ("arguments", "folder"),
-    [
+def test_where_compiled_programs_are_kept(kept_in):
+    for arguments, folder in (
         ({"data_dir": "/a"}, "/a/prepared/compilation/"),
         ({"data_dir": "/a", "cache_dir": "/b"}, "/b/compilation/"),
         ({"data_dir": "/a", "given": "/c"}, "/c/"),
@@ -491,12 +406,10 @@ def kept_in(monkeypatch):
         ({"data_dir": "/a", "already": "/of/the/user"}, None),
         ({"data_dir": "/a", "processes": 2}, None),
         ({}, None),
-    ],
-)
-def test_where_compiled_programs_are_kept(kept_in, arguments, folder):
-    found = kept_in(**arguments)
-    assert (found is None) is (folder is None)
-    assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
+    ):
+        found = kept_in(**arguments)
+        assert (found is None) is (folder is None)
+        assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
 
 
 def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_path, capsys):
@@ -505,3 +418,120 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_
     line = capsys.readouterr().out
     assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
     assert kept_in(str(tmp_path / "a-typo")) and os.listdir(tmp_path) == ["file"]
+
+
+# Flags that are made from the config tree, and how a command line becomes a config
+
+
+def parsed(*words, base=None):
+    return programs.config_of(ExperimentConfig(), *words, base=base)
+
+
+def test_every_kind_of_value():
+    for word, name, value in (
+        ("--model.n_layer=3", "model.n_layer", 3),
+        ("--model.dropout.rate=0.25", "model.dropout.rate", 0.25),
+        ("--model.layer_norm=pre", "model.layer_norm", NormPlace.PRE),
+        ("--model.untie_r", "model.untie_r", True),
+        ("--notrain.same_length", "train.same_length", False),
+        ("--model.cutoffs=20,40", "model.cutoffs", (20, 40)),
+        ("--model.tie_projs=False,true,1", "model.tie_projs", (False, True, True)),
+        ("--data.train=/a.txt,/b.txt", "data.train", ("/a.txt", "/b.txt")),
+    ):
+        assert parsed(word) == config_tree.replace(ExperimentConfig(), {name: value})
+
+
+def test_what_was_not_given_stays_as_the_base_or_a_preset_has_it():
+    base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
+    config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
+    assert (config.model.n_layer, config.model.n_head) == (12, 2)
+    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5, "a flag wins"
+    assert parsed("--compat=tf").optimizer.min_lr_ratio == 0.01
+
+
+def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
+    words = data_config(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3, order=Order.SENTENCES)
+    base = ExperimentConfig(data=words)
+    assert parsed(base=base) == base
+    assert parsed("--data.tokenizer.kind=byte", base=base).data == data_config()
+    characters = parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data
+    assert characters == data_config(kind=Tokenizer.CHAR, min_count=2)
+    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1})
+    assert parsed("--data.tokenizer.vocab_file=/words", base=base) == from_file
+
+
+def test_none_is_a_value_of_settings_that_may_be_none():
+    config = parsed("--eval.clamp_len=none", "--generate.top_k=NONE", "--train.patience=3", "--data.file=none")
+    assert (config.eval.clamp_len, config.generate.top_k, config.train.patience) == (None, None, 3)
+    assert config.data.file is None
+    with pytest.raises(UserError, match="none"):
+        parsed("--model.n_layer=none")
+
+
+def test_mistakes_are_named():
+    for words, pattern in (
+        (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
+        (["--data.epoch_memory=carried"], r"--data\.epoch_memory\b.*\beea3a51\b"),
+        (["--model.n_layer=three"], r"model\.n_layer=three\b"),
+        (["--model.layer_norm=middle"], "post"),
+        (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
+        (["--flagfile=enwik8_12"], r"\bsmall\b.*'enwik8_12'.*\benwik8_12l\b"),
+    ):
+        with pytest.raises(UserError, match=pattern):
+            parsed(*words)
+
+
+def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys):
+    assert parsed("--train.batch_size=3", "--model.n_layer=2", "--flagfile=enwik8_12l").train.batch_size == 22
+    first, second = sorted(capsys.readouterr().err.splitlines())
+    assert "--model.n_layer=2" in first and "--train.batch_size=3" in second and "--train.batch_size=22" in second
+    assert "enwik8_12l.flags, line " in second
+    assert parsed("--seed=3", "--flagfile", "enwik8_12l", "--train.batch_size=3").train.batch_size == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
+    path = tmp_path / "mine.flags"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"mine\.flags"):
+        parsed(f"--flagfile={path}")
+    path.write_text("--flagfile=enwik8_12l\n\n# a comment\n  // another\n--notrain.same_length\n--train.batch_size=5\n")
+    config = parsed(f"--flagfile={path}")
+    assert (config.model.n_layer, config.train.batch_size, config.train.same_length) == (12, 5, False)
+    mistakes = ("--model.n_layers=3", r"mine\.flags, line 2: .*n_layers"), ("--model.n_layer=x", r"line 2: .*n_layer=x")
+    files = ("--flagfile=none", "line 2: .*'none'"), (f"--flagfile={path}", "line 2: .*itself")
+    for line, pattern in (*mistakes, *files):
+        path.write_text(f"--seed=1\n{line}\n")
+        with pytest.raises(UserError, match=pattern):
+            parsed(f"--flagfile={path}")
+
+
+# Help
+
+
+def headings(text):
+    return re.findall(r"(?m)^([a-z. ]+):$", text)
+
+
+def test_every_flag_is_in_a_group_once_with_its_default():
+    values = flags.FlagValues()
+    flags.DEFINE_enum("mode", "train", ["train", "eval"], "Job.", flag_values=values)
+    flags.DEFINE_string("coordinator", None, "HOST:PORT.", flag_values=values)
+    flag_tree.define(config_tree.replace(ExperimentConfig(), {"model.n_layer": 5}), values)
+    text = help.help_text(list(values), None, values)
+    usages = re.findall(r"(?m)^  --([\w.]+)=(\S*)", text)
+    assert sorted(name for name, _ in usages) == sorted(["flagfile", *(n for n in values if not n.startswith("help"))])
+    defaults = dict(usages)
+    assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == ("train", "5", "none")
+    assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == ("", "", "true")
+    assert headings(text) == ["command", "multiple hosts", *flag_tree.groups()]
+    assert "--helpfull" not in text
+
+
+def test_help_of_a_program_has_the_flags_that_it_reads_and_the_flagfiles():
+    _, out, _ = programs.run("experiments.paper.table9", "--help")
+    assert headings(out)[-2:] == ["model", "eval"] and "--helpfull" in out and "--seed=" not in out
+    code, out, err = programs.run("experiments.enwik8", "--help")
+    assert code == 0 and not err
+    for words in ("python -m experiments.enwik8", "--model.d_embed=none", *preset_names()):
+        assert words in out

@@ -1,18 +1,19 @@
-"""Tests the programs as a user starts them: each mode, the studies of a trained run, and first mistakes."""
+"""Tests the programs as a user starts them: each mode, the studies of a trained run, first mistakes, used models."""
 
+import errno
 import gzip
 import json
-import os
 import re
-import signal
-import subprocess
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import ROOT, programs
+from support import drawn_run, programs
 from txl_jax.cli import program as program_lib
+from txl_jax.config import GenerateConfig
+from txl_jax.runs.convert import convert
 
 SHORT = programs.steps(2, every=2)
 
@@ -22,7 +23,6 @@ def run(program, *flags):
 
 
 def succeed(program, *flags):
-    """Runs a program that must succeed; returns its output."""
     code, out, err = run(program, *flags)
     assert code == 0, err
     return out
@@ -30,7 +30,6 @@ def succeed(program, *flags):
 
 @pytest.fixture(scope="module")
 def own_text(tmp_path_factory):
-    """Flags of a tiny run on a text."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 12_000)))
     return [*programs.TINY, *programs.steps(100, every=50), f"--data.file={path}", f"--cache_dir={path.parent}"]
@@ -87,56 +86,15 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
 
 
 @pytest.mark.full
-def test_evaluation_generation_and_scores_of_a_workdir(undisturbed, tmp_path):
-    changes = ["--eval.mem_len=8", "--model.attention=reference", f"--data_dir={tmp_path}"]
-    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *changes)
-    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
-    assert json.loads((undisturbed / "evaluation.json").read_text())["eval"]["mem_len"] == 8
-    assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
-    flags = ["--mode=generate", f"--workdir={undisturbed}", "--generate.length=40"]
-    first, second = (succeed("text", *flags, "--generate.prompt=one two") for _ in range(2))
-    assert first == second and "one two" in first and not re.search("(?m)^corpus ", first)
-    succeed("text", "--mode=score", f"--workdir={undisturbed}", "--eval.batch_size=3")
-    results = json.loads((undisturbed / "results.json").read_text())
-    lines = (undisturbed / "scores-test.tsv").read_text().splitlines()
-    assert len(lines) == 1 + results["test"]["tokens"] and lines[0] == "index\ttoken\tnats"
-
-
-@pytest.mark.full
 def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
     """Lists in place of one file; and the folder of the ids is that of the run, not one in the current folder."""
     (tmp_path / "other.txt").write_text("four three two one " * 50)
-    flags = [f"--{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
-    out = succeed("text", "--mode=eval", f"--workdir={undisturbed}", *flags)
+    flags = [f"--data.{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
+    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags)
+    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
     assert trained_on["description"] in out and "949" in out, "both texts are named"
     assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
-
-
-@pytest.mark.full
-def test_ctrl_c_ends_a_job_after_a_complete_record(undisturbed, tmp_path):
-    (tmp_path / "book.txt").write_text("one two\n" * 200_000)
-    flags = ["--mode=score", f"--workdir={undisturbed}", f"--input={tmp_path / 'book.txt'}", "--per_token"]
-    # Without a buffer, from which `communicate` would not take what `readline` had read ahead.
-    pipes = {"bufsize": 0, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command, environment = programs.command("experiments.text", *flags), os.environ | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert json.loads(process.stdout.readline())["token"] == "n"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT and b"stopped" in err
-    assert len([json.loads(line) for line in out.splitlines()]) + 1 < 6 * 200_000
-
-
-@pytest.mark.full
-def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
-    for program, flags, made in (
-        ("paper.attention", ["--heads=0.1", f"--out={tmp_path}"], tmp_path / "attention.md"),
-        ("paper.continuation", ["--generate.length=5", "--context=40"], undisturbed / "continuation.md"),
-        ("paper.context_length", ["--lengths=32,8", "--split=test"], undisturbed / "context_length.csv"),
-    ):
-        out = succeed(program, f"--workdir={undisturbed}", *flags)
-        assert made.exists() and str(made.parent) in out
 
 
 @pytest.mark.full
@@ -163,39 +121,32 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     assert (tmp_path / "own" / "results.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "flags", "code", "expected"),
-    [
+def test_first_mistakes_are_answered_in_one_line(tmp_path):
+    for program, flags, code, expected in (
         ("ensemble", ["--workdir=WORK", "--mode=split"], 1, ["--ensemble_member"]),
-        ("paper.recl", ["--workdirs=WORK"], 1, ["out"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
         # The settings are checked before the text, which does not exist.
         ("paper.ablation", ["--out=WORK", "--data.file=WORK/none", "--model.network=lstm"], 1, ["model.network"]),
-        ("bench.speed", ["--model.network=lstm"], 1, ["model.network", "lstm"]),
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file"]),
         ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
         ("text", ["--data.file=WORK/none", "--workdir=WORK"], 1, ["WORK/none"]),
         ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
+        ("text", ["--workdir=WORK", "word"], 2, ["'word'"]),
+        ("convert", ["--to=WORK/new"], 1, ["--from is required"]),
+        ("paper.recl", ["--workdirs=WORK", "--out=WORK", "--lengths=3,x"], 2, ["'x'"]),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
-    ],
-)
-def test_first_mistakes_are_answered_in_one_line(tmp_path, program, flags, code, expected):
-    got, _, err = run(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags))
-    assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
-    for words in expected:
-        assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
+    ):
+        got, _, err = run(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags))
+        assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
+        for words in expected:
+            assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
 
 
 def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path):
     packed = tmp_path / "book.txt.gz"
     packed.write_bytes(gzip.compress(np.random.default_rng(0).bytes(3000)))
-    flags = [
-        *programs.TINY,
-        *SHORT,
-        f"--data.file={packed}",
-        f"--cache_dir={tmp_path}",
-        f"--workdir={tmp_path / 'run'}",
-    ]
+    folders = [f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
+    flags = [*programs.TINY, *SHORT, f"--data.file={packed}", *folders]
     for more in ([], ["--tokenizer=word"]):
         code, _, err = run("text", *flags, *more)
         assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()
@@ -225,3 +176,104 @@ def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monke
         assert code == 1 and f"workdir   {tmp_path / 'runs' / name} (" in out and str(tmp_path / "none") in err
     code, _, err = run("text", "--mode=eval")
     assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()
+
+
+# Modes that use a trained model: of folders that may only be read, portable folders, and many prompts
+
+
+TEXT = b"the cat sat on a mat\n" * 60
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """(workdir, flags of its text) of a run with drawn parameters on words."""
+    folder = tmp_path_factory.mktemp("run")
+    changes = {"data__tokenizer__kind": "word", "generate": GenerateConfig(length=12, top_k=None)}
+    config, corpus = drawn_run.on_text(folder, TEXT, **changes)
+    drawn_run.make(folder / "run", config, corpus)
+    return folder / "run", (f"--cache_dir={folder}", f"--data.file={folder / 'text'}")
+
+
+@pytest.fixture(scope="module")
+def portable(drawn, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("portable")
+    convert(drawn[0], folder / "model", log=lambda line: None)
+    return folder / "model"
+
+
+def use(mode, workdir, *flags, code=0):
+    """The output of a mode, or the error where the exit code is not 0."""
+    found, out, err = run("text", f"--mode={mode}", f"--workdir={workdir}", *flags)
+    assert found == code, err
+    return err if code else out
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=["run", "portable"])
+def read_only(request, drawn, portable, monkeypatch):
+    """A run or a portable folder that may only be read, also by root, for whom permissions mean nothing."""
+    folder = drawn[0] if request.param == "run" else portable
+    real = Path.write_bytes
+
+    def write_bytes(path, data):
+        if path.is_relative_to(folder):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    return folder
+
+
+def test_a_model_that_may_only_be_read_is_evaluated_and_generates(drawn, read_only, tmp_path):
+    before = content(read_only)
+    scored = use("eval", read_only, *drawn[1])
+    assert "Read-only file system" in scored and "--out" in scored and "test ppl" in scored
+    written = use("generate", read_only, "--generate.prompt=the cat")
+    assert "Read-only file system" in written and "\nthe cat " in written and "sample-seed0" not in written
+    assert "--out" in use("score", read_only, *drawn[1], code=1), "its files are all that it makes"
+    assert content(read_only) == before
+    out = tmp_path / "out"
+    for mode, flags in (("eval", drawn[1]), ("generate", ()), ("score", drawn[1])):
+        assert str(out) in use(mode, read_only, *flags, f"--out={out}")
+    assert set(content(out)) == {"evaluation.json", "sample-seed0.txt", "scores-valid.tsv", "scores-test.tsv"}
+
+
+def test_a_portable_folder_has_the_scores_and_the_text_of_its_run(drawn, portable, tmp_path):
+    workdir = shutil.copytree(drawn[0], tmp_path / "run")
+    results = []
+    for model in (workdir, portable):
+        out = tmp_path / f"{model.name}-out"
+        use("eval", model, *drawn[1], f"--out={out}")
+        use("generate", model, "--generate.prompt=the cat", f"--out={out}")
+        results.append((json.loads((out / "evaluation.json").read_text()), (out / "sample-seed0.txt").read_text()))
+    (ours, text), (theirs, same) = results
+    assert text == same and ours["text_sha256"] == theirs["text_sha256"]
+    assert [ours[split] for split in ("valid", "test")] == [theirs[split] for split in ("valid", "test")]
+    assert "--data.file" in use("eval", portable, code=1), "no text is named by a portable folder"
+    assert "tokenizer" in use("eval", portable, *drawn[1], "--tokenizer=byte", code=1)
+    assert "--init_from" in use("train", portable, *drawn[1], code=1), "a portable folder cannot be trained in"
+
+
+def test_an_out_that_cannot_be_written_to_is_refused_and_training_has_none(drawn, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in use("generate", drawn[0], f"--out={tmp_path / 'file'}", code=1)
+    error = use("train", tmp_path / "new", *drawn[1], f"--out={tmp_path / 'out'}", code=1)
+    assert "--out" in error and not (tmp_path / "new").exists()
+
+
+def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfthe cat\r\n\nsat on a\n")
+    flags = [f"--input={tmp_path / 'prompts.txt'}", "--generate.samples=2", "--eval.batch_size=4"]
+    records = [json.loads(line) for line in use("generate", drawn[0], *flags).splitlines()]
+    assert [(record["index"], record["sample"], record["prompt"]) for record in records] == [
+        (index, sample, prompt) for index, prompt in enumerate(["the cat", "", "sat on a"]) for sample in (0, 1)
+    ]
+    alone = use("generate", drawn[0], "--generate.prompt=the cat", f"--out={tmp_path}")
+    assert f"\nthe cat {records[0]['text']}" in alone and len(records[0]["text"].split()) > 5
+    assert "--input" in use("eval", drawn[0], *flags, code=1)
+    (tmp_path / "prompts.txt").write_bytes(b"the\ncaf\xe9\n")
+    assert re.search(r"line 2 of .*prompts\.txt.*0xe9", use("generate", drawn[0], *flags, code=1))
+    assert "--out" in use("generate", drawn[0], *flags, f"--out={tmp_path}", code=1)

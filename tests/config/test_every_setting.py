@@ -65,7 +65,6 @@ def parts_of(config):
 
 
 def readers(config):
-    """The segments of 200 tokens, of training and of evaluation."""
     made = ((training_segments, config.train), (evaluation_segments, config.eval))
     return [read(np.arange(200), batch_size=c.batch_size, segment_len=c.segment_len) for read, c in made]
 
@@ -102,7 +101,6 @@ def train_step(config):
 
 
 def eval_step(config):
-    """The lowered scoring."""
     parts = parts_of(config)
     weights = jax.eval_shape(parts.prepare_params, parts.abstract_state.params)
     memory, segments = jax.eval_shape(parts.init_memory, weights), readers(config)[1].segments(0, 1)
@@ -126,7 +124,6 @@ def corpus(config):
 
 
 def end_token(config):
-    """The id of the token that ends a document."""
     return build_for(config, read_corpus(config.data, ".").vocabulary).model.end_token
 
 
@@ -146,8 +143,7 @@ def devices(config):
 
 
 def files(config):
-    """Records and files of a tiny run."""
-    workdir = Run(config_run_folder(config))
+    workdir = Run(Path(f"run-{hash(config)}"))
     runs.train(config, read_corpus(config.data, "."), workdir)
     records = read_metrics(workdir.path)
     made = [sorted(os.listdir(folder)) for folder in (workdir.latest, workdir.path)]
@@ -155,15 +151,10 @@ def files(config):
 
 
 def scored(config):
-    """Test scores of a run that has ended."""
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
-    corpus, workdir = read_corpus(config.data, "."), Run(config_run_folder(trained))
-    runs.train(trained, corpus, workdir)
-    return score.evaluate_splits(config, corpus, Run.read(workdir.path))["test"]
-
-
-def config_run_folder(config):
-    return Path.cwd() / f"run-{abs(hash(config))}"
+    corpus, folder = read_corpus(config.data, "."), f"scored-{hash(config)}"
+    runs.train(trained, corpus, folder)
+    return score.evaluate_splits(config, corpus, Run.read(folder))["test"]
 
 
 def prompt(config):
@@ -173,17 +164,17 @@ def prompt(config):
 def text(config):
     """Generated text, by random weights that are large enough for peaked distributions."""
     parts = parts_of(config)
-    params = jax.tree.map(
-        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), parts.abstract_state.params
-    )
+    shapes = parts.abstract_state.params
+    params = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), shapes)
     stop = read_stop(config.generate, ByteVocabulary.all_bytes())
     generator = parts.generator(parts.prepare_params(params))
     blocks = generator.tokens(np.arange(3), config.generate, stop_token=stop)
     return np.concatenate(list(blocks), axis=1).tolist()
 
 
+# Each runs once per config: many settings are compared with the same first one.
 PROBES = (init, first_weights, train_step, eval_step, batch, corpus, end_token, epochs, devices, files, scored)
-PROBES = {probe.__name__: probe for probe in (*PROBES, prompt, text)}
+PROBES = {probe.__name__: functools.cache(probe) for probe in (*PROBES, prompt, text)}
 
 
 # The settings
@@ -262,7 +253,6 @@ FIRST = {"model.num_positions": 12, "average.nt_asgd_patience": 10**6, "data.tok
 
 @pytest.fixture(autouse=True)
 def texts(tmp_path, monkeypatch):
-    """The files that the settings name."""
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
@@ -278,11 +268,6 @@ def texts(tmp_path, monkeypatch):
 
 def test_the_table_names_every_setting():
     assert SECOND.keys() == LEAVES.keys()
-
-
-# Probes that read no file run once per config: many settings are compared with the same first one.
-READ_NO_FILE = ("init", "train_step", "eval_step", "batch", "text")
-CACHED = PROBES | {name: functools.cache(PROBES[name]) for name in READ_NO_FILE}
 
 
 # Probes that take milliseconds run by default, but for settings whose text takes longer to make.
@@ -302,11 +287,11 @@ def test_a_second_value_changes_what_a_run_does(name):
     after = config_tree.replace(before, {name: value})
     if name == "data.corpus":  # Without a file, own text has no legal first value.
         before = BASE
-    assert CACHED[probe](before) != CACHED[probe](after)
+    assert PROBES[probe](before) != PROBES[probe](after)
 
 
-@pytest.mark.parametrize("probe", nightly_but(QUICK_PROBES, (*READ_NO_FILE, *QUICK_PROBES[1:])))
+@pytest.mark.parametrize("probe", nightly_but(QUICK_PROBES, ("init", "train_step", "eval_step", "text", *QUICK_PROBES)))
 def test_values_that_do_not_differ_change_nothing(probe):
     """The probes themselves are repeatable, else the test above could not fail."""
     parts_of.cache_clear()
-    assert CACHED[probe](BASE) == PROBES[probe](dataclasses.replace(BASE))
+    assert PROBES[probe](BASE) == PROBES[probe].__wrapped__(dataclasses.replace(BASE))

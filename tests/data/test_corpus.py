@@ -1,20 +1,28 @@
-"""Tests from a config to three splits of ids: vocabularies that a text gives rise to, shared stores, real text."""
+"""Tests from a config to three splits of ids: vocabularies that a text gives rise to, and the stores that keep ids."""
 
 import collections
+import functools
+import hashlib
+import json
+import os
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.encoded_text import text_of
-from support.own_text import own_text
-from support.published_corpora import arrange
-from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig
-from txl_jax.data import corpus
+from support.encoded_text import in_blocks, joined, own_text, text_of
+from support.miniature import arrange
+from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
+from txl_jax.data import corpus, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
 from txl_jax.data.published import default_data
+from txl_jax.data.text import SPLITS, File, Text
+from txl_jax.data.token_store import find_store, fingerprint, open_store
+from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 
@@ -49,19 +57,6 @@ def poem(tmp_path):
 
 
 # Own text
-
-
-def test_words(poem, read):
-    corpus = read(own_text(kind=Tokenizer.WORD, **poem))
-    assert corpus.vocabulary.words == ("<eos>", "The", "sat", "cat", "the", "dog", "end", "<unk>")
-    assert texts(corpus) == [
-        b"The cat sat \nthe dog sat \n\nThe end \n",
-        b"<unk> dog sat \n",
-        b"<unk> <unk> \nthe cat \n",
-    ]
-    assert corpus.sentences.tolist() == [0, 4, 8, 9, 12]
-    double = read(own_text(kind=Tokenizer.WORD, line_mark=LineMark.DOUBLE_S, **poem))
-    assert len(double.train) == 8 + 2 * 4
 
 
 # Stores
@@ -214,37 +209,30 @@ def test_rarer_characters_count_for_the_unknown():
 
 
 def given_words(path, content, line_mark=LineMark.EOS):
-    """The vocabulary of a file of this content."""
     path.write_bytes(content)
     tokenizer = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=str(path), line_mark=line_mark)
     return make_vocabulary(tokenizer, text_of("never counted"))
 
 
-@pytest.mark.parametrize(
-    ("content", "line_mark", "expected"),
-    [
+def test_words_of_a_file_keep_their_order(tmp_path):
+    for content, line_mark, expected in (
         ("the\ncat", LineMark.NONE, ["the", "cat", "<unk>"]),
         ("the\n<S>\n<unk>\ncat\n", LineMark.S, ["the", "<S>", "<unk>", "cat"]),
         ("the\n<unk>\n", LineMark.DOUBLE_S, ["<S>", "the", "<unk>"]),
         ("the 12\r\ncat\t7\r\n\r\n  日本  3\r\n", LineMark.EOS, ["<eos>", "the", "cat", "日本", "<unk>"]),
         ("the\ncat 1\nthe 3\n", LineMark.EOS, ["<eos>", "the", "cat", "<unk>"]),
         ("the\n<UNK>\n", LineMark.EOS, ["<eos>", "the", "<UNK>"]),
-    ],
-)
-def test_words_of_a_file_keep_their_order(content, line_mark, expected, tmp_path):
-    vocabulary = given_words(tmp_path / "vocab.txt", content.encode(), line_mark)
-    assert list(vocabulary.words) == expected
-    unknown = vocabulary.encode(b"never-seen").tolist()
-    assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
+    ):
+        vocabulary = given_words(tmp_path / "vocab.txt", content.encode(), line_mark)
+        assert list(vocabulary.words) == expected
+        unknown = vocabulary.encode(b"never-seen").tolist()
+        assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
 
 
-@pytest.mark.parametrize("content", [b"", b" \r\n\t\n", b"the\n\xff"])
-def test_a_file_without_words_is_named(content, tmp_path):
-    with pytest.raises(UserError, match=rf"{tmp_path}/vocab\.txt\b"):
-        given_words(tmp_path / "vocab.txt", content)
-
-
-def test_a_file_that_cannot_be_read_is_named_with_its_flag(tmp_path):
+def test_a_file_without_words_and_one_that_cannot_be_read_are_named(tmp_path):
+    for content in (b"", b" \r\n\t\n", b"the\n\xff"):
+        with pytest.raises(UserError, match=rf"{tmp_path}/vocab\.txt\b"):
+            given_words(tmp_path / "vocab.txt", content)
     for path in (tmp_path / "absent", tmp_path):
         for kind, field in ((Tokenizer.WORD, "vocab_file"), (Tokenizer.SUBWORD, "hf_file")):
             with pytest.raises(UserError, match=rf"--data\.tokenizer\.{field}\b.*{path}\b"):
@@ -256,3 +244,175 @@ def test_a_split_without_a_target_is_named(split, poem, tmp_path, read):
     (tmp_path / split).write_bytes(b"x")
     with pytest.raises(UserError, match=rf"\b{split} split\b.*\b2\b.*\b1\b"):
         read(own_text(**poem))
+
+
+# Stores of ids: contents, reuse, memory, and what errors, full disks and damage leave
+
+
+SETTINGS = {"tokenizer": "word", "min_count": 1}
+WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
+
+
+def make_words():
+    return WordVocabulary(WORDS)
+
+
+def never(*args, **kwargs):
+    raise AssertionError("the store is there already")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def assert_same(one, other):
+    assert one.vocabulary == other.vocabulary
+    for split in SPLITS:
+        np.testing.assert_array_equal(one.splits[split], other.splits[split], strict=True)
+    np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
+
+
+# What is in a store
+
+
+def test_the_ids_of_each_split_are_mapped(tmp_path):
+    tokens = open_store(text_of(), SETTINGS, make_words, folder=tmp_path)
+    assert [tokens.splits[split].tolist() for split in SPLITS] == [[0, 2, 1, 5, 1], [2, 1], [5, 1]]
+    assert tokens.sentences.tolist() == [0, 3, 5] and tokens.sentences.dtype == np.int64
+    assert tokens.vocabulary == dumps(make_words())
+    for array in (*tokens.splits.values(), tokens.sentences):
+        assert isinstance(array, np.memmap) and not array.flags.writeable
+    (name,) = names(tmp_path)
+    assert name == f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    arrays = {f"{name}.npy" for name in (*SPLITS, "sentences")}
+    assert set(names(tmp_path / name)) == arrays | {"store.json", "vocabulary.txt"}
+    assert json.loads((tmp_path / name / "store.json").read_text())["tokens"] == {"train": 5, "valid": 2, "test": 2}
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)])
+def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
+    many = WordVocabulary(("<eos>", "<unk>", *map(str, range(2, size))))
+    tokens = open_store(text_of(b"%d 3" % (size - 1)), SETTINGS, lambda: many, folder=tmp_path)
+    assert tokens.splits["train"].dtype == dtype
+    assert tokens.splits["train"].tolist() == [size - 1, 3, 0]
+
+
+# Lines of words known and unknown, some empty.
+LINES = st.lists(st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("line_mark", [mark for mark in LineMark if mark is not LineMark.NONE])
+@given(files=st.lists(LINES, min_size=1, max_size=3), block=st.integers(1, 9), open_end=st.booleans())
+@settings(max_examples=50)
+def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_path_factory):
+    """Each line in plain Python: its length, its marks, and the bytes before the first."""
+    files = [[["the", "cat"], *files[0]], *files[1:]]
+    contents = [b"".join(b" ".join(map(str.encode, line)) + b"\n" for line in lines) for lines in files]
+    if open_end and files[-1][-1]:
+        contents[-1] = contents[-1].removesuffix(b"\n")
+    marks = 2 if line_mark is LineMark.DOUBLE_S else 1
+    expected = [1 if line_mark is LineMark.S else 0]
+    for lines in files:
+        for line in lines:
+            expected.append(expected[-1] + len(line) + marks)
+    folder = tmp_path_factory.mktemp("store")
+    vocabulary = WordVocabulary(WORDS, line_mark)
+    tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
+    assert tokens.sentences.tolist() == expected
+    assert expected[-1] == len(tokens.splits["train"])
+    assert tokens.splits["train"].tolist() == joined(vocabulary.blocks(map(in_blocks, contents)))
+
+
+# When a store is opened again
+
+
+def test_the_same_text_and_settings_are_not_encoded_again(tmp_path, monkeypatch):
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+    path = tmp_path / f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    path.with_name(f"{path.name}.123").mkdir()  # Left by a killed process.
+    made = open_store(text_of(), SETTINGS, make_words, folder=tmp_path)
+    again = text_of(b"never read", digest="d")
+    monkeypatch.setattr(os, "mkdir", never)  # A folder that may only be read is enough.
+    assert_same(open_store(again, dict(reversed(SETTINGS.items())), never, folder=tmp_path), made)
+    assert_same(find_store(again, SETTINGS, tmp_path), made)
+    assert names(tmp_path) == [path.name]
+    monkeypatch.setattr(token_store, "VERSION", token_store.VERSION + 1)
+    assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["train.npy", "test.npy", "sentences.npy", "vocabulary.txt", "store.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "longer", "flipped"])
+def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
+    expected = open_store(text_of(), SETTINGS, make_words, folder=tmp_path / "undamaged")
+    open_store(text_of(), SETTINGS, make_words, folder=tmp_path / "tokens")
+    folder = tmp_path / "tokens" / names(tmp_path / "tokens")[0]
+    path = folder / name
+    match damage:
+        case "cut":
+            os.truncate(path, path.stat().st_size - 2)
+        case "gone":
+            path.unlink()
+        case "longer":
+            path.write_bytes(path.read_bytes() + b"more")
+        case "flipped":
+            data = bytearray(path.read_bytes())
+            data[-1 if name.endswith(".npy") else data.rindex(b"sentences" if name == "store.json" else b"sat")] ^= 1
+            path.write_bytes(data)
+    assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
+    assert_same(open_store(text_of(), SETTINGS, make_words, folder=tmp_path / "tokens"), expected)
+    assert names(tmp_path / "tokens") == [folder.name] and len(names(folder)) == 6
+    assert str(folder) in capsys.readouterr().out
+
+
+# The digest of some tokens, by the version that made them.
+GOLDEN = {1: "95a7952305504f32"}
+
+
+def test_ids_are_those_of_this_version(tmp_path):
+    """A store of old ids would still be opened if ids changed under the old version."""
+    content = "The cat sat\n\nthe cät,\tthe 😀\r\n The end".encode()
+    text, found = text_of(content, content, content), hashlib.sha256()
+    marked = (TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=2) for line_mark in LineMark)
+    for tokenizer in (TokenizerConfig(), TokenizerConfig(kind=Tokenizer.CHAR), *marked):
+        make = functools.partial(make_vocabulary, tokenizer, text)
+        tokens = open_store(text, config_tree.to_dict(tokenizer), make, folder=tmp_path)
+        found.update(tokens.vocabulary.encode())
+        ids = [*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]
+        found.update(str(ids).encode())
+    assert found.hexdigest()[:16] == GOLDEN[token_store.VERSION], (
+        "the same text gives other tokens than before; if that is meant, raise token_store.VERSION and add its digest"
+    )
+
+
+# Memory
+
+
+@pytest.mark.full
+def test_memory_is_that_of_a_block(tmp_path):
+    block, times = b"the cat sat\n" * 500, 1000  # 6 MB, of 2 million ids.
+    repeated = File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
+    large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated,)})
+    open_store(text_of(), {"first": True}, make_words, folder=tmp_path)  # Tables of the vocabulary.
+    tracemalloc.start()
+    try:
+        tokens = open_store(large, SETTINGS, make_words, folder=tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(tokens.splits["train"]) > 1.9e6
+    assert peak < 1.5e6
+
+
+def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
+    for error in (ValueError("some.txt is not UTF-8"), KeyboardInterrupt()):
+
+        def blocks(error=error):
+            yield b"the cat\n"
+            raise error
+
+        broken = Text("own text", "made up", "d", text_of().splits | {"valid": (File("some.txt", 99, blocks),)})
+        with pytest.raises(type(error)) as caught:
+            open_store(broken, SETTINGS, make_words, folder=tmp_path)
+        assert caught.value is error, "nothing else is reported"
+        assert names(tmp_path) == []
+    assert len(open_store(text_of(), SETTINGS, make_words, folder=tmp_path).splits["train"]) == 5

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.own_text import own_text
+from support.encoded_text import in_blocks, own_text
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer
 from txl_jax.data.corpus import read_corpus, refuse_packed
-from txl_jax.data.own_text import read_own_text, read_python_stdlib, split_by_position
+from txl_jax.data.own_text import read_own_text, read_python_stdlib
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
 from txl_jax.errors import UserError
 
@@ -111,30 +111,10 @@ def test_large_files_come_in_blocks(path):
     assert (part.size, part.offset) == (BLOCK_BYTES + 2, 7) and contents([part]) == content[7 : BLOCK_BYTES + 9]
 
 
-def test_a_file_that_becomes_shorter_or_longer(path):
-    path.write_bytes(b"x" * 100)
-    text = read_own_text(own_text(file=str(path)))
-    path.write_bytes(b"x" * 100 + b"y" * 100)
-    assert b"".join(parts(text)) == b"x" * 100
-    for size in (99, 95, 0):
-        os.truncate(path, size)
-        with pytest.raises(UserError, match=rf"^{path}\b"):
-            parts(text)
-
-
-def test_several_files_are_split_as_one(five_files):
-    whole = b"".join(name.encode() * 10 + b"\n" for name in "abcde")
-    splits = split_by_position(five_files, at_lines=False)
-    assert [contents(splits[name]) for name in SPLITS] == [whole[:49], whole[49:52], whole[52:]]
-    at_lines = split_by_position(five_files, at_lines=True)
-    assert [contents(at_lines[name]) for name in SPLITS] == [whole, b"", b""]
-
-
 # A directory, and a pattern
 
 
 def splits_of(file, cache, **fields):
-    """The text of each split, as `data.file` gives it."""
     corpus = read_corpus(own_text(file=str(file), **fields), "nowhere", str(cache))
     return [corpus.vocabulary.decode(getattr(corpus, split)).decode() for split in SPLITS]
 
@@ -323,3 +303,42 @@ def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkey
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
     with pytest.raises(UserError, match=r"python311\.zip\b.*\.py\b"):
         read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
+
+
+# Bytes to text
+
+
+# Every kind of white space that cuts, one that does not, and characters of one to four bytes.
+TEXTS = st.text(
+    st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀") | st.characters(codec="utf-8", exclude_characters="\0")
+)
+SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
+
+
+@pytest.mark.parametrize("character", ["a", "é", "日", "😀"])
+def test_text_without_white_space_is_cut_between_characters(character):
+    text, size = character * 100_000, 10_007  # A prime, so that every place in a character is met.
+    blocks = list(text_blocks([in_blocks(text.encode(), [size])], close_lines=False))
+    assert "".join(blocks) == text
+    assert max(len(block.encode()) for block in blocks) < 100_000, "it is not held as a whole"
+
+
+# Bytes that begin nothing, or a character whose other bytes are missing.
+BAD = st.sampled_from([b"\xff", b"\0", *("é日😀".encode()[first:last] for first, last in ((0, 1), (2, 4), (5, 8)))])
+
+
+@given(start=TEXTS, end=TEXTS, sizes=SIZES, offset=st.integers(0, 99), bad=BAD)
+def test_a_byte_that_is_no_text_is_named_with_its_place_in_the_file(start, end, sizes, offset, bad):
+    whole = in_blocks("日 ".encode(), sizes, name="other.txt")
+    broken = in_blocks(start.encode() + bad + end.encode(), sizes, offset=offset)
+    named = rf"\b{bad[0]:#04x}\b.*\b{offset + len(start.encode())}\b.*--data\.tokenizer\.kind=byte\b"
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*{named}"):
+        list(text_blocks([whole, broken, whole], close_lines=False))
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 100])
+def test_a_byte_order_mark_is_no_part_of_the_first_word(block):
+    content = "\ufeffthe \ufeff cat"
+    for offset, expected in ((0, content[1:]), (3, content)):  # A part that begins later has no mark.
+        file = in_blocks(content.encode(), block, offset=offset)
+        assert "".join(text_blocks([file], close_lines=False)) == expected

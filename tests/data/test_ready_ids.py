@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from support import hf_tokenizers
-from support.encoded_text import in_blocks, joined
-from support.own_text import own_text
+from support.encoded_text import in_blocks, joined, own_text
 from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import KINDS, read_corpus
 from txl_jax.data.ready_ids import IdVocabulary
@@ -20,7 +19,6 @@ IDS[70] = 211  # The largest one.
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
-    """Reads ids of files in a folder of this test."""
     monkeypatch.chdir(tmp_path)
 
     def of(vocabulary=None, **fields):
@@ -111,9 +109,8 @@ def test_ids_as_tokens():
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("array", "pattern"),
-    [
+def test_an_array_without_ids(read):
+    for array, pattern in (
         (IDS.astype(float), "float64"),
         (IDS.reshape(10, 10), r"\(10, 10\)"),
         (IDS > 5, "bool"),
@@ -122,28 +119,27 @@ def test_ids_as_tokens():
         (np.where(np.arange(100) == 61, 2**31 - 1, IDS), r"2147483647 at position 61\b"),
         (np.array([2**64 - 1, 1], np.uint64), r"18446744073709551615 at position 0\b"),
         (IDS[:20], r"\bvalid\b.*\b2\b.*\b1\b"),
-    ],
-)
-def test_an_array_without_ids(read, array, pattern):
-    np.save("ids.npy", array)
-    with pytest.raises(UserError, match=pattern):
-        read(file="ids.npy")
+    ):
+        np.save("ids.npy", array)
+        with pytest.raises(UserError, match=pattern):
+            read(file="ids.npy")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "pattern"),
-    [
+HEADERS = [b"", b"{'descr': '<u2', 'shape': (", b"(" * 200, b"{'descr': [" * 9, b"\\"]
+ARRAYS = [b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header for header in HEADERS]
+
+
+def test_a_file_without_ids(read, tmp_path):
+    for name, content, pattern in (
         ("ids.bin", b"123", r"ids\.bin\b.*uint16"),
         ("ids.bin", b"", r"ids\.bin"),
         ("ids.txt", b"1 2 3", r"\.npy\b.*\.bin\b"),
         ("ids.npy", b"1 2 3", r"ids\.npy\b"),
-        ("ids.npy", b"\x93NUMPY\x01\x00", r"ids\.npy\b"),
-    ],
-)
-def test_a_file_without_ids(read, tmp_path, name, content, pattern):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=pattern):
-        read(file=name)
+        *(("ids.npy", content, r"ids\.npy\b") for content in ARRAYS),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=pattern):
+            read(file=name)
 
 
 def test_a_file_that_was_cut_off_and_several_of_a_split(read, tmp_path):

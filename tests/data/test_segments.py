@@ -1,7 +1,9 @@
-"""Tests batching: lists for any text, batch, segment, order and process, and what is refused."""
+"""Tests batching: lists for any text, batch, segment, order and process, random numbers, segments made ahead."""
 
 import itertools
+import queue
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -9,14 +11,15 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from txl_jax.config import Roll
-from txl_jax.data.epoch_order import random_permutation, random_words
+from txl_jax.data import epoch_order
+from txl_jax.data.epoch_order import ShuffledSentences, random_permutation, random_words
+from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
 
 def numbered(length):
-    """A text whose tokens are their positions."""
     return np.arange(length)
 
 
@@ -52,7 +55,6 @@ def rows_of(values):
 
 
 def epoch_of(reader, epoch):
-    """All segments of one epoch."""
     return reader.segments(epoch * reader.n_segments, reader.n_segments)
 
 
@@ -176,25 +178,6 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
-class IndexingForbidden(np.ndarray):
-    """Tokens that record which places were taken, and refuse any other way of reading."""
-
-    def take(self, indices, *args, **kwargs):
-        self.taken = indices
-        return np.zeros(np.shape(indices), self.dtype)
-
-    def __getitem__(self, key):
-        raise AssertionError(f"read {key} of a text that may lie on disk")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_places_asked_for_are_read(kind):
-    text = np.zeros(1000, np.uint8).view(IndexingForbidden)
-    constructor, given_beside = KINDS[kind]
-    constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(2, 4)
-    assert text.taken.size == 4 * 3 * 7
-
-
 def test_a_text_of_exactly_one_segment_and_one_token_less():
     for roll in Roll:
         assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
@@ -219,7 +202,7 @@ def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
         constructor(np.zeros(shape, np.uint8), **{"batch_size": 6, "segment_len": 2} | sizes)
 
 
-def test_other_settings_that_cannot_be():
+def test_settings_that_cannot_be():
     sizes = {"batch_size": 2, "segment_len": 2}
     with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
         evaluation_segments(numbered(50), **sizes, warmup_tokens=-1)
@@ -232,3 +215,120 @@ def test_other_settings_that_cannot_be():
     for first_step, count in ((-1, 2), (0, 0)):
         with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
             training_segments(numbered(50), **sizes).segments(first_step, count)
+
+
+# The order of an epoch
+
+
+def shuffled(starts, seed):
+    return ShuffledSentences(starts, n_tokens=int(starts[-1]), seed=seed)
+
+
+def stream(made, epoch, length):
+    inputs, targets = made(epoch, np.array(0), length - 1)
+    return [*inputs.tolist(), int(targets[-1])]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
+    starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
+    whole = stream(shuffled(starts, 4), 1, starts[-1])
+    monkeypatch.setattr(epoch_order, "CHUNK", chunk)
+    assert stream(shuffled(starts, 4), 1, starts[-1]) == whole
+    for i in range(1, 20):
+        wrong = starts.copy()
+        wrong[i] = wrong[i - 1] - 1
+        with pytest.raises(ValueError, match="decrease"):
+            shuffled(wrong, 4)
+
+
+def test_the_numbers_are_those_of_runs_that_exist():
+    """Other numbers would make a resumed run read another text.
+
+    Made by `random_words(1111, 0, 2).tolist()` and so on; they may change with no version of numpy.
+    """
+    assert random_words(1111, 0, 2).tolist() == [9149335232105706365, 13657752410413150597]
+    assert random_words(-1, 7, 1).tolist() == [4692318544024626926]
+    assert random_permutation(1111, 0, 12).tolist() == [9, 7, 0, 11, 8, 2, 5, 1, 6, 3, 10, 4]
+    assert random_permutation(1111, 1, 12).tolist() == [3, 0, 6, 10, 7, 8, 11, 1, 9, 5, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64), [0, 5, 9], [0, 11], [-1, 10]]
+)
+def test_starts_are_one_axis_of_signed_integers_that_span_the_text(starts):
+    starts = np.array(starts)
+    with pytest.raises(ValueError, match=rf"\b10, got {starts.dtype} of shape {re.escape(str(starts.shape))}"):
+        ShuffledSentences(starts, n_tokens=10, seed=0)
+
+
+# Segments that are made ahead
+
+
+SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.
+
+
+class Recorder:
+    """Makes blocks that contain their number, and records which were begun; those from `hold_from` on wait for `go`."""
+
+    def __init__(self, hold_from=None, fail_at=()):
+        self.begun, self.calls, self.threads = queue.Queue(), [], set()
+        self.go, self.hold_from, self.fail_at = threading.Event(), hold_from, set(fail_at)
+
+    def __call__(self, first_step, count):
+        self.calls.append(first_step)
+        self.threads.add(threading.current_thread())
+        self.begun.put(first_step)
+        if self.hold_from is not None and first_step >= self.hold_from:
+            assert self.go.wait(SECONDS)
+        if first_step in self.fail_at:
+            raise OSError(f"no block {first_step}")
+        return first_step, count
+
+    def await_calls(self, n):
+        return [self.begun.get(timeout=SECONDS) for _ in range(n)]
+
+
+@pytest.mark.parametrize(("start", "steps"), [(0, 18), (6, 18), (0, 20)])
+def test_a_run_makes_each_block_once_and_none_past_its_end(start, steps):
+    recorder = Recorder()
+    with Prefetcher(recorder, segments_per_call=3, steps=steps) as prefetcher:
+        assert [prefetcher(step) for step in range(start, 18, 3)] == [(step, 3) for step in range(start, 18, 3)]
+    assert recorder.calls == list(range(start, 18, 3))
+
+
+def test_the_following_blocks_are_made_while_the_caller_does_something_else():
+    recorder = Recorder()
+    with Prefetcher(recorder, segments_per_call=2, steps=100) as prefetcher:
+        assert prefetcher(10) == (10, 2)
+        assert recorder.await_calls(3) == [10, 12, 14]
+        assert prefetcher(12) == (12, 2)
+        assert recorder.await_calls(1) == [16]
+        assert recorder.begun.empty(), "no more than two ahead"
+    assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
+
+
+def test_an_error_is_raised_where_its_block_is_asked_for_and_only_there():
+    recorder = Recorder(fail_at=[4])
+    with Prefetcher(recorder, segments_per_call=2, steps=10) as prefetcher:
+        assert [prefetcher(0), prefetcher(2)] == [(0, 2), (2, 2)]
+        assert recorder.await_calls(3) == [0, 2, 4]
+        for _ in range(2):
+            with pytest.raises(OSError, match="no block 4"):
+                prefetcher(4)
+        recorder.fail_at.clear()
+        assert [prefetcher(4), prefetcher(6), prefetcher(8)] == [(4, 2), (6, 2), (8, 2)]
+
+
+def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
+    recorder = Recorder(hold_from=1)
+    prefetcher = Prefetcher(recorder, segments_per_call=1, steps=100)
+    prefetcher(0)
+    assert recorder.await_calls(2) == [0, 1]
+    threading.Timer(0.05, recorder.go.set).start()
+    prefetcher.close()
+    assert recorder.calls == [0, 1] and not any(thread.is_alive() for thread in recorder.threads)
+    prefetcher.close()
+    with pytest.raises(RuntimeError):
+        prefetcher(1)
+    assert recorder.calls == [0, 1], "nothing more is read"

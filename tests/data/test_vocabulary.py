@@ -1,20 +1,25 @@
-"""Tests what all kinds of tokens share: ids that are foreign, names, starts, and the saved form."""
+"""Tests vocabularies against plain Python, and what all kinds share: foreign ids, names, starts, the saved form."""
 
 import hashlib
-import itertools
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.encoded_text import words_of
+from support import hf_tokenizers as made
+from support.encoded_text import WORDS, in_blocks, joined, words_of
 from txl_jax.config import LineMark, Newlines
 from txl_jax.data import vocabulary as vocabulary_lib
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.subwords import SubwordVocabulary, given_tokenizer, train
 from txl_jax.data.vocabulary import MARKS, digest, dumps, loads
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
@@ -81,6 +86,8 @@ def test_bytes_and_characters_come_back_and_their_bytes_are_counted(content, tex
     for vocabulary, whole in ((ByteVocabulary.of(content), content), (characters, own)):
         ids = vocabulary.encode(whole)
         assert vocabulary.decode(ids) == whole and vocabulary.count_bytes(ids) == len(whole)
+    own = ByteVocabulary.of(content)
+    assert own.symbols == bytes(sorted(set(content))) and own.encode(content).dtype == np.uint8, "ids are ranks"
 
 
 @pytest.mark.parametrize("line_mark", LineMark)
@@ -94,18 +101,14 @@ def test_the_bytes_of_words_are_those_of_the_text_with_single_spaces(line_mark, 
 
 
 @pytest.mark.parametrize("vocabulary", [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))])
-def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary):
+def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary, monkeypatch):
+    monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
     token = vocabulary.encode(b"a").item()
     ids = np.full(2000, token, np.uint8)
     ids[:2] = vocabulary.unknown_id
     assert vocabulary.count_bytes(ids) == vocabulary.byte_lengths[ids].sum() > 0
     ids[2] = vocabulary.unknown_id
     assert vocabulary.count_bytes(ids) == 0 == IdVocabulary(300).count_bytes(ids)
-
-
-def test_bytes_are_counted_in_blocks(monkeypatch):
-    monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
-    assert CharacterVocabulary(f"éa{UNKNOWN}").count_bytes(np.arange(100) % 2) == 150
 
 
 # The saved form
@@ -120,8 +123,9 @@ def saved(vocabulary):
 def test_saved_words_and_characters_are_the_same(words, line_mark, lower_case):
     distinct = tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"]))
     characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))), lower_case)
-    for own in (WordVocabulary(distinct, line_mark, lower_case, "<UNK>"), characters):
-        assert saved(own) == own
+    symbols = ByteVocabulary(bytes(range(32, 127)), Newlines.DROP if lower_case else Newlines.KEEP)
+    for own in (WordVocabulary(distinct, line_mark, lower_case, "<UNK>"), characters, symbols):
+        assert saved(own) == own and digest(own) == hashlib.sha256(dumps(own).encode()).hexdigest()
         assert dumps(own).count("\n") == 1 + own.size, "a line per token"
         assert saved(own).encode(b"<eos> x").tolist() == own.encode(b"<eos> x").tolist()
 
@@ -130,9 +134,8 @@ BYTE = 'txl_jax vocabulary byte {"newlines": "keep"}\n'
 WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unknown": "<unk>"}\n'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_damaged_form_is_one_clear_error():
+    for text in (
         "",
         "[10, 97]",  # As it was saved before there were other tokens than bytes.
         'byte {"newlines": "keep"}\n97\n',
@@ -144,31 +147,236 @@ WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unkno
         *(BYTE + symbols for symbols in ("97\n97\n", "97\n\n98\n", "256\n", "a\n")),
         WORD.replace("unknown", "known") + "<eos>\n<unk>\n",
         "txl_jax vocabulary sentencepiece {}\n",
-    ],
+    ):
+        start = re.escape(repr(text.partition("\n")[0][:60]))
+        with pytest.raises(UserError, match=start):
+            loads(text, KINDS)
+
+
+# Bytes
+
+
+SIZES = st.integers(1, 9)
+
+
+@given(text=st.binary(), size=SIZES)
+def test_newlines_may_be_dropped(text, size):
+    text += b"a\n\na"
+    for kept in (ByteVocabulary.all_bytes(Newlines.DROP), ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP)):
+        assert kept.decode(joined(kept.blocks([in_blocks(text, size)] * 2))) == 2 * text.replace(b"\n", b"")
+        assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
+
+
+@given(start=st.binary().map(lambda start: start.replace(b"x", b"")), size=SIZES, offset=st.integers(0, 99))
+def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
+    others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
+    files = [in_blocks(b"ab", size, name="other.txt"), in_blocks(start + b"xax", size, offset=offset)]
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
+        joined(others.blocks(files))
+
+
+# Words and characters
+
+
+def plain_words(texts, line_mark, *, lower_case=False):
+    lines = []
+    for text in texts:
+        lines += text.removesuffix("\n").split("\n") if text else []
+    ids = {word: i for i, word in enumerate(WORDS)}
+    lines = [[ids.get(word, ids["<unk>"]) for word in (line.lower() if lower_case else line).split()] for line in lines]
+    match line_mark:
+        case LineMark.EOS:
+            lines = [[*line, ids["<eos>"]] for line in lines]
+        case LineMark.S:
+            lines = [[ids["<S>"]], *([*line, ids["<S>"]] for line in lines)]
+        case LineMark.DOUBLE_S:
+            lines = [[ids["<S>"], *line, ids["<S>"]] for line in lines] or [[ids["<S>"]]]
+    return [token for line in lines for token in line]
+
+
+# Known and unknown words, all kinds of white space, empty lines, and lines that are open at a file's end.
+PARTS = ["the ", "cat ", "<S> ", "日本", "THE ", "unheard-of", " ", "\t", "\N{LINE SEPARATOR}", "\n", "\n", "\r\n"]
+LINES = st.lists(st.sampled_from(PARTS)).map("".join)
+
+
+@pytest.mark.parametrize("line_mark", LineMark)
+@given(texts=st.lists(LINES, max_size=3), size=st.integers(1, 9), lower_case=st.booleans())
+@settings(max_examples=100)
+def test_words_against_plain_python(line_mark, texts, size, lower_case):
+    vocabulary = words_of(line_mark, lower_case=lower_case)
+    blocks = list(vocabulary.blocks(in_blocks(text.encode(), size) for text in texts))
+    assert joined(blocks) == plain_words(texts, line_mark, lower_case=lower_case)
+    assert all(block.dtype == np.uint8 and block.ndim == 1 for block in blocks)
+    mark, found = MARKS.get(line_mark), vocabulary.decode(joined(blocks)).decode()
+    assert found == "".join("\n" if WORDS[token] == mark else f"{WORDS[token]} " for token in joined(blocks))
+
+
+@pytest.mark.parametrize(
+    ("line_mark", "ids"), [(LineMark.EOS, [0, 1, 2]), (LineMark.DOUBLE_S, [0, 4, 4, 2]), (LineMark.NONE, [0, 2])]
 )
-def test_a_damaged_form_is_one_clear_error(text):
-    start = re.escape(repr(text.partition("\n")[0][:60]))
-    with pytest.raises(UserError, match=start):
-        loads(text, KINDS)
+def test_the_end_of_a_prompt_is_open(line_mark, ids):
+    assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
+    other = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
+    assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], "the unknown word can be another"
 
 
-def test_equality_and_digest_know_every_setting():
-    words = ("<eos>", "<S>", "a", "<unk>", "<UNK>")
-    different = [
-        ByteVocabulary(b"ab"),
-        ByteVocabulary(b"ac"),
-        ByteVocabulary(b"ab", Newlines.DROP),
-        CharacterVocabulary("ab\N{REPLACEMENT CHARACTER}"),
-        CharacterVocabulary("ba\N{REPLACEMENT CHARACTER}"),
-        CharacterVocabulary("ab\N{REPLACEMENT CHARACTER}", lower_case=True),
-        WordVocabulary(words),
-        WordVocabulary(words[::-1]),
-        WordVocabulary(words, lower_case=True),
-        WordVocabulary(words, unknown="<UNK>"),
-        *(WordVocabulary(words, mark) for mark in LineMark if mark is not LineMark.EOS),
-    ]
-    for one, other in itertools.combinations(different, 2):
-        assert one != other and digest(one) != digest(other)
-    for one in different:
-        assert saved(one) == one and digest(saved(one)) == digest(one)
-        assert digest(one) == hashlib.sha256(dumps(one).encode()).hexdigest()
+def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark():
+    for words, line_mark in (
+        ((), LineMark.NONE),
+        (("a", "<unk>", "a"), LineMark.NONE),
+        (("a", "<unk>"), LineMark.EOS),
+        *((("a", "<unk>", "<eos>"), mark) for mark in (LineMark.S, LineMark.DOUBLE_S)),
+    ):
+        with pytest.raises(UserError, match=MARKS.get(line_mark, "'<unk>'")):
+            WordVocabulary(words, line_mark)
+
+
+@given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=st.integers(1, 9))
+def test_characters_are_known_or_replaced(characters, others, size):
+    known = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
+    vocabulary, text = CharacterVocabulary(known), others + characters
+    ids = joined(vocabulary.blocks([in_blocks(text.encode(), size)]))
+    seen = "".join(c if c in known else "\N{REPLACEMENT CHARACTER}" for c in text)
+    assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
+    assert vocabulary.decode(ids).decode() == seen
+
+
+def test_lower_case_characters():
+    vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
+    assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
+    assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
+    assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]
+
+
+# Subwords: the package's own ids, the bytes of each token, what is trained, and files that cannot be used
+
+
+END = "<|endoftext|>"
+SAMPLES = ("Once upon a time\n", "the café  was\tshut.\n", "\n", "  indented\n", "日本 😀\n", END, "\n\n\n", "x" * 40)
+
+
+@pytest.fixture(scope="module")
+def own():
+    return SubwordVocabulary(made.byte_level())
+
+
+@pytest.fixture(scope="module")
+def package():
+    return tokenizers.Tokenizer.from_str(made.byte_level())
+
+
+@given(lines=st.lists(st.sampled_from(SAMPLES)), size=st.integers(1, 30))
+def test_the_ids_are_those_of_the_package_in_blocks_too(own, package, lines, size):
+    text = "".join(lines)
+    expected = package.encode(text, add_special_tokens=False).ids
+    assert own.encode(text.encode()).tolist() == joined(own.blocks([in_blocks(text.encode(), size)])) == expected
+    assert own.encode(b"one").dtype == np.uint16 and own.size == package.get_vocab_size() == made.SIZE
+    assert (own.mark, own.unknown_id, own.kind, own.start.tolist()) == (None, None, "hf", [0])
+
+
+@given(text=st.text())
+def test_every_text_comes_back_also_token_by_token(own, text):
+    ids = own.encode(text.encode())
+    assert own.decode(ids) == text.encode() and own.count_bytes(ids) == len(text.encode())
+    assert b"".join(own.decode([token]) for token in ids) == text.encode()
+
+
+def test_what_is_for_other_uses_has_no_effect(package):
+    changed = tokenizers.Tokenizer.from_str(made.byte_level())
+    changed.enable_truncation(max_length=3)
+    changed.enable_padding(length=50)
+    changed.model.dropout = 0.9
+    changed.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A {END}", special_tokens=[(END, 0)])
+    text = "".join(SAMPLES)
+    for _ in range(3):
+        assert SubwordVocabulary(changed.to_str()).encode(text.encode()).tolist() == package.encode(text).ids
+
+
+def test_pieces_of_words_are_spelt_as_in_a_text():
+    for content, text, expected in (
+        (made.word_pieces(), b"banana do unseen", b" banana do [UNK]"),
+        (made.meta_space(), "ban é".encode(), " ban é".encode()),
+        (made.whole_words(), b"ba  do", b" ba do"),
+    ):
+        own = SubwordVocabulary(content)
+        assert own.decode(own.encode(text)) == expected
+        assert b"".join(own.decode([token]) for token in own.encode(text)) == expected
+    assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [made.ALPHABET.index("Ċ")]
+    pieces = SubwordVocabulary(made.word_pieces())
+    assert pieces.start.tolist() == [0] and pieces.names()[pieces.unknown_id] == b" [UNK]"
+
+
+# Trained here
+
+
+TEXT = "".join(made.TEXT)
+
+
+def trained(content=TEXT, *, size=290, block=1000):
+    return train([in_blocks(content.encode(), block)], size=size)
+
+
+def test_training_has_all_bytes_and_frequent_words_and_any_text_comes_back():
+    own = trained()
+    assert own.size == 290 and set(range(256)) == {name[0] for name in own.names() if len(name) == 1}
+    assert len(own.encode(b"once upon a time")) < 16 / 2
+    text = " unseen\r\n\n\t日本 😀\x00".encode()
+    assert own.decode(own.encode(text)) == text
+    assert trained("a\n", size=1000).size == 256  # Nothing to merge.
+
+
+def test_hosts_learn_the_same_bytes():
+    """In other processes, on other threads and in other blocks; Python's and Rust's hashes differ between processes."""
+    words = "import sys; from data.test_vocabulary import trained; sys.stdout.write(trained(block=77).content)"
+    found = set()
+    for threads in ("1", "2"):
+        environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment |= {"TOKENIZERS_PARALLELISM": str(threads == "2").lower()}
+        found.add(
+            subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=True).stdout
+        )
+    assert found == {trained().content.encode()}
+
+
+def test_what_cannot_be_trained_on_is_named():
+    with pytest.raises(UserError, match=r"vocab_size must be at least 256.*255"):
+        trained(size=255)
+    with pytest.raises(UserError, match=r"^some\.txt\b.*\b2\b"):
+        train([in_blocks(b"ab\xff", 9)], size=290)
+
+
+# The saved form
+
+
+def test_the_saved_form_is_two_lines_and_keeps_the_file(own):
+    for content in (made.byte_level(), made.byte_level(pretty=True), made.byte_level().replace("<|", "\\u003c|")):
+        vocabulary = SubwordVocabulary(content)
+        text = dumps(vocabulary)
+        assert text.count("\n") == 2
+        assert loads(text, KINDS) == vocabulary and loads(text, KINDS).content == content
+    assert digest(own) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
+    title, content = dumps(own).splitlines()
+    for damaged in ("", "{}", content[: len(content) // 2]):
+        with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
+            loads(f"{title}\n{damaged}\n", KINDS)
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"])
+def test_what_is_no_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "old.model").write_bytes(content)
+    with pytest.raises(UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"):
+        given_tokenizer(str(tmp_path / "old.model"))
+
+
+def test_a_character_that_would_vanish_is_refused_with_the_file():
+    own = SubwordVocabulary(made.few_letters())
+    assert own.decode(own.encode(b"ab ba")) == b"abba"
+    with pytest.raises(UserError, match=r"'c' \(U\+0063\)"):
+        own.encode(b"abc")
+    with pytest.raises(UserError, match=r"^some\.txt: .*'é' \(U\+00E9\)"):
+        list(own.blocks([in_blocks("ab é".encode(), 3)]))
+    with pytest.raises(UserError, match=r"^some\.txt: .*UNK"):
+        list(SubwordVocabulary(made.whole_words(unknown=None)).blocks([in_blocks(b"ba zebra", 99)]))

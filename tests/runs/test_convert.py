@@ -1,12 +1,10 @@
-"""Tests conversions: from and to each format, without a network, refusals, and that an error leaves nothing."""
+"""Tests conversions: from and to each format, a bucket, refusals, and that an error leaves nothing."""
 
 import functools
 import json
 import os
 import re
 import shutil
-import socket
-import threading
 from pathlib import Path
 
 import jax
@@ -15,11 +13,11 @@ import pytest
 from safetensors import safe_open
 
 import txl_jax
-from support import drawn_run, foreign, hf_tokenizers, torch_bytes
+from support import drawn_run, hf_tokenizers
+from support.cases import full_but
 from txl_jax.config import AttentionWindow, MemoryStart, NormPlace, Tokenizer
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import formats, portable, safetensors
-from txl_jax.interop.leaves import leaf_of
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -50,7 +48,6 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(workdir, tmp_path_factory):
-    """The portable folder of that run."""
     target = tmp_path_factory.mktemp("portable") / "model"
     convert(workdir.path, target)
     return target
@@ -88,60 +85,41 @@ def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
     assert json.loads((tmp_path / "model" / "config.json").read_text())["scores"] == {}
 
 
-@pytest.mark.parametrize(
-    ("to_format", "changes"),
-    [
-        (TargetFormat.HUGGINGFACE, {"model__untie_r": True}),
-        pytest.param(TargetFormat.ORIGINAL, {"model__layer_norm": NormPlace.PRE}, marks=pytest.mark.full),
-    ],
-)
-def test_to_another_format_and_back(tmp_path, to_format, changes):
-    made = drawn_run.of_words(tmp_path / "run", **drawn_run.WT103, **changes)
-    lines = []
-    convert(made.path, tmp_path / "there", to_format=to_format, log=lines.append)
-    assert any(line.startswith("verified") for line in lines)
-    assert any("model.compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
-    before = txl_jax.load(made.path)
-    assert (tmp_path / "there" / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
-    tensors = safetensors.read(tmp_path / "there" / "model.safetensors")
-    with safe_open(tmp_path / "there" / "model.safetensors", "np") as file:
-        assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
-    prefix = "transformer." if to_format is TargetFormat.HUGGINGFACE else ""
-    assert tensors[f"{prefix}word_emb.emb_layers.1.weight"].shape == (3, 16)
-    assert "crit.out_layers.1.weight" not in tensors, "a shared tensor is there once"
-    convert(tmp_path / "there", tmp_path / "back")
-    after = txl_jax.load(tmp_path / "back")
-    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
-    assert after.vocabulary == before.vocabulary
-    names = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "layer_norm", "div_val", "tie_projs", "tie_weight")
-    assert all(getattr(after.config.model, name) == getattr(before.config.model, name) for name in names)
-    assert after.config.eval.mem_len == 9 and after.config.eval.clamp_len == 6
-    assert (after.config.model, after.config.eval) == (before.config.model, before.config.eval)
-    if to_format is TargetFormat.ORIGINAL:
-        assert after.score(TEXTS) == before.score(TEXTS)
-
-
 PRE_NORM = {"model.layer_norm": NormPlace.PRE, "model.compat.final_norm": False, "model.compat.layer_norm_eps": 1e-12}
 PRE_NORM |= {"model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE, "eval.same_length": True}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"tokenizer": Tokenizer.BYTE}, drawn_run.WT103, {"tokenizer": Tokenizer.CHAR, **PRE_NORM}],
-    ids=["bytes", "adaptive words", "pre-norm"],
-)
-def test_by_way_of_hugging_face_a_model_gives_the_same_numbers(tmp_path, changes):
-    """Their class starts with a memory of zeros, and a run of ours with none: their settings give other losses."""
-    made = drawn_run.of_words(tmp_path / "run", **changes)
-    convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
-    convert(tmp_path / "theirs", tmp_path / "back")
+FORMATS = {
+    "adaptive words": (TargetFormat.HUGGINGFACE, drawn_run.WT103 | {"model.untie_r": True}),
+    "bytes": (TargetFormat.HUGGINGFACE, {"tokenizer": Tokenizer.BYTE}),
+    "pre-norm": (TargetFormat.HUGGINGFACE, {"tokenizer": Tokenizer.CHAR, **PRE_NORM}),
+    "original": (TargetFormat.ORIGINAL, drawn_run.WT103 | {"model.layer_norm": NormPlace.PRE}),
+}
+
+
+@pytest.mark.parametrize("name", full_but(["adaptive words", "bytes", "pre-norm"], FORMATS))
+def test_to_another_format_and_back(tmp_path, name):
+    """Hugging Face's class starts with a memory of zeros, a run of ours with none: its settings give other losses."""
+    to_format, changes = FORMATS[name]
+    made, there, lines = drawn_run.of_words(tmp_path / "run", **changes), tmp_path / "there", []
+    convert(made.path, there, to_format=to_format, log=lines.append)
+    assert any(line.startswith("verified") for line in lines)
+    assert any("model.compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
+    convert(there, tmp_path / "back")
     before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "back")
-    pairs = zip(before.score(TEXTS, per_token=True), after.score(TEXTS, per_token=True), strict=True)
-    for nats, again in pairs:
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    assert (after.vocabulary, after.step) == (before.vocabulary, drawn_run.STEP)
+    assert (after.config.model, after.config.eval) == (before.config.model, before.config.eval)
+    for nats, again in zip(*(model.score(TEXTS, per_token=True) for model in (before, after)), strict=True):
         np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
-    assert after.step == drawn_run.STEP
-    (tmp_path / "theirs" / portable.RECORD).unlink()  # As somebody else's directory.
-    assert formats.read(tmp_path / "theirs").info.config.model.compat.memory_start is MemoryStart.ZEROS
+    if name == "adaptive words":
+        assert (there / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
+        with safe_open(there / "model.safetensors", "np") as file:
+            assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
+            assert file.get_tensor("transformer.word_emb.emb_layers.1.weight").shape == (3, 16)
+            assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is there once"
+        (there / portable.RECORD).unlink()  # As somebody else's directory.
+        assert formats.read(there).info.config.model.compat.memory_start is MemoryStart.ZEROS
 
 
 @pytest.mark.parametrize("name", [portable.CONFIG, portable.WEIGHTS, portable.VOCABULARY])
@@ -196,13 +174,8 @@ def test_losses_that_differ_or_are_not_finite_are_refused():
             convert_job.check_same_losses(expected, found)
 
 
-def swap_tensors(path):
-    tensors = safetensors.read(path)
-    leaves = {name: leaf_of(np.array(leaf.read())) for name, leaf in tensors.items()}
-    leaves["softmax.bias"] = leaf_of(np.zeros(leaves["softmax.bias"].shape[0] + 1, np.float32))
-    digest = safetensors.write(path, leaves)
-    config = path.with_name("config.json")
-    rewrite(config, sha256=json.loads(config.read_text())["sha256"] | {"model.safetensors": digest})
+def resize(path, sizes):
+    rewrite(path, config=json.loads(path.read_text())["config"] | sizes)
 
 
 DAMAGE = {
@@ -212,7 +185,7 @@ DAMAGE = {
     "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
     "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 1, got 99"),
     "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"Did you mean"),
-    "contradicting sizes": ("model.safetensors", swap_tensors, r"softmax/bias is float32\[\d+\] there"),
+    "contradicting sizes": ("config.json", lambda path: resize(path, {"model.d_inner": 7}), r"is float32\[.*\] there"),
 }
 
 
@@ -231,6 +204,8 @@ def test_damage_is_named(folder, tmp_path, name, damage, message):
 def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
     with pytest.raises(UserError, match=r"contains no run"):
         txl_jax.load(tmp_path)
+    with pytest.raises(UserError, match="nvidia"):
+        convert(folder, tmp_path / "new", from_format="nvidia")
     with pytest.raises(UserError, match=r"member is 'seed=2'"):
         txl_jax.load(folder, member="seed=2")
     (tmp_path / "pytorch_model.bin").touch()
@@ -238,48 +213,44 @@ def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
         txl_jax.load(tmp_path)
 
 
-def test_files_that_are_refused_leave_nothing(tmp_path, monkeypatch):
-    """A file that would run something, fewer words than the weights have rows, and another format than named."""
-    monkeypatch.chdir(tmp_path)
-    source = foreign.huggingface_folder(tmp_path / "theirs", *foreign.make("hf", **foreign.CONFIGS["div_val 2"]))
-    (source / "vocab.txt").write_text("\n".join(foreign.WORDS[:-1]))
-    harm = torch_bytes.Call(torch_bytes.Name("posix", "system"), ("touch marker",))
-    torch_bytes.write_legacy(tmp_path / "harm.pt", {"a": harm})
-    for path, options, named in (
-        (tmp_path / "harm.pt", {"to_format": TargetFormat.ORIGINAL}, r"harm\.pt: its pickle names posix\.system"),
-        (source, {}, r"vocab\.txt"),
-        (source, {"from_format": "nvidia"}, "nvidia"),
-    ):
-        with pytest.raises(UserError, match=named):
-            convert(path, tmp_path / "new", **options)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["harm.pt", "theirs"]
-
-
 # A run on tokens of a tokenizer.json
 
 
-@pytest.fixture(scope="module")
-def of_subwords(tmp_path_factory):
-    """A run whose tokenizer.json is not at its place any more: it has its own copy."""
-    folder = tmp_path_factory.mktemp("hf")
-    (folder / "tokenizer.json").write_text(hf_tokenizers.byte_level())
-    changes = {"data__tokenizer__hf_file": str(folder / "tokenizer.json")}
-    made = drawn_run.of_words(folder / "run", tokenizer=Tokenizer.SUBWORD, **changes)
-    (folder / "tokenizer.json").unlink()
-    return made
-
-
-def test_it_and_its_portable_folder_are_loaded_without_a_network(of_subwords, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        # A program that an earlier test ran in this process may still ask for Google Cloud's notices every 10 seconds.
-        is_left_over = threading.current_thread().name.startswith("notice of")
-        raise OSError if is_left_over else AssertionError("the network was asked")
-
-    for name in ("getaddrinfo", "create_connection"):
-        monkeypatch.setattr(socket, name, refuse)
-    convert(of_subwords.path, tmp_path / "model")
+def test_a_run_on_subwords_and_its_portable_folder_have_the_tokenizer(tmp_path):
+    """The file may be gone from its place."""
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(hf_tokenizers.byte_level())
+    changes = {"tokenizer": Tokenizer.SUBWORD, "data.tokenizer.hf_file": str(tokenizer)}
+    made = drawn_run.of_words(tmp_path / "run", **changes)
+    tokenizer.unlink()
+    convert(made.path, tmp_path / "model")
     assert (tmp_path / "model" / "tokenizer.json").read_text() == hf_tokenizers.byte_level()
-    run, model = txl_jax.load(of_subwords.path), txl_jax.load(tmp_path / "model")
+    run, model = txl_jax.load(made.path), txl_jax.load(tmp_path / "model")
     assert run.vocabulary == model.vocabulary and run.vocabulary.size == hf_tokenizers.SIZE
     ids = model.encode("the café 😀")
     assert model.decode(ids) == run.decode(ids) == "the café 😀"
+
+
+@pytest.mark.full
+def test_a_run_and_its_conversion_are_loaded_from_a_bucket(bucket, tmp_path):
+    text = drawn_run.on_text(tmp_path, drawn_run.letters())
+    remote, local = (drawn_run.make(place / "run", *text)[0] for place in (bucket, tmp_path))
+    expected = txl_jax.load(local.path).score(["the cat", "a hat"])
+    assert txl_jax.load(str(remote.path)).score(["the cat", "a hat"]) == expected
+    convert(str(remote.path), str(bucket / "portable"))
+    assert txl_jax.load(str(bucket / "portable")).score(["the cat", "a hat"]) == expected
+    convert(str(bucket / "portable"), tmp_path / "back")
+    for name in ("model.safetensors", "vocabulary.txt"):
+        assert (tmp_path / "back" / name).read_bytes() == (bucket / "portable" / name).read_bytes()
+    with pytest.raises(UserError, match="new or empty"):
+        convert(local.path, str(bucket / "portable"))
+
+
+@pytest.mark.full
+def test_a_conversion_that_was_killed_is_no_portable_folder(workdir, bucket, storage):
+    storage.refuse("POST", after=2)
+    with pytest.raises(UserError, match="cannot write to gs://"):
+        convert(workdir.path, str(bucket))
+    storage.calm()
+    assert sorted(path.name for path in bucket.iterdir()) == ["model.safetensors", "vocabulary.txt"]
+    assert not portable.is_portable(bucket)

@@ -1,20 +1,11 @@
-"""Tests conversions beside transformers 4.35.2 (logits, tensors, greedy tokens), and the memory that they take."""
-
-import json
-import os
-import re
-import subprocess
-import sys
+"""Tests conversions beside transformers 4.35.2: logits, tensors, greedy tokens."""
 
 import numpy as np
 import pytest
 
 import txl_jax
-from support import ROOT, drawn_run
-from txl_jax.config import EvalConfig, GenerateConfig, ModelConfig
-from txl_jax.interop import huggingface, original, safetensors
-from txl_jax.interop.leaves import Leaf
-from txl_jax.interop.original import Format
+from support import drawn_run
+from txl_jax.config import GenerateConfig
 from txl_jax.runs.convert import TargetFormat, convert
 from txl_jax.runs.weights import open_weights
 
@@ -78,48 +69,3 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
     text = "the cat sat on the zebra"  # The last word is unknown.
     assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
     assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark
-
-
-# wt103_large.
-V_LARGE, CUTOFFS = 267_735, {"cutoffs": (20000, 40000, 200000), "div_val": 4, "tie_projs": (False, True, True, True)}
-LARGE = ModelConfig(n_layer=18, d_model=1024, n_head=16, d_head=64, d_inner=4096, **CUTOFFS)
-# Prints the peak of this process once the program has ended.
-MAIN = """
-import atexit, resource, runpy, sys
-atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
-sys.argv[0] = "convert"
-runpy.run_module("experiments.convert", run_name="__main__")
-"""
-
-
-def drawn(name, shape):
-    """A tensor that is drawn when it is read."""
-
-    def part(_):
-        if name.endswith("layer_norm.weight"):
-            return np.ones(shape, np.float32)
-        seed = int.from_bytes(name.encode()[-16:], "little")
-        return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
-
-    return Leaf(shape, np.dtype(np.float32), part)
-
-
-@pytest.mark.nightly(part="long")
-def test_weights_of_full_size_need_less_than_twice_the_file(tmp_path):
-    """285,170,506 random weights, from Hugging Face's format and back."""
-    (theirs := tmp_path / "theirs").mkdir()
-    pieces = original._pieces(LARGE, V_LARGE, Format.HUGGINGFACE)
-    tensors = {piece.name: drawn(piece.name, piece.shape) for piece, _ in pieces}
-    safetensors.write(theirs / "model.safetensors", tensors, metadata={"format": "pt"})
-    arguments = huggingface.config_of(LARGE, EvalConfig(mem_len=1600, clamp_len=1000), vocab_size=V_LARGE)
-    (theirs / "config.json").write_text(json.dumps(arguments))
-    size = (theirs / "model.safetensors").stat().st_size
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    native, back = tmp_path / "native", tmp_path / "back"
-    for source, target, to_format in ((theirs, native, "native"), (native, back, "huggingface")):
-        command = [sys.executable, "-c", MAIN, f"--from={source}", f"--to={target}", f"--to_format={to_format}"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "285,170,506 parameters" in done.stdout
-        peak = int(re.search(r"^peak (\d+)$", done.stdout, re.MULTILINE)[1]) * 1024
-        assert peak < 2 * size, done.stdout

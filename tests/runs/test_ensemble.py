@@ -116,16 +116,13 @@ def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_com
             tiny_run.assert_close(params, expected_after.params, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "changes", "pattern"),
-    [
+def test_mistakes_are_refused(base, tmp_path):
+    for chosen, changes, pattern in (
         ([{"seed": 1}, {"seed": 1}], {}, "seed=1; seed=1"),
         ([{"seed": 1}, {"model.n_layer": 3}], {}, r"model\.n_layer\b.*model\.dropout"),
         ([{"seed": 1}, {DROPOUT: 1.5}], {}, r"model\.dropout.*\b1\.5\b"),
         ([{"seed": 1}, {"seed": 2}], {"train.patience": 2}, r"train\.patience\D*\b2\b"),
-    ],
-)
-def test_mistakes_are_refused(base, chosen, changes, pattern, tmp_path):
-    with pytest.raises(UserError, match=pattern):
-        run((config_tree.replace(base[0], changes), base[1]), tmp_path, chosen)
-    assert not list(tmp_path.iterdir())
+    ):
+        with pytest.raises(UserError, match=pattern):
+            run((config_tree.replace(base[0], changes), base[1]), tmp_path, chosen)
+        assert not list(tmp_path.iterdir())

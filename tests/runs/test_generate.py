@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import re
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from support import drawn_run
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.ready_ids import find_tokens
-from txl_jax.data.vocabulary import TextStream
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.runs.generate import continue_prompts, generate_text, read_prompt, read_stop
-from txl_jax.runs.weights import Weights
+from txl_jax.runs.generate import generate_text, read_prompt, read_stop
 
 LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 
@@ -30,10 +27,8 @@ LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 def run(tmp_path_factory):
     """(config, corpus, workdir) of a run on few characters, so that each comes soon."""
     folder = tmp_path_factory.mktemp("run")
-    changes = {
-        "data__tokenizer__kind": "char",
-        "generate": GenerateConfig(length=LENGTH, samples=3, top_k=None, seed=4),
-    }
+    settings = GenerateConfig(length=LENGTH, samples=3, top_k=None, seed=4)
+    changes = {"data__tokenizer__kind": "char", "generate": settings}
     config, corpus = drawn_run.on_text(folder, b"the cat sat\n" * 100, **changes)
     workdir, _ = drawn_run.make(folder / "run", config, corpus)
     return config, corpus, workdir
@@ -55,30 +50,24 @@ def whole(run):
     return texts
 
 
-def test_each_sample_ends_with_its_first_stop_token(run, whole):
+def test_each_sample_ends_with_its_first_stop(run, whole):
+    """With a token, or with the text of several, here from one block to the next."""
+    config, _, workdir = run
     places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}  # Blocks are of 16 tokens.
     stop = next(letter for letter, found in places.items() if 0 <= found[0] < 16 and not set(found) <= set(range(16)))
-    texts, printed = write(run, stop=stop)
-    for text, longer in zip(texts, whole, strict=True):
-        start, found, _ = longer.partition(stop)
-        assert text == start + found
+    for each in (whole[0][13:17], stop):
+        texts, printed = write(run, stop=each)
+        for text, longer in zip(texts, whole, strict=True):
+            start, found, _ = longer.partition(each)
+            assert text == start + found
+        assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed, "the first is streamed up to there"
+        own = dataclasses.replace(config.generate, stop=each)
+        assert txl_jax.load(workdir.path).generate([""], own) == [texts[0]], "Python's setting is the same"
     assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
-    assert f"at most {LENGTH} tokens ---\n{texts[0]}\n--- sample 2" in printed, "the first is streamed up to there"
-    path = Path(run[2].path, "sample-seed4.txt")
+    path = Path(workdir.path, "sample-seed4.txt")
     assert f" {path}" in printed.splitlines()[-1], "the file is named"
     saved = path.read_text()
     assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
-
-
-@pytest.mark.parametrize(("prompt", "begins"), [("the  zebra\ncat", "the <unk> \ncat "), (" ", "")])
-def test_prompts_are_words_and_may_be_unknown(prompt, begins, tmp_path):
-    workdir = drawn_run.of_words(tmp_path / "run")
-    _, printed = write((workdir.config, None, workdir), prompt=prompt.replace("\n", "\\n"), length=12)
-    found, _, path = printed.rpartition(" ---\n")[2].rpartition("\nsample ")
-    assert Path(path.strip()).read_text() == f"{found}\n"
-    assert found.startswith(begins)
-    assert len(found.removeprefix(begins).replace("\n", " <eos> ").split()) >= 12
-    assert set(found.split()) <= set(workdir.text.vocabulary.words)
 
 
 @pytest.mark.full
@@ -99,24 +88,20 @@ def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
     assert generate_text(config, run[2], stop_requested=lambda: True) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_models_that_cannot_generate_are_refused(run):
+    for changes, named in (
         ({"model.encoding": Encoding.VASWANI}, r"model\.encoding.*\bvaswani\b"),
         ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
-    ],
-)
-def test_models_that_cannot_generate_are_refused(run, changes, named):
-    with pytest.raises(UserError, match=named):
-        generate_text(config_tree.replace(run[0], changes), run[2])
+    ):
+        with pytest.raises(UserError, match=named):
+            generate_text(config_tree.replace(run[0], changes), run[2])
 
 
 words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>", "<s>"))
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "stop", "token"),
-    [
+def test_a_stop_is_a_token_or_the_text_of_several():
+    for vocabulary, stop, token in (
         (ByteVocabulary(b"\n a"), "", None),
         (ByteVocabulary(b"\n a"), "a", 2),
         (ByteVocabulary(b"\n\\n"), "\\\\", 1),
@@ -130,31 +115,21 @@ words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>"
         (ByteVocabulary(b"\n a"), " \\n", b" \n"),
         (words(LineMark.EOS), "the cat", b"the cat "),
         (words(LineMark.EOS), "the\\n", b"the \n"),
-    ],
-)
-def test_a_stop_is_a_token_or_the_text_of_several(vocabulary, stop, token):
-    assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
+    ):
+        assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "stop", "pattern"),
-    [
+def test_what_has_no_known_token_is_refused_by_what_it_became():
+    for vocabulary, stop, pattern in (
         (words(LineMark.EOS), "the zebra", r"\b2\b.*'the', '<unk>'"),
         (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
         (words(LineMark.EOS), "<unk>", "'<unk>'.*'<unk>'"),
         (words(LineMark.NONE), "\\n", r"generate\.stop.*\b0\b"),
         (words(LineMark.EOS), "\udcff", r"generate\.stop.*\b0xff\b"),
-    ],
-)
-def test_what_has_no_known_token_is_refused_by_what_it_became(vocabulary, stop, pattern):
-    with pytest.raises(UserError, match=pattern) as error:
-        read_stop(GenerateConfig(stop=stop), vocabulary)
-    assert "\n" not in str(error.value)
-
-
-def test_the_end_of_a_document_is_one_token():
-    with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
-        find_tokens(ByteVocabulary(b"\n a"), "a a", name="data.reset_at")
+    ):
+        with pytest.raises(UserError, match=pattern) as error:
+            read_stop(GenerateConfig(stop=stop), vocabulary)
+        assert "\n" not in str(error.value)
 
 
 def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
@@ -163,52 +138,8 @@ def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(GenerateConfig(stop=typed), vocabulary)
     assert read_prompt(GenerateConfig(prompt=typed)) == meant.encode()
     assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
-
-
-def test_a_stop_of_several_tokens_ends_each_sample(run, whole, tmp_path):
-    stop = whole[0][13:17]  # From one block to the next.
-    texts, printed = write(run, stop=stop)
-    for text, longer in zip(texts, whole, strict=True):
-        start, found, _ = longer.partition(stop)
-        assert text == start + found
-    assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed and len(texts[0]) < LENGTH
-    config, _, workdir = run
-    model = txl_jax.load(workdir.path)
-    settings = dataclasses.replace(config.generate, stop=stop)
-    assert model.generate([""], settings) == [texts[0]], "Python's setting is the same"
-    assert model.generate([""], config.generate, stop=stop) == [texts[0].removesuffix(stop)], (
-        "Python's stop strings are no part"
-    )
-
-
-def test_a_stop_is_found_inside_of_subwords(tmp_path):
-    pytest.importorskip("tokenizers")
-    tokenizer = {"data__tokenizer__kind": "subword", "data__tokenizer__vocab_size": 280}
-    vocabulary = drawn_run.on_text(tmp_path, b"the cat sat on the mat\n" * 300, **tokenizer)[1].vocabulary
-    assert read_stop(GenerateConfig(stop="at"), vocabulary) == b"at"
-    stream = TextStream(vocabulary.decode, (), b"at")
-    assert stream.add(vocabulary.encode(b"the cat sat")) == "the cat" and stream.ended
-
-
-def test_each_prompt_of_a_file_gets_the_samples_that_it_gets_alone(run):
-    """Prompts of several lengths, an empty one among them, side by side."""
-    config, _, workdir = run
-    prompts = ["the cat sat", "", "at", "the cat sat on " * 3]
-    texts = [write(run, prompt=prompt, stop="at\\n")[0] for prompt in prompts]
-    weights, lines = (
-        Weights.of(workdir, config_tree.replace(config, {"generate.stop": "at\\n", "eval.batch_size": 5})),
-        [],
-    )
-    numbered = ((number, prompt.encode()) for number, prompt in enumerate(prompts, start=1))
-    continue_prompts(weights, numbered, name="prompts.txt", write=lines.append)
-    expected = [
-        {"index": index, "sample": sample, "prompt": prompt, "text": text}
-        for index, prompt in enumerate(prompts)
-        for sample, text in enumerate(texts[index])
-    ]
-    assert list(map(json.loads, lines)) == expected and len({text for each in texts for text in each}) > 3
-    with pytest.raises(UserError, match=r"line 2 of prompts\.txt.*0xe9"):
-        continue_prompts(weights, [(1, b"the"), (2, b"caf\xe9")], name="prompts.txt", write=lines.append)
+    with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
+        find_tokens(vocabulary, "a a", name="data.reset_at")
 
 
 def test_an_earlier_sample_is_not_replaced_in_silence(run):

@@ -1,19 +1,23 @@
-"""Tests `Run`: what is recorded and read back, once; the refusals of another text or other settings; its lock."""
+"""Tests `Run`: what is recorded and read back, other texts and settings, its lock; and runs that are read as rows."""
 
+import dataclasses
 import fcntl
 import json
+import math
 import os
 import re
 import threading
 
 import pytest
 
-from support import runs
-from support.own_text import own_text
+from support import recorded_run, runs
+from support.encoded_text import own_text
 from txl_jax.config import ExperimentConfig, Tokenizer, config_tree
 from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
+from txl_jax.metrics import Measure
+from txl_jax.runs.records import markdown, means, read_runs
 from txl_jax.runs.run import FORMAT, Run, TextInfo, holds_run
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.lock import NAME
@@ -25,7 +29,6 @@ TEXT = TextInfo("text", "own text", "d" * 64, WORDS)
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a recorded run."""
     runs.record(tmp_path / "run", CONFIG, TEXT)
     return tmp_path / "run"
 
@@ -64,17 +67,6 @@ def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
         runs.record(tmp_path / "run", CONFIG, TEXT)
         with pytest.raises(UserError, match="another process"):
             late.begin(CONFIG, TEXT)
-
-
-def test_a_setting_that_does_not_touch_training_may_change(folder):
-    notes, config = [], config_tree.replace(CONFIG, {"train.log_every": 7})
-    for _ in range(2):
-        with Run.open(folder) as run:
-            run.compare(config)
-            run.begin(config, TEXT)
-            notes += run.notes
-    [note] = notes
-    assert re.search(r"--train\.log_every\D*\b200\b\D*\b7\b", note)
 
 
 @pytest.mark.parametrize(
@@ -161,22 +153,6 @@ def test_a_record_of_another_format_is_refused_whatever_else_it_has(folder, numb
     assert json.loads((folder / "config.json").read_text()) == saved
 
 
-def test_a_flipped_bit_in_what_is_recorded_is_named_or_harmless(folder):
-    errors = []
-    for path in (folder / "config.json", folder / "vocabulary.txt"):
-        whole = path.read_bytes()
-        for place in range(0, len(whole), 7):
-            damaged = bytearray(whole)
-            damaged[place] ^= (1, 32, 128)[place % 3]  # Other digits, other cases, no UTF-8.
-            path.write_bytes(damaged)
-            try:
-                Run.read(folder)
-            except UserError as error:
-                errors.append(str(error))
-        path.write_bytes(whole)
-    assert errors and [error for error in errors if not error.startswith(f"{folder}/") or "\n" in error] == []
-
-
 def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
     ours = [f".{name}.12.tmp" for name in ("config.json", "vocabulary.txt", "metrics.jsonl", "results.json")]
     others = [".evaluation.json.12.tmp", NAME, "config.json", "vocabulary.txt"]
@@ -186,30 +162,14 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
         assert files.names(folder) == sorted(others)
 
 
-def test_the_lock_of_a_process_that_is_gone_keeps_nobody_out(folder):
+def test_the_lock_of_a_process_that_is_gone_and_a_check_of_the_lock_keep_nobody_out(folder):
     (folder / NAME).write_text("1")  # A process that is there, but does not hold it.
     with Run.open(folder), pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
         Run.open(folder)
-
-
-def test_a_check_of_the_lock_refuses_nobody(folder):
-    """A sweep checks whether a run is going on."""
-    with open(folder / NAME, "a+") as handle:
+    with open(folder / NAME, "a+") as handle:  # A sweep checks whether a run is going on.
         fcntl.flock(handle, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, [handle, fcntl.LOCK_UN]).start()
         Run.open(folder).close()
-
-
-@pytest.mark.full
-def test_a_bucket_that_is_absent_or_may_not_be_written(bucket, storage):
-    def begin(path, message):
-        with Run.open(path) as run, pytest.raises(UserError, match=message):
-            run.begin(CONFIG, TEXT)
-
-    begin("gs://absent-bucket/run", r"gs://absent-bucket/run.*no such bu")
-    for status in (401, 403):
-        storage.refuse("POST /upload", status=status)
-        begin(bucket, r"cannot write to .*gcloud")
 
 
 @pytest.mark.full
@@ -226,3 +186,62 @@ def test_a_bucket_that_cannot_be_read_is_no_folder_without_a_run(bucket, storage
     assert storage.writes[writes:] == []
     storage.calm()
     assert Run.read(bucket).config == CONFIG
+
+
+# Rows: members of ensembles, names, runs that diverged, means over seeds
+
+
+@pytest.mark.full
+def test_members_of_an_ensemble_are_runs(tmp_path):
+    members = [{"seed": 1}, {"seed": 2, "optimizer.learning_rate": 0.001}]
+    folder = recorded_run.make(tmp_path / "both", member_settings=members)
+    runs = read_runs([str(folder)])
+    assert [run.name for run in runs] == ["seed=1", "seed=2+learning_rate=0.001"]
+    assert [run.config.seed for run in runs] == [1, 2]
+    results = json.loads((folder / "results.json").read_text())
+    for run in runs:
+        assert run.row([])["test"] == pytest.approx(results["members"][run.name]["test"]["perplexity"])
+        assert {record["member"] for record in run.records} == {run.name}
+    runs = read_runs([str(folder), str(recorded_run.make(tmp_path / "own"))])
+    assert [run.name for run in runs] == ["both: seed=1", "both: seed=2+learning_rate=0.001", "own"]
+
+
+@pytest.mark.full
+def test_a_folder_of_runs_and_folders_of_the_same_name(tmp_path):
+    for name in ("b", "a"):
+        recorded_run.make(tmp_path / "sweep" / name, seed=ord(name))
+    (tmp_path / "sweep" / "results.csv").write_text("")
+    assert [run.name for run in read_runs([str(tmp_path / "sweep"), str(tmp_path / "sweep" / "a")])] == ["a", "b"]
+    paths = [str(tmp_path / "sweep" / "a"), str(recorded_run.make(tmp_path / "other" / "a"))]
+    assert [run.name for run in read_runs(paths)] == paths
+
+
+def test_a_run_that_diverged_says_so_and_its_scores_are_infinite(tmp_path):
+    folder = recorded_run.make(tmp_path / "wild")
+    results = json.loads((folder / "results.json").read_text())
+    for split, loss in (("best_valid", 20.8), ("test", 2154.0)):  # exp(20.8) is 1.1e9, and exp(2154) no number.
+        results[split]["loss"] = loss
+    (folder / "results.json").write_text(json.dumps(results))
+    [run] = read_runs([str(folder)])
+    row = run.row([])
+    assert (row["state"], row["best_valid"], row["test"]) == ("diverged", math.inf, math.inf)
+    assert "| ppl >1e9 | ppl >1e9 |" in list(markdown([], [row]))[2]
+    assert dataclasses.replace(run, measure=Measure.BPC).row([])["best_valid"] == math.inf
+
+
+def test_means_leave_out_what_has_not_finished_or_diverged():
+    rows = [
+        {"lr": 1, "seed": 1, "state": "finished", "measure": "ppl", "best_valid": 10.0, "test": 12.0},
+        {"lr": 1, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 14.0, "test": 13.0},
+        {"lr": 2, "seed": 1, "state": "stopped after step 3", "measure": "ppl", "best_valid": 1.0},
+        {"lr": 2, "seed": 2, "state": "finished", "measure": "ppl", "best_valid": 5.0, "test": 6.0},
+        {"lr": 2, "seed": 3, "state": "finished", "measure": "ppl", "best_valid": math.inf, "test": math.nan},
+    ]
+    first, second = means(["lr", "seed"], rows)
+    assert (first["lr"], first["best_valid"], first["test"], first["seeds"]) == (1, 12.0, 12.5, 2)
+    assert first["best_valid_deviation"] == pytest.approx(math.sqrt(8))
+    assert (second["best_valid"], second["test"]) == (5.0, 6.0) and "best_valid_deviation" not in second
+    lines = list(markdown(["lr", "seed"], [{"run": f"r|{i}"} | row for i, row in enumerate(rows)]))
+    assert lines[2] == "| r\\|0 | 1 | 1 | ppl 10.00 | ppl 12.00 |  |  | finished |"
+    assert lines[-2] == "| 1 | ppl 12.00 ± 2.83 | ppl 12.50 ± 0.71 | 2 |"
+    assert means(["lr", "seed"], rows[1:3]) == []

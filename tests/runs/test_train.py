@@ -1,35 +1,40 @@
-"""Tests the training job: stop and resume, kills, a bucket, non-finite losses, refusals, and a finished run."""
+"""Tests the training job: its parts, stop and resume, a bucket, refusals, a finished run, more or fewer steps."""
 
 import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 import txl_jax
-from support import runs, tiny_run
+from support import runs, tiny, tiny_run
 from support.runs import numbers, stop_after
 from txl_jax import flops
-from txl_jax.config import config_tree
-from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.config import DType, config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.generate import generate_text, make_sampler
+from txl_jax.runs.generate import generate_text
+from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run
 from txl_jax.runs.train import steps_in
+from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
-from txl_jax.runtime import stop
+from txl_jax.runtime import stop, storage
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.training.hooks import Hook
+from txl_jax.training.optimizer import learning_rate
+from txl_jax.training.step import make_train_step
 
 STEPS = 24
 
@@ -149,28 +154,14 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(run_once, co
     assert numbers(folder) == numbers(run_once[0]) and outcome == run_once[1]
     tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (folder, run_once[0])))
     assert sorted(os.listdir(folder / "samples")) == [f"step-{step}.txt" for step in (16, 24, 8)]
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
     generate_text(sampling, Run.read(folder))
     best = (folder / "samples" / f"step-{outcome.results['best_valid']['step']}.txt").read_bytes()
     assert best == (folder / "sample-seed0.txt").read_bytes() and best.startswith(b"one ")
-    assert all(score.printable(line) in printed.splitlines() for line in best.splitlines())
-    # On one device the lines about kernels and memory in parts are in log.txt alone.
+    assert all(score.printable(line) in printed for line in best.splitlines())
     logged = runs.log_lines(folder / "log.txt")
-    for begins in ("command  ", "versions ", "attention", "          parameters"):
-        assert sum(line.startswith(begins) for line in logged) == 2, "once in each start"
-        assert not any(line.startswith(begins) for line in printed.splitlines())
-    assert logged[0].startswith("command")
-
-
-def test_a_second_sample_compiles_nothing(caplog):
-    made = tiny_run.parts()
-    sample = make_sampler(made, ByteVocabulary(bytes(range(65, 65 + made.model.vocab_size))))
-    params = jax.device_put(tiny_run.params(made.model))
-    first = sample(params, lambda: False)
-    with jax.log_compiles():
-        second = sample(jax.tree.map(jax.numpy.negative, params), lambda: False)
-    assert len(first) == len(second) == made.config.generate.length + 1 and first != second
-    assert not [line for line in caplog.messages if line.startswith("Compiling") and "negative" not in line]
+    for begins in ("command  ", "versions ", "attention"):  # On one device, in log.txt alone.
+        assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(printed)
 
 
 @pytest.mark.full
@@ -257,9 +248,7 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     assert scored["step"] == outcome.results["best_valid"]["step"]
     longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
     first = generate_text(longer, workdir)
-    assert [len(text) for text in first] == [30, 30] and first[0] != first[1]
-    assert generate_text(longer, workdir) == first
-    assert Path(workdir.path, "sample-seed0.txt").read_bytes().startswith(b"one " + first[0])
+    assert {len(text) for text in first} == {30} and first[0] != first[1] and generate_text(longer, workdir) == first
 
 
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
@@ -290,3 +279,142 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b2\b.*\bgot 3\b"):
         load_parameters(more, workdir, log=logged.append)
+
+
+# The parts of a run
+
+
+def test_the_initial_state_is_as_announced():
+    made = tiny_run.parts(model__dtype=DType.BFLOAT16)
+    state = made.init_state()
+    announced = jax.tree.leaves(made.abstract_state)
+    for (path, found), expected in zip(jax.tree.leaves_with_path(state), announced, strict=True):
+        for name in ("shape", "dtype", "sharding"):
+            assert getattr(found, name) == getattr(expected, name), jax.tree_util.keystr(path)
+    assert state.step == 0 and state.memory.hidden.dtype == "bfloat16"
+    assert made.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * made.num_parameters
+    assert not any(leaf.any() for leaf in moments)
+    assert np.std(state.params["stack"]["layers"]["attention"]["query"]) == pytest.approx(0.4, rel=0.2)
+
+
+def test_the_training_program_does_not_grow_with_the_layers():
+    def lowered_size(n_layer):
+        made = tiny_run.parts(model__n_layer=n_layer)
+        step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
+        return len(jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text())
+
+    assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
+
+
+def test_cutoffs_that_do_not_fit_the_vocabulary_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"model\.cutoffs\D*\b5,13\b\D*\b13\b"):
+        tiny_run.parts(model__cutoffs=(5, 13))
+
+
+def loop(steps, hooks, events, *, bad_call=None):
+    """Runs the loop in calls of two updates, without a model, and adds what happens to `events`."""
+
+    def add(first_step, metrics):
+        if first_step == bad_call:
+            raise NonFiniteError(f"call {first_step}")
+        events.append(f"metrics {first_step}")
+
+    def hook(name, every):
+        return Hook(every, lambda context: events.append(f"{name} {context.step}"))
+
+    around = {"progress": mock.Mock(add=add), "hooks": [hook(*each) for each in hooks.items()], "log": RunLog(None)}
+    span = {"first_step": 0, "steps": steps, "segments_per_call": 2, "stop_requested": lambda: False}
+    run_updates(0, lambda state, segments: (state, events.append("call")), lambda done: done, **around, **span)
+
+
+def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_run_before_it():
+    events = []
+    loop(10, {"eval": 4, "save": 6}, events)
+    first = "call, call, metrics 0, metrics 2, eval 4, call, metrics 4, save 6"
+    assert ", ".join(events) == f"{first}, call, metrics 6, eval 8, call, metrics 8, eval 10, save 10"
+    events = []
+    with pytest.raises(NonFiniteError, match="call 2"):
+        loop(8, {"save": 2}, events, bad_call=2)
+    assert events == ["call", "metrics 0", "save 2", "call"]
+    with pytest.raises(NonFiniteError):  # Also in the last call, and without hooks.
+        loop(4, {}, [], bad_call=2)
+
+
+# More steps, or fewer
+
+
+MORE = 36
+
+
+def kill_after(step):
+    def kill(context):
+        if context.step == step:
+            raise Killed
+
+    return Hook(2, kill)
+
+
+@pytest.fixture(scope="module")
+def longer(run_once, config, corpus, tmp_path_factory):
+    """(folder, outcome) of the finished run, which then got more steps and was not disturbed."""
+    folder = tmp_path_factory.mktemp("longer") / "run"
+    shutil.copytree(run_once[0].path, folder)
+    return folder, runs.train(tiny.changed(config, train__steps=MORE), corpus, folder)
+
+
+def test_a_finished_run_trains_on_by_the_schedule_of_the_new_total(run_once, longer, config):
+    folder, outcome = longer
+    assert outcome.finished and outcome.step == outcome.results["steps"] == MORE
+    grown = {"step": STEPS, "name": "train.steps", "old": STEPS, "new": MORE}
+    assert outcome.results["changes"] == [grown] and "changes" not in run_once[1].results
+    assert json.loads((folder / "results.json").read_text()) == outcome.results
+    before, after = numbers(run_once[0]), numbers(folder)
+    assert after[: len(before)] == before, "the test scores of the earlier end stay"
+    assert [record["step"] for record in after if record["kind"] == "test"] == [STEPS, MORE]
+    rate = learning_rate(tiny.changed(config, train__steps=MORE))
+    rates = {each["step"]: each["learning_rate"] for each in after if each["kind"] == "train"}
+    assert rates[STEPS] < 1e-3 < rates[STEPS + 4] == pytest.approx(float(rate(STEPS + 3)))
+    peak = config.optimizer.learning_rate
+    [note] = [line for line in (folder / "log.txt").read_text().splitlines() if "% of its peak" in line]
+    assert f"{float(rate(STEPS)) / peak:.1%} of its peak, not 0.0%" in note
+
+
+def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(longer, finished, config, corpus):
+    (folder, outcome), (workdir, _) = longer, finished
+    more = tiny.changed(config, train__steps=MORE)
+    with pytest.raises(Killed):  # Before its first checkpoint: the record has the change, and the checkpoint not.
+        runs.train(more, corpus, workdir, hooks=[kill_after(STEPS + 2)])
+    assert Run.read(workdir.path).config.train.steps == MORE
+    [row] = read_runs([workdir.path])
+    assert row.results is None and "of 36 training steps" in row.row([])["state"], "the results are of the earlier end"
+    assert not runs.train(more, corpus, workdir, stop_requested=stop_after(4)).finished
+    assert runs.train(more, corpus, workdir) == outcome
+    assert numbers(workdir) == numbers(folder)
+    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (workdir, folder)))
+
+
+def test_a_run_that_was_stopped_gets_fewer_steps_and_not_less_than_are_done(config, corpus, tmp_path):
+    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(3)).finished
+    done = runs.state_of(tmp_path)[0]
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=rf"train\.steps was 24 and is now {done - 2}, fewer than the {done} "):
+        runs.train(tiny.changed(config, train__steps=done - 2), corpus, tmp_path)
+    assert {path: path.read_bytes() for path in files} == files
+    outcome = runs.train(tiny.changed(config, train__steps=done + 2), corpus, tmp_path)
+    change = {"step": done, "name": "train.steps", "old": STEPS, "new": done + 2}
+    assert outcome.results["steps"] == done + 2 and outcome.results["changes"] == [change]
+
+
+def test_checkpoints_without_a_total_have_that_of_the_record(finished, config, corpus):
+    """Those of earlier versions."""
+    workdir, _ = finished
+    notes = Path(workdir.latest, str(STEPS), "notes", "metadata")
+    saved = json.loads(notes.read_text())
+    notes.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("steps", "changes")}))
+    digests = Path(workdir.latest, str(STEPS), "digests.json")
+    of_files = json.loads(digests.read_text()) | {"notes/metadata": storage.sha256(str(notes))}
+    digests.write_text(json.dumps(of_files))
+    outcome = runs.train(tiny.changed(config, train__steps=STEPS + 2), corpus, workdir)
+    assert outcome.results["changes"] == [{"step": STEPS, "name": "train.steps", "old": STEPS, "new": STEPS + 2}]

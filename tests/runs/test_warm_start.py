@@ -16,10 +16,8 @@ from txl_jax.config import InitVocabulary, Tokenizer, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
-from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
-from txl_jax.training.hooks import Hook
 
 TEXTS = {
     "old": b"the cat sat on the mat and the dog sat on the cat " * 40,
@@ -94,14 +92,12 @@ def test_words_are_matched_by_spelling(text_of, tmp_path, name):
 
 
 def cluster(config, token):
-    """The cluster of a token, and its place there."""
     starts = [0, *config.model.cutoffs]
     found = max(i for i, start in enumerate(starts) if start <= token)
     return found, token - starts[found]
 
 
 def rows(params, config, token):
-    """All rows of a token: of embedding, softmax and bias."""
     table, place = cluster(config, token) if config.model.div_val > 1 else (0, token)
     yield params["softmax"]["bias"][token]
     for part in ("embedding", "softmax"):
@@ -183,31 +179,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(text_of,
 
 
 @pytest.mark.full
-def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
-    """New words are drawn by the member's own seed, and a member that is split off keeps the record."""
-    old, old_corpus = text_of("old", **WORDS)
-    _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
-    config, corpus = text_of("new", init_from=str(tmp_path / "old"), **WORDS)
-    states, workdir = [], Run(tmp_path / "members")
-    keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
-    still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30, "train.eval_every": 4})
-    members = [{"seed": 1}, {"seed": 2}]
-    runs.train(still, corpus, workdir, members=members, hooks=[keep], stop_requested=lambda: True)
-    [params] = states
-    theirs = old_corpus.vocabulary
-    for place, word in enumerate(corpus.vocabulary.words):
-        first, second = params["embedding"]["table_0"][:, place]
-        if word in theirs.words:
-            expected = tiny_run.params(parts.model)["embedding"]["table_0"][theirs.words.index(word)]
-            np.testing.assert_allclose([first, second], [expected, expected], rtol=1e-6)
-        else:
-            assert np.abs(first - second).max() > 1e-3
-    split_off(workdir.path, "seed=2", tmp_path / "alone")
-    assert Run.read(tmp_path / "alone").weights == Run.read_all(workdir.path).weights
-
-
-@pytest.mark.full
 def test_a_mesh_has_the_same_weights(on_eight_devices):
     """Tables of odd sizes, of which each of eight devices reads its part."""
-    one, mixed = on_eight_devices("-m", "support.warm_start_on_eight_devices")
+    one, mixed = on_eight_devices("-m", "support.eight_devices", "warm start")
     assert one == mixed and one["tokens"]["new"] and one["tokens"]["moved"]

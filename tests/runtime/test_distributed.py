@@ -1,4 +1,4 @@
-"""Tests broadcasts of results and errors between processes, and fetching arrays that are sharded over both."""
+"""Tests two processes: broadcasts of results and errors, arrays that are sharded over both, and the rows of each."""
 
 import json
 
@@ -73,3 +73,48 @@ def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all():
     assert first["second fails"] == ["RemoteProcessError", "process 1: no space", True]
     assert second["second fails"] == ["OSError", "no space", True]
     assert (first["primary"], second["primary"]) == (True, False)
+
+
+ROWS_SCRIPT = """
+import dataclasses
+import json
+import os
+import sys
+
+import jax
+import numpy as np
+
+from txl_jax.cli import other_hosts
+from support import tiny_run
+from txl_jax.data.segments import training_segments
+
+other_hosts.join(other_hosts.announced(os.environ))
+for data, tensor, batch_size, tiled in json.loads(sys.argv[1]):
+    sizes = {"mesh__data": data, "mesh__tensor": tensor, "train__batch_size": batch_size}
+    parts = tiny_run.parts(**sizes, model__n_head=8, model__d_inner=16)
+    if tiled:  # A process's devices are no stretch of the mesh.
+        devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)
+        parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
+    sizes, rows = {"batch_size": batch_size, "segment_len": 7}, parts.own_rows(batch_size)
+    whole, own = (training_segments(np.arange(1000), **sizes, own=own).segments(3, 2) for own in (None, rows))
+    placed = parts.place(own, batch_size=batch_size)
+    for found, expected in zip(placed, whole):
+        assert found.shape == expected.shape, (found.shape, expected.shape)
+        for shard in found.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+    print(rows.tolist(), file=sys.stderr)
+"""
+# The sizes of the mesh's data and tensor axes, rows, whether the mesh is tiled, and each process's rows.
+ROWS = [
+    ((8, 1, 16, True), ["[0, 1, 4, 5, 8, 9, 12, 13]", "[2, 3, 6, 7, 10, 11, 14, 15]"]),
+    ((1, 8, 4, False), ["[0, 1, 2, 3]"] * 2),  # Both processes' devices hold all rows.
+    ((8, 1, 1, False), ["[0]"] * 2),  # One row cannot be spread.
+]
+
+
+@pytest.mark.full
+def test_every_device_gets_its_rows_of_the_global_batch():
+    ended = processes.finish(processes.start("-c", ROWS_SCRIPT, json.dumps([sizes for sizes, _ in ROWS])))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    for number, (_, _, errors) in enumerate(ended):
+        assert errors.splitlines()[-3:] == [rows[number] for _, rows in ROWS]

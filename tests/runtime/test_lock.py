@@ -27,7 +27,6 @@ def short_times(monkeypatch):
 
 @pytest.fixture
 def elsewhere(bucket):
-    """A lock that is held on another machine."""
     lock = RunLock(bucket)
     lock._record["machine"] = "another"
     return lock

@@ -1,24 +1,31 @@
-"""Tests what a run writes about itself: no step twice after a resume, valid JSON and events."""
+"""Tests what a run writes about itself: its origin, no step twice after a resume, valid JSON, events, sinks."""
 
 import math
 import os
 import re
+import shlex
 import struct
+import subprocess
+import sys
 import threading
 import time
 from datetime import datetime
+from unittest import mock
 
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from support import ROOT
 from support.full_disk import largest_file
 from support.runs import log_lines, numbers
-from txl_jax.errors import LogError
+from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import environment
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.log import RunLog, read_appended, read_metrics, replace_appended
-from txl_jax.runtime.sinks import Sink
+from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 
 
 def log_steps(workdir, steps, first_step=0):
@@ -104,16 +111,6 @@ def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
         log.close()  # Nothing happens the second time.
 
 
-def test_without_a_folder_nothing_is_kept_or_printed(capsys):
-    log = RunLog(None)
-    log.print("early")
-    with log.open(opening=["opening"]):
-        log.record("train", 1, {"loss": 1.0})
-        log.print("line")
-        log.seal()
-    assert capsys.readouterr().out == ""
-
-
 # TensorBoard
 
 
@@ -161,7 +158,6 @@ def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
 
 
 def append(path, *lines):
-    """Writes lines to log.txt of a run in a bucket, each in a part."""
     with RunLog(os.path.dirname(path)).open() as log:
         for line in lines:
             log.print(line)
@@ -195,39 +191,6 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
     assert read_appended(path) == text
 
 
-@pytest.mark.full
-def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
-    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
-    with RunLog(bucket).open() as log:
-        for text in ("one", "two"):
-            log.print(text)
-            log._wait()
-            assert read_appended(bucket / "log.txt").endswith(f"{text}\n".encode())
-        assert parts(bucket / "log.txt") == ["000001"]
-
-
-@pytest.mark.full
-def test_what_was_sealed_is_there_and_a_resumed_run_drops_what_it_repeats(bucket):
-    killed = RunLog(bucket).open()
-    for step in (1, 2, 3):
-        killed.record("train", step, {"loss": step / 2})
-        killed.print(f"step {step}")
-        if step < 3:
-            killed.seal()
-    assert steps_of(str(bucket)) == [1, 2]
-    assert len(list((bucket / "tensorboard").iterdir())) == 2
-    with RunLog(bucket).open(1) as log:
-        assert steps_of(bucket) == [1]
-        log.record("train", 2, {"loss": 1.5})
-        log.print("again")
-    assert [(record["step"], record["loss"]) for record in read_metrics(bucket)] == [(1, 0.5), (2, 1.5)]
-    assert log_lines(read_appended(bucket / "log.txt")) == ["step 1", "step 2", "again"]
-    events = (event for event in read_events(bucket / "tensorboard") if not event.file_version)
-    seen = [(event.step, bool(event.summary.value)) for event in events]
-    assert seen == [(1, False), (1, True), (2, True), (2, False), (2, True)]
-    killed._sinks[0].close()
-
-
 def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
     written, go_on, sealed = {}, threading.Event(), threading.Event()
@@ -253,3 +216,124 @@ def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_pat
         sealing.join()
     [data] = written.values()
     assert sealed.is_set() and data.count(b"\n") == 2
+
+
+# Sinks
+
+
+SETTINGS = {"model.n_layer": 3, "train.same_length": True, "model.cutoffs": [1, 2], "a": None}
+RECORDS = [
+    ("train", 10, {"loss": 2.0, "tokens_per_second": 900.0}, None),
+    ("train", 20, {"loss": 1.5, "tokens_per_second": 800.0}, None),
+    ("valid", 20, {"loss": math.inf}, "seed=2"),
+]
+
+
+def report_all(log):
+    log.settings(SETTINGS)
+    for kind, step, values, member in RECORDS:
+        log.record(kind, step, values, member=member)
+    log.text(20, "sample", "a b\n*c*")
+    log.seal()
+
+
+def test_a_sink_gets_everything_in_order(tmp_path):
+    """The other one has none of the methods."""
+    sink = mock.Mock(spec=Sink)
+    with RunLog(tmp_path, sinks=[Sink(), sink]).open() as log:
+        report_all(log)
+    assert sink.mock_calls == [
+        mock.call.settings(SETTINGS),
+        *(mock.call.record(*record) for record in RECORDS),
+        mock.call.text(20, "sample", "a b\n*c*"),
+        mock.call.flush(),
+        mock.call.flush(),
+        mock.call.close(),
+    ]
+
+
+@pytest.mark.parametrize("fails", ["settings", "record", "close"])
+def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys):
+    broken, sound = mock.Mock(spec=Sink), mock.Mock(spec=Sink)
+    getattr(broken, fails).side_effect = ConnectionError("the network is down\nwith details")
+    with RunLog(tmp_path, sinks=[broken, sound]).open() as log:
+        report_all(log)
+        log.record("train", 30, {"loss": 1.0})
+    assert getattr(broken, fails).call_count == 1
+    assert broken.mock_calls[-1] == mock.call.close()  # It may hold a connection.
+    assert sound.record.call_count == 4
+    assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 20, 30]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert "Mock" in line and "ConnectionError: the network is down)" in line
+    if fails != "close":  # The log is open until then.
+        assert line in log_lines(tmp_path / "log.txt")
+
+
+# TensorBoard
+
+
+def test_tensorboard_gets_scalars_texts_and_the_table_of_settings(tmp_path):
+    """Settings by name, in the types that its plugin can sort and filter by."""
+    with RunLog(tmp_path).open() as log:
+        report_all(log)
+    events = [(event.step, value) for event in read_events(tmp_path / "tensorboard") for value in event.summary.value]
+    values = {(step, value.tag): value for step, value in events}
+    scalars = {place: value.simple_value for place, value in values.items() if value.HasField("simple_value")}
+    assert (scalars[10, "train/loss"], scalars[20, "train/loss"]) == (2, 1.5)
+    assert scalars[10, "speed/tokens_per_second"] == 900 and scalars[20, "seed_2/valid/loss"] == math.inf
+    assert values[20, "sample/text_summary"].tensor.string_val == [b"    a b\n    *c*\n"]
+    tags = {tag: value for (_, tag), value in values.items()}
+    assert b"| model.n_layer | 3 |" in tags["settings/text_summary"].tensor.string_val[0]
+    start = HParamsPluginData.FromString(tags["_hparams_/session_start_info"].metadata.plugin_data.content)
+    found = start.session_start_info.hparams
+    assert found["model.n_layer"].number_value == 3 and found["train.same_length"].bool_value is True
+    assert found["model.cutoffs"].string_value == "[1, 2]"
+
+
+# Weights & Biases
+
+
+def test_without_wandb_the_project_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"'mine'.*wandb is not installed.*txl_jax\[wandb\]"):
+        WeightsAndBiases("mine", tmp_path)
+
+
+@pytest.mark.full
+def test_wandb_offline_takes_settings_records_and_texts(tmp_path, monkeypatch):
+    """Both starts of a run are one run of the project."""
+    import wandb
+
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    logged, take = [], wandb.Run.log
+    monkeypatch.setattr(wandb.Run, "log", lambda run, row: logged.append((run.id, row)) or take(run, row))
+    workdir = tmp_path / "my-run"
+    for first_step in (0, 20):
+        sink = WeightsAndBiases("project", workdir)
+        with RunLog(workdir, sinks=[sink]).open(first_step) as log:
+            report_all(log)
+            assert (sink._run.project, sink._run.name) == ("project", "my-run")
+            assert sink._run.config["model.n_layer"] == 3 and sink._run.config["model.cutoffs"] == [1, 2]
+    assert len({run_id for run_id, _ in logged}) == 1 and len([*workdir.glob("wandb/offline-run-*/*.wandb")]) == 2
+    losses = [(row["step"], row["train/loss"]) for _, row in logged if "train/loss" in row]
+    assert losses == [(10, 2.0), (20, 1.5)] * 2
+    assert any("sample" in row for _, row in logged) and any("seed=2/valid/loss" in row for _, row in logged)
+    assert "failed" not in (workdir / "log.txt").read_text()
+
+
+# Where a run comes from
+
+
+def test_the_command_line_has_no_secrets_and_git_may_be_missing(monkeypatch):
+    secrets = ["--api_key=a b", "--data.hf_token=a b", "-password=a\nb"]
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "program", *secrets, "--file=a b", "--data.tokenizer.kind=word"]
+    )
+    command, versions = environment.origin()
+    shown = ["--api_key=...", "--data.hf_token=...", "-password=...", "--file=a b", "--data.tokenizer.kind=word"]
+    assert shlex.split(command)[1:] == ["python", "-m", "program", *shown]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert not commit or versions.endswith(f", commit {commit}")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "commit" not in environment.origin()[1] and f"txl_jax {environment.__version__}" in environment.origin()[1]

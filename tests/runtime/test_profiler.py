@@ -38,7 +38,6 @@ def traces(folder):
 
 
 def step_markers(path):
-    """The numbers of the steps in a trace, by jax's own reader."""
     data = jax.profiler.ProfileData.from_file(str(path))
     events = (event for plane in data.planes for line in plane.lines for event in line.events)
     with warnings.catch_warnings():

@@ -47,26 +47,6 @@ def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first
     assert stop.signal_number == first
 
 
-def test_handlers_come_back(arrivals):
-    with pytest.raises(KeyError), StopRequest():
-        raise KeyError
-    for number in SIGNALS:
-        send(number)
-    assert arrivals == SIGNALS
-
-
-def test_handlers_of_the_callers_own_stay_if_only_defaults_are_replaced(arrivals):
-    ours = [signal.getsignal(number) for number in SIGNALS]
-    with StopRequest(only_defaults=True) as stop:
-        assert [signal.getsignal(number) for number in SIGNALS] == ours
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with StopRequest(only_defaults=True) as inner:
-            send(signal.SIGINT)
-        assert inner.signal_number == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        send(signal.SIGTERM)
-    assert arrivals == [signal.SIGTERM] and not stop
-
-
 def test_in_another_thread_no_handler_is_replaced():
     def enter():
         with StopRequest(only_defaults=True) as stop:

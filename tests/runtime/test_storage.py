@@ -1,16 +1,23 @@
-"""Tests of files and objects: paths as users give them, what is written and read, errors, tries, and locks."""
+"""Tests files and objects: paths as users give them, what is written and read, errors, tries, locks, remote texts."""
 
 import errno
 import importlib.util
 import json
 import math
 import os
+import pathlib
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from support import miniature
 from support.full_disk import largest_file
+from txl_jax.config import CorpusName, DataConfig
+from txl_jax.data import own_text
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.published import CORPORA
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime import storage as files
 
@@ -32,14 +39,6 @@ def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
     with pytest.raises(UserError, match=r".") as refused:
         files.as_path(given)
     assert given in str(refused.value) and expected in str(refused.value)
-
-
-@pytest.mark.full
-def test_a_url_is_joined_like_a_path():
-    run = files.as_path("gs://bucket/runs//one/")
-    assert run == files.as_path(run) == "gs://bucket/runs/one"
-    assert files.is_remote(run) and files.is_remote(os.path.join(run, "a")) and not files.is_remote("runs/one")
-    assert (os.path.basename(run), os.path.dirname(run)) == ("one", "gs://bucket/runs")
 
 
 @pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
@@ -109,17 +108,6 @@ def test_a_copy_on_this_machine_is_there_as_long_as_its_owner(bucket):
 
 
 @pytest.mark.full
-def test_what_another_process_writes_is_seen_at_once(bucket, storage):
-    """As TensorStore's objects are, which fsspec does not see."""
-    files.write(bucket / "one", b"1")
-    assert files.names(bucket) == ["one"]
-    name = (bucket / "two").split("/", 3)[3]
-    found = storage.storage.get_file_obj("bucket-one", name.replace("two", "one"))
-    storage.storage.create_file("bucket-one", name, b"2", found | {"name": name})
-    assert files.names(bucket) == ["one", "two"] and files.exists(bucket / "two")
-
-
-@pytest.mark.full
 def test_calls_are_tried_again_after_errors_that_pass(bucket, storage):
     storage.fail_every(2, status=503)
     files.write(bucket / "one", b"1")
@@ -168,3 +156,62 @@ def test_an_error_of_writing_names_what_the_folder_and_the_flag(tmp_path):
     with pytest.raises(FileNotFoundError) as caught, files.writable(tmp_path, what="tokens"):
         raise elsewhere
     assert caught.value is elsewhere
+
+
+# Remote texts: they are copied to this machine once, and again when they change
+
+
+def read(data, cache, **settings):
+    return read_corpus(DataConfig(corpus=CorpusName.TEXT, **settings), str(data), str(cache))
+
+
+@pytest.mark.full
+def test_patterns_and_lists(bucket, tmp_path):
+    for name in ("a.txt", "b.txt", "valid.dat"):
+        (bucket / name).write_bytes(name.encode() * 100)
+    valid = str(bucket / "valid.dat")
+    corpus = read("data", tmp_path, train=(str(bucket / "*.txt"),), valid=(valid,), test=(valid,))
+    assert bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt" and corpus.train.size == 1000
+    (bucket / "valid.dat").unlink()
+    for name in ("*.txt", ""):  # Two files are one text, split by position.
+        corpus = read("data", tmp_path, file=str(bucket / name))
+        assert bytes(corpus.vocabulary.decode(corpus.test[-5:])) == b"b.txt" and corpus.train.size == 900
+    with pytest.raises(UserError, match="no object matches"):
+        read("data", tmp_path, train=(str(bucket / "*.no"),), valid=(valid,), test=(valid,))
+
+
+@pytest.mark.full
+def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, tmp_path, storage):
+    name, corpus = miniature.OFFICIAL[CorpusName.PTB], CORPORA[CorpusName.PTB]
+    for each in (name, f"ptb/{name}"):
+        (bucket / each).write_bytes(b"first text")
+    (bucket / "unrelated.bin").write_bytes(b"1")
+    (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 40)
+    local = own_text.local_folder(corpus, str(bucket), tmp_path)
+    found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
+    assert found == sorted([name, f"ptb/{name}"])
+    book = read("data", tmp_path, file=str(bucket / "book.txt"))
+    requests = len(storage.requests)
+    assert own_text.local_folder(corpus, str(bucket), tmp_path) == local
+    assert read("data", tmp_path, file=str(bucket / "book.txt")).digest == book.digest
+    assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
+    time.sleep(1.1)  # Times of objects are read in whole seconds.
+    (bucket / name).write_bytes(b"other text")  # As long as the first.
+    own_text.local_folder(corpus, str(bucket), tmp_path)
+    assert pathlib.Path(local, name).read_bytes() == b"other text"
+    (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 41)
+    assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != book.digest
+
+
+@pytest.mark.full
+def test_what_cannot_be_read_is_refused(bucket, tmp_path, storage):
+    with pytest.raises(UserError, match="cannot read gs://"):
+        read("data", tmp_path, file=str(bucket / "missing.txt"))
+    with pytest.raises(UserError, match="--cache_dir"):
+        read("data", bucket, file="book.txt")
+    with pytest.raises(UserError, match="--cache_dir"):
+        read_corpus(DataConfig(corpus=CorpusName.PTB), str(bucket))
+    (bucket / "secret.txt").write_bytes(b"1")
+    storage.refuse("GET .*secret")
+    with pytest.raises(UserError, match="gcloud"):
+        read("data", tmp_path, file=str(bucket / "secret.txt"))

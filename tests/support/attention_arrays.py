@@ -10,7 +10,6 @@ NAMES = ("query", "key", "value", "position_key", "content_bias", "position_bias
 
 
 def shapes(visibility: Visibility, n_head: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each array, by name."""
     batch, length = len(visibility.valid), visibility.segment_len
     keys, biases = (batch, n_head, visibility.n_keys, width), (n_head, width)
     found = ((batch, n_head, length, width), keys, keys, (n_head, visibility.n_positions, width), biases, biases)

@@ -33,9 +33,8 @@ def keep_in(folder: pathlib.Path) -> None:
     Processes that tests start have a folder inside it: they write in place, and warn of an entry that they read half.
     """
     os.environ.update(cache_in(folder / "processes"))
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name, value in cache_in(folder).items():
+        jax.config.update(name.lower(), int(value) if value.lstrip("-").isdigit() else value)
     lru_cache.LRUCache.put = _put
 
 

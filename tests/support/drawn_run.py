@@ -17,14 +17,8 @@ STEP = 7
 SENTENCE = b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
 TEXT = b"\n".join(b" ".join(SENTENCE.split()[k % 7 : k % 7 + 5 + k % 11]) for k in range(300))
 # wt103_large's structure, scaled down: three tails of width d_embed / 4**c, all projections but the head's shared.
-WT103 = {
-    "model.cutoffs": (5, 8, 14),
-    "model.div_val": 4,
-    "model.d_embed": 64,
-    "model.d_model": 64,
-    "model.tie_projs": (False, True, True, True),
-    "model.compat.final_norm": False,
-}
+WT103 = {"model.cutoffs": (5, 8, 14), "model.div_val": 4, "model.d_embed": 64, "model.d_model": 64}
+WT103 |= {"model.tie_projs": (False, True, True, True), "model.compat.final_norm": False}
 
 
 def make(folder, config: ExperimentConfig, corpus: Corpus) -> tuple[Run, Built]:
@@ -53,6 +47,6 @@ def of_words(folder: Path, *, tokenizer=Tokenizer.WORD, **changes: Any) -> Run:
     return make(folder, *on_text(beside, TEXT, **own, **changes))[0]
 
 
-def letters(length: int = 1110) -> bytes:
+def letters() -> bytes:
     """Returns a text of seven letters, the same at each call."""
-    return np.random.default_rng(0).choice(list(b"the cat"), length).astype(np.uint8).tobytes()
+    return np.random.default_rng(0).choice(list(b"the cat"), 1110).astype(np.uint8).tobytes()

@@ -1,4 +1,4 @@
-"""Trains and scores on meshes of eight fake CPU devices; run as a program by tests/sharding/test_mesh.py, prints JSON.
+"""Trains and scores on meshes of eight fake CPU devices; a program of tests/sharding and tests/runs, prints JSON.
 
 B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16 and 27: 16, 11 and 14
 tokens, of which the second and third divide among neither 8 devices nor (the second) 2.
@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,14 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from support import tiny
+from support import drawn_run, tiny
 from txl_jax import sharding
-from txl_jax.config import CacheDType, ExperimentConfig, MeshConfig
+from txl_jax.config import CacheDType, ExperimentConfig, MeshConfig, ModelConfig
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.ops import adaptive_softmax
+from txl_jax.runs import warm_start as warm_start_lib
 from txl_jax.runs.build import Built, build
+from txl_jax.runs.convert import convert
+from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.step import TrainState, TrainStep
 
@@ -270,12 +274,10 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
 
 
 def few() -> dict[str, Any]:
-    """The meshes that every change is tested on, and what costs little."""
     return {"runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False), "tail": tail_work()}
 
 
 def rest() -> dict[str, Any]:
-    """Scores, and what else meshes may not change."""
     whole = build_run("plain", "one", model__dropout__rate=0.0)
     in_chunks = build_run("plain", "mixed", model__dropout__rate=0.0, train__grad_accum_steps=4)
     return {
@@ -286,7 +288,35 @@ def rest() -> dict[str, Any]:
     }
 
 
+def warm_start() -> list[dict]:
+    """What is recorded of warm starts on one device and on eight, and the sha256 of the parameters after them.
+
+    From a portable folder to another vocabulary: 13 words in clusters cut at 3 and 7, of a trained run with 11.
+    """
+    words, folder = [f"w{i}" for i in range(9)], Path(tempfile.mkdtemp())
+    clusters = {"cutoffs": (3, 7), "div_val": 2, "tie_projs": (False,) * 3}
+    sizes = ModelConfig(n_layer=2, d_model=16, n_head=4, d_head=5, d_inner=24, **clusters)
+    changes = {"model": sizes, "data__tokenizer__kind": "word", "train__batch_size": 16, "mesh": MESHES["one"]}
+    texts = []
+    for name, of_text in (("old", words), ("new", [*words[::-1], "x", "y"])):
+        (folder / name).mkdir()
+        content = "\n".join(" ".join(of_text[i:]) for i in range(len(of_text))) * 9
+        texts.append(drawn_run.on_text(folder / name, content.encode(), **changes))
+    drawn_run.make(folder / "run", *texts[0])
+    convert(folder / "run", folder / "portable", log=lambda line: None)
+    own, corpus = texts[1]
+    found = []
+    for mesh in (MESHES["one"], MESHES["mixed"]):
+        on_mesh = tiny.changed(own, mesh=mesh, init_from=str(folder / "portable"))
+        parts = build(on_mesh, vocab_size=corpus.vocabulary.size)
+        weights = warm_start_lib.load(parts, corpus.vocabulary, Run(folder / "new-run"))
+        after = weights.state(parts.init_params())
+        found.append({**weights.record, "after": warm_start_lib.digest(after.params)})
+    return found
+
+
 KINDS = {"few": few, "rest": rest, "exact": lambda: {"runs": runs()}, "usual": lambda: {"runs": runs(scored=False)}}
+KINDS["warm start"] = warm_start
 
 if __name__ == "__main__":
     print(json.dumps(KINDS[sys.argv[1]]()))

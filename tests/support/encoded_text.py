@@ -1,7 +1,10 @@
-"""Text in blocks, as vocabularies encode it."""
+"""Text in blocks, as vocabularies encode it, and data configs by flat field names."""
 
+import dataclasses
 import itertools
+from typing import Any
 
+from txl_jax.config import CorpusName, DataConfig, TokenizerConfig
 from txl_jax.data.text import SPLITS, File, Text
 from txl_jax.data.word_tokens import WordVocabulary
 
@@ -23,7 +26,6 @@ def in_blocks(content, size=4, *, name="some.txt", offset=0):
 
 
 def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5, closed_alphabet=False):
-    """A text of three splits, each the content of a file or a list of them."""
     contents = [[split] if isinstance(split, bytes | str) else split for split in (train, valid, test)]
     encoded = [[one.encode() if isinstance(one, str) else one for one in split] for split in contents]
     splits = {name: tuple(in_blocks(one, block) for one in split) for name, split in zip(SPLITS, encoded, strict=True)}
@@ -36,3 +38,16 @@ def joined(blocks):
 
 def words_of(line_mark, **fields):
     return WordVocabulary(WORDS, line_mark, **fields)
+
+
+_TOKENIZER_FIELDS = {field.name for field in dataclasses.fields(TokenizerConfig)}
+
+
+def data_config(**fields: Any) -> DataConfig:
+    """Builds a config; fields of the tokenizer (`kind`, `line_mark`, ...) go to its group."""
+    of_tokenizer = {name: fields.pop(name) for name in _TOKENIZER_FIELDS & fields.keys()}
+    return DataConfig(tokenizer=TokenizerConfig(**of_tokenizer), **fields)
+
+
+def own_text(**fields: Any) -> DataConfig:
+    return data_config(corpus=CorpusName.TEXT, **fields)

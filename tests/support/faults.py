@@ -38,8 +38,6 @@ NIGHTLY = pytest.mark.nightly(part="faults")
 
 @dataclasses.dataclass
 class Ended:
-    """The end of one start: exit code and output."""
-
     code: int
     out: str
     err: str
@@ -73,11 +71,9 @@ class Victim:
             self._received += more
 
     def send(self, signal_number):
-        """Sends a signal; it may come too late."""
         self._process.send_signal(signal_number)
 
     def end(self):
-        """Waits for the end; fails if it does not come."""
         try:
             out, err = self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
@@ -101,7 +97,6 @@ class Place:
         return self._start(name, *FLAGS, *more, faults=[*faults, *([fault] if fault else [])], program=program)
 
     def score(self, name, **fault):
-        """Starts to score a trained run again."""
         return self._start(name, "--mode=eval", faults=[fault] if fault else [])
 
     def _start(self, name, *flags, **more):
@@ -117,14 +112,12 @@ class Place:
 
 
 def finished(victim):
-    """The end of a start that nothing may happen to."""
     ended = victim.end()
     assert ended.code == 0, ended.err
     return ended
 
 
 def result(workdir, name="results.json"):
-    """The scores that a program has written."""
     return {k: v for k, v in json.loads((workdir / name).read_text()).items() if k != "date"}
 
 

@@ -9,7 +9,6 @@ import functools
 import gc
 import gzip
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -29,18 +28,8 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(  # Files that reach other lines of these are kept, and changed further.
-    include=[
-        "txl_jax.interop",
-        "txl_jax.data",
-        "txl_jax.runs",
-        "txl_jax.config",
-        "txl_jax.runtime",
-        "json",
-        "pickletools",
-        "tarfile",
-        "zipfile",
-        "numpy.lib",
-    ],
+    include=[f"txl_jax.{name}" for name in ("interop", "data", "runs", "config", "runtime")]
+    + ["json", "pickletools", "tarfile", "zipfile", "numpy.lib"],
     enable_loader_override=False,
 ):
     from txl_jax.data import prepare, subwords, text, token_store, vocabulary
@@ -55,6 +44,7 @@ with atheris.instrument_imports(  # Files that reach other lines of these are ke
 
 import numpy as np
 
+from experiments import export
 from support import drawn_run, foreign, hf_tokenizers, miniature, torch_bytes
 from txl_jax.data import ready_ids
 from txl_jax.data.byte_tokens import ByteVocabulary
@@ -64,6 +54,7 @@ from txl_jax.runs.convert import TargetFormat, convert
 
 _SECONDS = 1.0  # Of the processor, per example.
 _MEMORY = 1 << 30  # Bytes of address space beyond what the program has when it begins.
+convert_quietly = functools.partial(convert, log=lambda line: None)
 Reader = Callable[[Path], Any]  # Takes the file's path.
 Seed = tuple[Path, Reader]  # A file that is whole, and what reads it.
 
@@ -72,13 +63,11 @@ Seed = tuple[Path, Reader]  # A file that is whole, and what reads it.
 
 
 def read_model(path: Path) -> None:
-    """Reads another implementation's weights, all of them."""
     for leaf in formats.read(path if path.suffix in (".bin", ".pt") else path.parent).leaves.values():
         assert leaf.read().shape == leaf.shape
 
 
 def read_tensors(path: Path) -> None:
-    """Reads a safetensors file alone, and then as a model."""
     found = safetensors.read(path)
     for leaf in found.values():
         assert leaf.read().shape == leaf.shape
@@ -98,7 +87,6 @@ def use(found: vocabulary.Vocabulary) -> None:
 
 
 def read_foreign_vocabulary(path: Path) -> None:
-    """Reads a vocabulary beside another implementation's weights."""
     with contextlib.suppress(UserError):
         foreign_vocabulary.find(path.parent, 3)
     if found := (
@@ -113,16 +101,12 @@ def read_portable(path: Path) -> None:
     """Opens a portable checkpoint, builds its model, and compares it with the weights."""
     found = weights.open_weights(path.parent)
     portable._card(found.source, 1)
-    portable.place(portable.read_leaves(path.parent), _abstract(found))
+    portable.place(portable.read_leaves(path.parent), _abstract(found.config, found.vocabulary))
 
 
 @functools.lru_cache(maxsize=64)
-def _built(config: Any, words: vocabulary.Vocabulary) -> Any:
+def _abstract(config: Any, words: vocabulary.Vocabulary) -> Any:
     return build_for(config, words).abstract_state.params
-
-
-def _abstract(found: Any) -> Any:
-    return _built(found.config, found.vocabulary)
 
 
 def read_run(path: Path) -> None:
@@ -142,7 +126,6 @@ def read_run(path: Path) -> None:
 
 
 def read_exported(path: Path) -> None:
-    """Reads an exported model whose digests fit."""
     folder = path.parent
     if path.name != exported._MANIFEST:
         manifest = json.loads((folder / exported._MANIFEST).read_bytes())
@@ -153,23 +136,15 @@ def read_exported(path: Path) -> None:
     exported.read(folder)
 
 
-def read_ids(path: Path) -> None:
-    """Reads an array of ids."""
-    ready_ids._scan(ready_ids._open("file", [str(path)]), "file")
-
-
 def read_json_lines(path: Path) -> None:
-    """Reads the texts in JSON lines."""
     with open(path, "rb") as lines:
-        for _ in text.json_texts(lines, "text", name=str(path)):
-            pass
+        list(text.json_texts(lines, "text", name=str(path)))
 
 
 def read_archive(path: Path) -> None:
     """Reads all members of an archive, as many bytes as a corpus has."""
     places = prepare.open_files([(path.name, str(path), "http://example.org")])
-    for _ in prepare.read_files({place: [min(place.size, 100_000)] for place in places}):
-        pass
+    list(prepare.read_files({place: [min(place.size, 100_000)] for place in places}))
 
 
 # Whole files
@@ -195,12 +170,10 @@ def _models(folder: Path) -> list[Path]:
 
 
 def pickles(folder: Path) -> list[Seed]:
-    """Files of PyTorch, in both formats."""
     return [(path, read_model) for path in _models(folder)]
 
 
 def headers(folder: Path) -> list[Seed]:
-    """Files of safetensors: a model of another implementation, and ours."""
     config, params = foreign.make("hf", untie_r=True)
     theirs = foreign.huggingface_folder(folder / "theirs", config, params)
     found = formats.read(theirs)
@@ -211,22 +184,16 @@ def headers(folder: Path) -> list[Seed]:
 
 
 def vocabularies(folder: Path) -> list[Seed]:
-    """Vocabularies of every kind, ours and others'."""
     ours = [ByteVocabulary(b"\n abc"), CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"), IdVocabulary(5)]
     ours += [WordVocabulary(foreign.WORDS)]
     kinds = ("byte_level", "word_pieces", "meta_space", "whole_words", "few_letters")
     tokenizers = [getattr(hf_tokenizers, kind)() for kind in kinds]
     files: dict[str, tuple[bytes, Reader]] = {}
     for number, each in enumerate([*ours, *map(subwords.SubwordVocabulary, tokenizers)]):
-        files[f"ours{number}/vocabulary.txt"] = (
-            vocabulary.dumps(each).encode(),
-            lambda path: use(portable.read_vocabulary(path)),
-        )
-    for number, content in enumerate(tokenizers):
-        files[f"given{number}/tokenizer.json"] = (
-            content.encode(),
-            lambda path: use(subwords.given_tokenizer(str(path))),
-        )
+        content = vocabulary.dumps(each).encode()
+        files[f"ours{number}/vocabulary.txt"] = content, lambda path: use(portable.read_vocabulary(path))
+    for number, each in enumerate(tokenizers):
+        files[f"given{number}/tokenizer.json"] = each.encode(), lambda path: use(subwords.given_tokenizer(str(path)))
     lists = [list(foreign.WORDS), ["101", "10", "97"], ["_", "a", "b"]]
     for number, words in enumerate(lists):
         files[f"words{number}/vocab.txt"] = ("\n".join(words).encode(), read_foreign_vocabulary)
@@ -244,12 +211,9 @@ def manifests(folder: Path) -> list[Seed]:
     results = {"best_valid": scores, "test": scores, "eval": {"segment_len": 5, "mem_len": 9}, "steps": 10}
     results |= {"members": {"seed=1": {"test": scores}, "seed=2": {"test": scores}}}
     (workdir / "results.json").write_text(json.dumps(results))
-    lines = [
-        {"kind": kind, "step": step, "loss": 1.5, "perplexity": 4.5} for step in (1, 2) for kind in ("train", "valid")
-    ]
-    (workdir / "metrics.jsonl").write_text(
-        "".join(json.dumps(line | {"tokens_per_second": 9.5}) + "\n" for line in lines)
-    )
+    values = {"loss": 1.5, "perplexity": 4.5, "tokens_per_second": 9.5}
+    lines = [{"kind": kind, "step": step} | values for step in (1, 2) for kind in ("train", "valid")]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     convert_quietly(workdir, folder / "portable")
     convert_quietly(workdir, folder / "back", to_format=TargetFormat.HUGGINGFACE)
     ensemble = shutil.copytree(workdir, folder / "ensemble")
@@ -264,60 +228,36 @@ def manifests(folder: Path) -> list[Seed]:
     found += [(folder / "portable" / "config.json", read_portable)] * 3
     found += [(folder / "back" / name, read_model) for name in ("txl_jax.json", "config.json")]
     models = _models(folder / "models")
-    found += [(path.with_name("config.json"), read_model_beside) for path in models[:2]]
-    for path in models[:1]:
-        index = shutil.copytree(path.parent, folder / "index") / "pytorch_model.bin.index.json"
-        index.write_text(json.dumps({"weight_map": {"a": "part-1.bin", "b": "part-1.bin"}, "metadata": {}}))
-        path.rename(index.with_name("part-1.bin"))
-        (index.parent / "pytorch_model.bin").unlink()
-        found += [(index, read_model)] * 2
-    export(workdir, folder / "exported")
+    found += [(path.with_name("config.json"), read_model) for path in models[:2]]
+    index = shutil.copytree(models[0].parent, folder / "index") / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-1.bin", "b": "part-1.bin"}, "metadata": {}}))
+    index.with_name("pytorch_model.bin").rename(index.with_name("part-1.bin"))
+    found += [(index, read_model)] * 2
+    with contextlib.redirect_stdout(None):
+        export.run(export.Plan(from_=str(workdir), to=str(folder / "exported")), None)
     found += [(folder / "exported" / name, read_exported) for name in ("manifest.json", "score.jax_export")]
-    store = (
-        next((folder / "run-text" / "prepared" / "tokens").glob("*-*"), None)
-        or next((folder / "run-text").rglob("store.json")).parent
-    )
-    found += [
-        (store / "store.json", lambda path: token_store._is_whole(path.parent) and token_store._load(path.parent))
-    ]
+    store = next((folder / "run-text").rglob("store.json"))
+    found += [(store, lambda path: token_store._is_whole(path.parent) and token_store._load(path.parent))]
     found += [(_write(folder / "own" / "a.jsonl", b'{"text": "a"}\n{"text": "b\\u00e9"}\n'), read_json_lines)]
     np.save(folder / "own" / "a.npy", np.arange(9, dtype=np.uint16))
-    found += [(folder / "own" / "a.npy", read_ids)]
+    found += [(folder / "own" / "a.npy", lambda path: ready_ids._scan(ready_ids._open("file", [str(path)]), "file"))]
     released = folder / "released"
-    (released / "data").mkdir(parents=True)
     _write(released / "model" / "model.ckpt-1.index", b"x")
     _write(released / "data" / "corpus-info.json", b'{"dataset": "enwik8"}')
-    found += [(_write(released / "model" / "checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n'), read_released)]
-    return found
-
-
-def read_model_beside(path: Path) -> None:
-    """Reads the weights beside a file."""
-    read_model(path)
-
-
-def read_released(path: Path) -> None:
-    """Finds a checkpoint of TensorFlow."""
-    weights.holds_other_weights(str(path.parent.parent))
+    checkpoint_file = _write(released / "model" / "checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n')
+    return [*found, (checkpoint_file, lambda path: weights.holds_other_weights(str(path.parent.parent)))]
 
 
 def archives(folder: Path) -> list[Seed]:
-    """Archives of corpora of each kind."""
     members = {"box/b.txt": b"bee" * 500, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
     files = ("x.zip", "x.tar", "x.tar.gz")
     found = [_write(folder / file, miniature.archive(file, members)) for file in files]
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=format) as tarred:
-            for name in ("é" * 200, "a/" * 100 + "b"):
-                info = tarfile.TarInfo(name)
-                info.size, info.pax_headers = 3, {"comment": "x" * 20}
-                tarred.addfile(info, io.BytesIO(b"abc"))
-            link = tarfile.TarInfo("link")
-            link.type, link.linkname = tarfile.SYMTYPE, "c" * 120
-            tarred.addfile(link)
-        found.append(_write(folder / f"{format}.tar", buffer.getvalue()))
-        found.append(_write(folder / f"{format}.tar.gz", gzip.compress(buffer.getvalue(), mtime=0)))
+        info = tarfile.TarInfo("é" * 200)
+        info.pax_headers = {"comment": "x" * 20}
+        content = info.tobuf(format) + bytes(1024)
+        found.append(_write(folder / f"{format}.tar", content))
+        found.append(_write(folder / f"{format}.tar.gz", gzip.compress(content, mtime=0)))
     return [(path, read_archive) for path in found]
 
 
@@ -332,45 +272,14 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-def convert_quietly(source: Path, target: Path, **options: Any) -> None:
-    """Converts weights and logs nothing."""
-    convert(source, target, log=lambda line: None, **options)
-
-
-def export(source: Path, target: Path) -> None:
-    """Exports a model."""
-    from experiments import export as job
-
-    with contextlib.redirect_stdout(None):
-        job.run(job.Plan(from_=str(source), to=str(target)), None)
-
-
 # Changes of a file beside libFuzzer's own
 
-ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63,
-    10**30,
-    1e308,
-    1.5,
-    "",
-    "a",
-    "..",
-    "../../x",
-    "/dev/zero",
-    "a\0b",
-    "\ud800",
-]
-ODD += ["9" * 5000, [], {}, [1], {"a": 1}, [[]], "NaN", float("nan"), float("inf"), [None] * 50, "tiled 8x8", "\u00e9"]
+ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, 1e308, 1.5]
+ODD += ["", "a", "..", "../../x", "/dev/zero", "a\0b", "\ud800", "9" * 5000, "NaN", "tiled 8x8", "\u00e9"]
+ODD += [[], {}, [1], {"a": 1}, [[]], float("nan"), float("inf"), [None] * 50]
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Lists the containers of a JSON value with each of their keys."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         found.append((value, key))
@@ -379,7 +288,6 @@ def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def change_json(data: bytes, draw: random.Random) -> bytes:
-    """Changes a value, or a name, at any depth."""
     value = json.loads(data)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         places = _places(value, [])
@@ -410,11 +318,6 @@ def change_json(data: bytes, draw: random.Random) -> bytes:
 
 
 def change(data: bytes, limit: int, seed: int) -> bytes:
-    """Is libFuzzer's mutator, which may return no more bytes than `limit`."""
-    return _change(data, limit, seed)[:limit]
-
-
-def _change(data: bytes, limit: int, seed: int) -> bytes:
     """Changes bytes as libFuzzer does, or JSON's values, or what is compressed below the compression."""
     draw, start, rest = random.Random(seed), data[:1] or b"\0", data[1:]
     with contextlib.suppress(Exception):
@@ -440,9 +343,8 @@ def _change(data: bytes, limit: int, seed: int) -> bytes:
                 title, _, lines = rest.partition(b"\n")
                 words, _, settings = title.rpartition(b" {")
                 if b'{"version"' in lines and draw.randrange(2):
-                    return (
-                        start + title + b"\n" + change_json(lines.replace(b"\\\\", b"\\"), draw).replace(b"\\", b"\\\\")
-                    )
+                    tokenizer = change_json(lines.replace(b"\\\\", b"\\"), draw)
+                    return start + title + b"\n" + tokenizer.replace(b"\\", b"\\\\")
                 return start + words + b" " + change_json(b"{" + settings, draw) + b"\n" + lines
     return start + atheris.Mutate(rest, limit - 1)
 
@@ -462,7 +364,6 @@ class ForbiddenError(BaseException):
 
 
 def watch(event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook."""
     if not _BUSY:
         return
     is_written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -480,10 +381,10 @@ def example(data: bytes) -> None:
     began = time.thread_time()
     _BUSY.append(path.parent)
     try:
-        read(path)
-        check_time(began)
-    except UserError:
-        check_time(began)
+        with contextlib.suppress(UserError):
+            read(path)
+        if (seconds := time.thread_time() - began) > _SECONDS:
+            raise TimeoutError(f"{seconds:.1f} seconds")
     except BaseException as error:  # noqa: BLE001 (a panic of a package in Rust is no Exception)
         keep(error, data, path)
     finally:
@@ -491,12 +392,6 @@ def example(data: bytes) -> None:
         for each, content in [*beside.items(), (path, _CONTENTS[number])]:
             each.write_bytes(content)
         gc.collect()  # Errors and their frames are circles, which may hold large arrays.
-
-
-def check_time(began: float) -> None:
-    """Raises `TimeoutError` if the example took too long."""
-    if (seconds := time.thread_time() - began) > _SECONDS:
-        raise TimeoutError(f"{seconds:.1f} seconds")
 
 
 def keep(error: BaseException, data: bytes, path: Path) -> None:
@@ -512,7 +407,6 @@ def keep(error: BaseException, data: bytes, path: Path) -> None:
 
 
 def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
-    """Makes the whole files, reads each, and fuzzes."""
     warnings.simplefilter("ignore")
     global _FOLDER
     _FOLDER, made = folder, folder / "files"
@@ -530,8 +424,8 @@ def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
     longest = 2 * max(map(len, _CONTENTS)) + 10_000
     options = [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/", f"-max_len={longest}", "-len_control=0"]
-    options += ["-timeout=120", "-rss_limit_mb=0", "-print_final_stats=1"]
-    atheris.Setup([sys.argv[0], *options, *flags, str(corpus)], example, custom_mutator=change)
+    options += ["-timeout=120", "-rss_limit_mb=0", "-print_final_stats=1", *flags, str(corpus)]
+    atheris.Setup([sys.argv[0], *options], example, custom_mutator=lambda *given: change(*given)[: given[1]])
     gc.freeze()
     atheris.Fuzz()
 

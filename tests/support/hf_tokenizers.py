@@ -57,7 +57,6 @@ def whole_words(*, unknown: str | None = "<unk>") -> str:
 
 
 def few_letters() -> str:
-    """Two letters, and nothing for others."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()

@@ -86,9 +86,8 @@ def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
     return [found[index] for index in range(len(found))]
 
 
-def metrics(port: int, **options: Any) -> dict[str, float]:
-    """The figures of a server, as Prometheus reads them."""
-    lines = ask(port, "/metrics", **options)[1].splitlines()
+def metrics(port: int) -> dict[str, float]:
+    lines = ask(port, "/metrics")[1].splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
@@ -132,7 +131,6 @@ class Program:
         wait_until(lambda: ask(self.port, "/readyz")[0] == 200, SECONDS)
 
     def end(self, number: int) -> tuple[int, str]:
-        """The exit code and what it has printed on the error stream, after a signal."""
         self.process.send_signal(number)
         self.last_lines, errors = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, errors

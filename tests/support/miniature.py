@@ -8,6 +8,7 @@ import io
 import random
 import tarfile
 import zipfile
+from pathlib import Path
 from typing import Any
 
 from txl_jax.config import CorpusName
@@ -71,13 +72,11 @@ def files(name: CorpusName) -> dict[str, bytes]:
 
 
 def shards(text: bytes) -> list[bytes]:
-    """Three unequal parts of whole lines."""
     lines = text.splitlines(keepends=True)
     return [b"".join(lines[:1000]), b"".join(lines[1000:4100]), b"".join(lines[4100:])]
 
 
 def archive(file: str, members: dict[str, bytes]) -> bytes:
-    """The archive `file`, of the kind of its name."""
     buffer = io.BytesIO()
     if file.endswith(".zip"):
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
@@ -94,7 +93,6 @@ def archive(file: str, members: dict[str, bytes]) -> bytes:
 
 @functools.cache
 def official(name: CorpusName) -> bytes:
-    """The content of the official file: an archive, or the text itself."""
     file, members = OFFICIAL[name], files(name)
     return archive(file, members) if name in PACKED else members[file]
 
@@ -111,7 +109,6 @@ def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
 
 
 def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
-    """A file of a server, with what is known of it."""
     return Remote(url + file, size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
@@ -150,3 +147,34 @@ def _sentences(rng: random.Random, lines: int) -> bytes:
 
 def _words(rng: random.Random, words: bytes) -> bytes:
     return b" ".join(rng.choices(words.split(), k=rng.randint(1, 40)))
+
+
+def place(folder: Path, members: dict[str, bytes]) -> None:
+    for name, content in members.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+# Ways in which a corpus's files may lie in the data directory.
+ARRANGEMENTS = ("official", "downloads/manual", "unpacked", "flat", "by split", "zip", "tar.gz", "tgz", "tar")
+
+
+def arrange(tmp_path: Path, name: CorpusName, how: str = "official") -> None:
+    """Places the corpus's files in the folder `data`: packed by its user if `how` is a suffix."""
+    by_name = files(name)
+    match how:
+        case "official":
+            members = {OFFICIAL[name]: official(name)}
+        case "downloads/manual":
+            members = {f"{how}/{OFFICIAL[name]}": official(name)}
+        case "unpacked":
+            members = by_name
+        case "flat":  # Without the archive's folders.
+            keep = 2 if name is CorpusName.LM1B else 1
+            members = {"/".join([name, *file.split("/")[-keep:]]): content for file, content in by_name.items()}
+        case "by split":
+            members = {f"{_SHIPPED[name].folders[-1]}/{split}.txt": text for split, text in texts(name).items()}
+        case suffix:
+            members = {f"{name}/{name}.{suffix}": archive(f".{suffix}", by_name)}
+    place(tmp_path / "data", members)

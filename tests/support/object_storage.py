@@ -52,7 +52,6 @@ class _Handler(emulator.RequestHandler):
 
 
 def _served(method):
-    """A method of the handler for requests of one kind."""
     return lambda handler: handler._handle(method, getattr(super(_Handler, handler), f"do_{method}"))
 
 
@@ -104,7 +103,6 @@ class ObjectStorage(http.server.ThreadingHTTPServer):
 
     @property
     def writes(self):
-        """The requests that change something."""
         return [request for request in self.requests if request[0] != "GET"]
 
     # Faults
@@ -115,7 +113,6 @@ class ObjectStorage(http.server.ThreadingHTTPServer):
         self._victim, self._kill_at, self.killed = None, -1, False
 
     def fail_every(self, number, status=503):
-        """Answers each request of this number with an error."""
         self._every, self._seen, self._status = number, 0, status
 
     def refuse(self, pattern, status=403, *, after=0):

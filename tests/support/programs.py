@@ -39,7 +39,6 @@ def config_of(defaults: ExperimentConfig, *words: str, base: ExperimentConfig | 
 
 
 def command(module: str, *words: object) -> list[str]:
-    """Returns the command line of a module with these words."""
     return [sys.executable, "-m", module, *map(str, words)]
 
 
@@ -73,12 +72,12 @@ def on_eight_devices(*words: str, **variables: str) -> str:
 
 
 @contextlib.contextmanager
-def own_flags() -> Iterator[set[str]]:
-    """Takes back the flags that a program defines, and the variables that it sets; yields those of libraries."""
+def own_flags() -> Iterator[None]:
+    """Takes back the flags that a program defines, and the variables that it sets."""
     _forget_flags_of_programs()  # A test that calls parts of a program may have left some.
     environment = dict(os.environ)
     try:
-        yield set(flags.FLAGS)
+        yield
     finally:
         _forget_flags_of_programs()
         flags.FLAGS.unparse_flags()

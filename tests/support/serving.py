@@ -102,7 +102,6 @@ def run(made: Engine, prompt: Prompt, session: Session | None = None) -> Result:
 
 
 def refused(status: int, function: Callable, *arguments: Any) -> RequestError:
-    """The error of this status that a call raises."""
     with pytest.raises(RequestError) as raised:
         function(*arguments)
     assert raised.value.status == status

@@ -74,7 +74,6 @@ eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
 
 
 def make_words(folder):
-    """Writes words.txt."""
     (folder / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
 
 
@@ -89,8 +88,6 @@ optimizer.warmup_steps = 10
 
 
 class Run(sweep.Run):
-    """A run with a made-up training."""
-
     @property
     def results(self):
         path = Path(self.folder, "results.json")
@@ -123,19 +120,16 @@ def install(patch=setattr):
 
 
 def trials(url):
-    """All trials of the only study in a database."""
     storage = optuna.storages.RDBStorage(url, engine_kwargs={"poolclass": sqlalchemy.pool.NullPool})
     [name] = optuna.get_all_study_names(storage)
     return optuna.load_study(study_name=name, storage=storage).trials
 
 
 def folders(out):
-    """The workdirs of a sweep."""
     return sorted(path for path in out.iterdir() if path.is_dir())
 
 
 def starts(folder):
-    """The steps from which a run was started."""
     path = folder / "starts"
     return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 

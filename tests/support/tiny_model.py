@@ -23,7 +23,6 @@ def make(**changes: Any) -> LanguageModel:
 
 
 def documents(lengths: list[int], *, seed: int = 3) -> list[np.ndarray]:
-    """Random token ids of documents of these lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(tiny.V, size=length) for length in lengths]
 
@@ -35,13 +34,8 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     nats = np.zeros(len(tokens), np.promote_types(np.float32, components.config.model.dtype))
     if len(tokens) < 2:
         return np.zeros(0)
-    weights = components.prepare_params(model.params)
-    evaluate(
-        components.eval_step,
-        weights,
-        components.init_memory(weights),
-        evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=components.config.eval.segment_len),
-        place=components.place,
-        token_nats=nats,
-    )
+    weights, segment_len = components.prepare_params(model.params), components.config.eval.segment_len
+    reader = evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=segment_len)
+    memory = components.init_memory(weights)
+    evaluate(components.eval_step, weights, memory, reader, place=components.place, token_nats=nats)
     return nats[1:]

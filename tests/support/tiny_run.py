@@ -76,7 +76,6 @@ def state(made: Built) -> TrainState:
 
 
 def text(*, seed: int = 0) -> SegmentReader:
-    """Random tokens that fill `EPOCH` training segments."""
     tokens = np.random.default_rng(seed).integers(tiny.V, size=B * L * EPOCH + 1)
     return training_segments(tokens, batch_size=B, segment_len=L)
 

@@ -38,8 +38,6 @@ class Object:
 
 @dataclasses.dataclass
 class Raw:
-    """A value by the instructions that push it."""
-
     code: bytes
 
 
@@ -49,7 +47,6 @@ class Persistent:
 
 
 def parameter(array: np.ndarray) -> Call:
-    """A tensor as a parameter of a module."""
     return Call(Name("torch._utils", "_rebuild_parameter"), (array, True, Call(Name("collections", "OrderedDict"), ())))
 
 
@@ -125,7 +122,6 @@ def write_zip(path: Path, value: Any) -> Path:
 
 
 def write_legacy(path: Path, value: Any) -> Path:
-    """Writes the format before torch 1.6."""
     writer = Writer(legacy=True)
     machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     parts = [writer.pickled(part) for part in (0x1950A86A20F9469CFC6C, 1001, machine, value)]

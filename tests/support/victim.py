@@ -40,7 +40,6 @@ PHASES = {
 
 
 def main() -> None:
-    """Reads what is to happen, arranges for it, and becomes the program."""
     _, marks, faults, program, *flags = sys.argv
     sys.argv = [program, *flags]
     miniature.install()
@@ -57,8 +56,6 @@ def main() -> None:
 
 
 def marked(function, mark, name):
-    """The function, with a mark before it."""
-
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
         mark(name)

@@ -1,0 +1,279 @@
+"""Tests a run's implementations of attention: the record, which resumes keep, and the comparison before a run.
+
+In the first part tests choose what is there and what "auto" prefers; two tiles give other numbers in the last digits.
+In the second, wrong kernels are ours with a fault planted: a run names them, and is then the run of the reference to
+the last bit.
+"""
+
+import dataclasses
+import json
+import shutil
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from ops.attention.tpu.test_limits import CACHED, EVALUATION, PROBLEM, TRAINING, resized
+from support import runs, tiny, tiny_run
+from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, config_tree
+from txl_jax.errors import UserError
+from txl_jax.ops.attention import Implementation, Implementations, Problem, Tile, choose
+from txl_jax.ops.attention.tpu import cached, geometry, kernels
+from txl_jax.runs import first_contact
+from txl_jax.runs.build import AttentionChoice, Chosen, build
+from txl_jax.runs.run import Run, check_same_attention
+from txl_jax.runtime import distributed
+
+SMALL, LARGE = Tile(4, 8), Tile(8, 16)
+
+
+def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
+    run = Run("somewhere")
+    assert run.attention_for(ExperimentConfig()) == Implementations("auto", "auto"), "a new run"
+    run.is_new, run.config = False, ExperimentConfig()
+    run.attention = {"training": "tiled 4x8", "evaluation": "reference"}
+    tiled, reference = Implementation("tiled", tile=SMALL), Implementation("reference")
+    for changes, kept in (
+        ({"train.log_every": 7}, (tiled, reference)),
+        ({"eval.mem_len": 12}, (tiled, "auto")),
+        ({"model.attention": "reference"}, ("reference", "reference")),
+    ):
+        assert run.attention_for(config_tree.replace(run.config, changes)) == Implementations(*kept)
+    run.attention = {"training": "fused triton 64x64", "evaluation": "fused cudnn"}
+    assert run.attention_for(run.config) == Implementations("auto", "auto"), "kernels that are gone"
+
+
+def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
+    """That what they compare reaches all of them is tested in runtime/test_distributed.py."""
+    compared: list = []
+    monkeypatch.setattr(distributed, "assert_same_on_all", lambda facts, advice: compared.append(facts))
+    for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
+        check_same_attention(AttentionChoice(*[Chosen(Implementation.parse(training), "a reason")] * 2))
+    first, same, other = compared
+    assert first == same != other and other["attention in training"] == "fused mosaic_roll 64x128"
+
+
+SIZES = dict.fromkeys(("train.batch_size", "train.steps", "train.eval_every", "train.checkpoint_every"), 4)
+SIZES |= {"train.segments_per_call": 2, "train.log_every": 2, "eval.valid_tokens": 200}
+MODEL = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5)
+DATA = DataConfig(corpus=CorpusName.TEXT, file="words.txt")
+CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES | {"data": DATA, "model": MODEL})
+
+
+def choose_tiles(monkeypatch):
+    """Returns what a test may change: the tile that is chosen now, and why tiles cannot serve."""
+    given, real = types.SimpleNamespace(tile=SMALL, refusal=None), choose.refusal
+    monkeypatch.setattr(choose, "refusal", lambda path, *rest: given.refusal if path == "tiled" else real(path, *rest))
+    monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: given.refusal is None)
+    monkeypatch.setattr(choose, "default_tile", lambda problem: given.tile)
+    return given
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    return choose_tiles(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def both(corpus, tmp_path_factory):
+    """The run with small tiles when it has ended, and stopped in the middle."""
+    whole, stopped = (Run(tmp_path_factory.mktemp(name)) for name in ("whole", "stopped"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        choose_tiles(monkeypatch)
+        assert runs.train(CONFIG, corpus, whole).finished
+        assert not runs.train(CONFIG, corpus, stopped, stop_requested=lambda: True).finished
+    return whole, stopped
+
+
+@pytest.fixture
+def stopped(both, tmp_path):
+    return Run.read_all(shutil.copytree(both[1].path, tmp_path / "run"))
+
+
+def recorded(workdir):
+    return json.loads(Path(workdir.path, "config.json").read_text()).get("attention")
+
+
+def rewrite(workdir, attention):
+    path = Path(workdir.path, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention": attention}))
+
+
+@pytest.mark.full
+def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stopped, corpus, tiles):
+    tiles.tile = LARGE
+    assert runs.train(CONFIG, corpus, stopped).finished
+    assert runs.numbers(stopped) == runs.numbers(both[0])
+    assert recorded(stopped) == recorded(both[0]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    logged = [line for line in Path(stopped.path, "log.txt").read_text().splitlines() if "attention training" in line]
+    assert ["as in earlier starts" in line for line in logged] == [False, True]
+
+
+def start_again(workdir, config, corpus):
+    """The part of a start that chooses, compares and records; returns the lines that it would log."""
+    with Run.open(workdir.path) as run:
+        components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
+        run.begin(config, corpus, attention=components.attention)
+        return run.notes
+
+
+@pytest.mark.full
+def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
+    for gone in ("fused mosaic_roll 128x256", "fused triton 64x64", "fused cudnn"):
+        rewrite(stopped, {"training": gone, "evaluation": "tiled 4x8"})
+        [line] = start_again(stopped, CONFIG, corpus)
+        assert f"training was {gone} and is now tiled 4x8 " in line and "evaluation" not in line
+        assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    tiles.refusal = "the head width is 4, below 8"
+    [line] = start_again(stopped, CONFIG, corpus)
+    assert "training was tiled 4x8 and is now reference, " in line
+    assert "evaluation was tiled 4x8 and is now reference" in line
+    assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
+    assert start_again(stopped, CONFIG, corpus) == []
+    components = Weights.of(Run.read(stopped.path), CONFIG).build(log=pytest.fail)
+    assert str(components.model.attention.cached) == "reference"
+    rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
+    lines = []
+    Weights.of(Run.read(stopped.path), CONFIG).build(log=lines.append)
+    assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
+
+
+# First contact: a path is compared with the reference before a run uses it, with interpreted TPU kernels
+
+
+FUSED = Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True)
+SHORT = Problem("cpu", "cpu", "float32", 3, 4, 7, 15, 5, 15)
+OVER_A_CACHE = dataclasses.replace(SHORT, segment_len=5, n_keys=15, capacity=10)
+
+
+@pytest.fixture(autouse=True)
+def unknown(monkeypatch):
+    """Nothing was compared in this process yet."""
+    monkeypatch.setattr(first_contact, "_findings", {})
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """In training, auto and fused are interpreted kernels, as on a TPU; evaluation is the CPU's."""
+    real = choose.choose
+
+    def choose_fused(path, problem, without=()):
+        if path in ("auto", "fused") and "fused" not in without and not problem.cached:
+            return FUSED, "kernels for a TPU"
+        return real(path, problem, without)
+
+    monkeypatch.setattr(choose, "choose", choose_fused)
+
+
+def wrong_mask(monkeypatch):
+    """The newest of the slots that are not filled is visible."""
+    real = geometry.Geometry.visible
+    monkeypatch.setattr(geometry.Geometry, "visible", lambda self, q, k, start, stop: real(self, q, k, start - 1, stop))
+
+
+def wrong_gradient(monkeypatch):
+    real = kernels._score_gradient
+
+    def doubled(step, operands, residuals, scratch):
+        found = real(step, operands, residuals, scratch)
+        scratch.value_gradient[...] = 2 * scratch.value_gradient[...]
+        return found
+
+    monkeypatch.setattr(kernels, "_score_gradient", doubled)
+
+
+def failing_with(error):
+    def plant(monkeypatch):
+        def fail(*args):
+            raise error
+
+        monkeypatch.setattr(kernels, "dot", fail)
+
+    return plant
+
+
+FAULTS = {
+    "mask": (wrong_mask, "is wrong"),
+    "gradient": (wrong_gradient, "its gradient of value differs from the reference by 1.0e+00"),
+    "compiler": (failing_with(NotImplementedError("no such product\nin Mosaic")), "compile or run: no such product"),
+    "memory": (failing_with(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")), "RESOURCE_EXHAUSTED"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(on_tpu, monkeypatch, fault):
+    plant, words = FAULTS[fault]
+    plant(monkeypatch)
+    training, evaluation = tiny_run.parts().attention
+    assert (str(training.implementation), training.failed, evaluation.failed) == ("reference", True, False)
+    assert training.reason.startswith(f"{FUSED} on cpu") and words in training.reason and "\n" not in training.reason
+    monkeypatch.setattr(first_contact, "largest_difference", pytest.fail)  # It is known already.
+    with pytest.raises(UserError, match=r"fused .*--model.attention"):
+        tiny_run.parts(model__attention="fused")
+
+
+def test_a_run_with_a_wrong_kernel_is_the_references(run_once, config, corpus, on_tpu, monkeypatch, tmp_path, capsys):
+    wrong_gradient(monkeypatch)
+    asked = config_tree.replace(config, {"model.attention": "fused"})
+    with pytest.raises(UserError, match="gradient of value"):
+        runs.train(asked, corpus, tmp_path / "asked")
+    assert not (tmp_path / "asked").exists()
+    outcome = runs.train(config, corpus, tmp_path / "run")
+    assert outcome == run_once[1] and runs.numbers(tmp_path / "run") == runs.numbers(run_once[0])
+    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path / "run", run_once[0])))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")]
+    assert "training reference (fused mosaic_gather 16x128 interpreted on cpu is wrong: " in line
+
+
+def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
+    training, _ = tiny_run.parts().attention
+    assert (training.implementation, training.failed) == (FUSED, False)
+    assert training.reason.startswith("kernels for a TPU; within ")
+    monkeypatch.setattr(first_contact, "largest_difference", pytest.fail)
+    assert tiny_run.parts().attention.training == training
+    first_contact._findings.clear()
+    not_compared = build(tiny_run.CONFIG, vocab_size=tiny.V, uses=["evaluation"])
+    assert not_compared.attention.training[0] == FUSED
+    assert first_contact.compare(Implementation("stored"), SHORT).sentence == ""  # Of CPUs only interpreted kernels.
+
+
+def test_what_fails_on_one_host_is_used_on_none(on_tpu, monkeypatch):
+    """The other one is made up. It has found the kernel wrong that is sound here."""
+    tiny_run.parts()
+    [key] = first_contact._findings
+    other = json.dumps({key: "the kernel of process 1 is wrong"})
+    for name, act in {"is_multiprocess": lambda: True, "run_on_all": lambda act: act()}.items():
+        monkeypatch.setattr(first_contact.distributed, name, act)
+    monkeypatch.setattr(first_contact.distributed, "gather_texts", lambda own: [own, other])
+    training, _ = first_contact.build_on_all(tiny_run.parts).attention
+    assert str(training.implementation) == "reference" and "of process 1 is wrong" in training.reason
+
+
+def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
+    assert first_contact.compare(FUSED, OVER_A_CACHE)[0] is False
+    real = cached.skew_from
+    monkeypatch.setattr(cached, "skew_from", lambda *args: -real(*args))
+    monkeypatch.setattr(first_contact, "_findings", {})
+    assert "its output differs" in first_contact.compare(FUSED, OVER_A_CACHE).sentence
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
+def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
+    """At the sizes of published models, with fewer rows, heads and queries: the choice serves them as it is."""
+    compared = []
+    monkeypatch.setattr(first_contact, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind))
+    monkeypatch.setattr(
+        first_contact, "_compare", lambda *given: compared.append(given) or first_contact.Finding(False, "")
+    )
+    problems = [resized(PROBLEM, sizes, device_kind=kind) for sizes in TRAINING.values()]
+    problems += [resized(CACHED, sizes, device_kind=kind, capacity=slots) for sizes, slots, _ in EVALUATION.values()]
+    problems += [dataclasses.replace(problem, dtype="float32") for problem in problems]
+    for problem in problems:
+        chosen, _ = choose.choose("auto", problem)
+        first_contact._findings.clear()
+        first_contact.compare(chosen, problem)
+        implementation, small = compared[-1]
+        assert chosen.path == "fused" and choose.resolve(chosen, small) == implementation == chosen
+        assert (small.n_head % 2, small.segment_len % 2 or small.segment_len < 511) == (problem.n_head % 2, True)
+        assert small.n_keys - small.segment_len == problem.n_keys - problem.segment_len
