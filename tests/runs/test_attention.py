@@ -23,6 +23,7 @@ from txl_jax.ops.attention.tpu import cached, geometry, kernels
 from txl_jax.runs import first_contact
 from txl_jax.runs.build import AttentionChoice, Chosen, build
 from txl_jax.runs.run import Run, check_same_attention
+from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed
 
 SMALL, LARGE = Tile(4, 8), Tile(8, 16)
