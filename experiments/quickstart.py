@@ -98,14 +98,14 @@ DEFAULTS = ExperimentConfig(
     ),
     # 16 x 64 = 1,024 tokens per step.
     train=TrainConfig(
-        steps=2000,
+        steps=2400,
         batch_size=16,
         segment_len=64,
         mem_len=64,
         segments_per_call=10,
         log_every=100,
-        eval_every=500,
-        checkpoint_every=500,
+        eval_every=600,
+        checkpoint_every=600,
     ),
     eval=EvalConfig(batch_size=16, segment_len=64, mem_len=128, clamp_len=None, same_length=True, valid_tokens=50_000),
     generate=GenerateConfig(prompt="def ", length=400, temperature=0.8),

@@ -59,7 +59,7 @@ def device_settings() -> dict[str, object]:
     # Its rows divide over one device as over eight.
     lengths = {"train.batch_size": 32, "train.segment_len": 256, "train.mem_len": 256, "eval.segment_len": 256}
     larger = {f"model.{name}": size for name, size in sizes.items()} | lengths
-    return larger | {"model.dtype": "bfloat16", "optimizer.learning_rate": 5e-4, "eval.mem_len": 1024}
+    return larger | {"model.dtype": "bfloat16", "optimizer.learning_rate": 2e-3, "eval.mem_len": 1024}
 
 
 def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:

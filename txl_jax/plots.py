@@ -54,7 +54,7 @@ def learning_curve(
     for right in beside:
         for color, (name, values) in zip(("#9aa7b8", "#c0392b"), (by_position or {}).items(), strict=True):
             right.plot(range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6)
-        right.set(title="The same test bytes, by position", xlabel="position in the segment", xlim=(1, None))
+        right.set(title="Test text, with and without memory", xlabel="position in the segment", xlim=(1, len(values)))
     for each in (plot, *beside):
         each.grid(alpha=0.25)
         each.legend(frameon=False)

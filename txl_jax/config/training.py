@@ -29,7 +29,7 @@ class Schedule(enum.StrEnum):
     """Shape of the learning rate's decay after the warm-up."""
 
     COSINE = "cosine"
-    LINEAR = "linear"  # Reaches zero at a constant slope (Defazio et al., 2023; Bergsma et al., 2025).
+    LINEAR = "linear"  # Falls at a constant slope (Defazio et al., 2023; Bergsma et al., 2025).
 
 
 class ScheduleOffset(enum.StrEnum):

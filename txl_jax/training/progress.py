@@ -100,7 +100,7 @@ class Progress:
         return self.clock() - self._excluded
 
     def _forecast(self, done: int) -> None:
-        """Prints once how long the run takes. The first call does not count: it fills buffers, and on GPUs kernels."""
+        """Prints once how long the run takes. The first call fills buffers, and does not count."""
         now = self._now()
         if self._first_call is None:
             self._first_call = (done, now)
