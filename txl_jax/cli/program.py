@@ -155,7 +155,7 @@ class TimedPlan(Plan):
         warmup = config.optimizer.warmup_steps
         if job.places.get(_WARMUP) != "":
             warmup = min(warmup, steps // 10)
-        run.notes.append(f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, {warmup} of them warm-up")
+        run.notes.append(f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, {warmup} of warm-up")
         return config_tree.replace(config, {"train.steps": steps, _WARMUP: warmup})
 
 
