@@ -1,6 +1,6 @@
 """MkDocs hook: links that leave docs/ point to the repository, or to the clone.
 
-Pages link to files beside docs/, such as ../README.md, so that they work in a clone and on a forge. The site has no
+Pages link to files outside docs/, such as ../README.md, so that they work in a clone and on a forge. The site has no
 such pages. This hook turns these links into addresses of the repository (`extra.repository` of mkdocs.yml) or, without
 one, into paths from a site in the clone (`site/`). A file that does not exist gives a warning, which ends a strict
 build.
@@ -22,7 +22,7 @@ def outside(target: str, page: str, repository: str, exists: Callable[[str], boo
     """Returns the address of a link's target outside docs/, or None for all other targets and for missing files.
 
     Args:
-        target: As the page has it: a path from the page's folder, with or without an #anchor, or an address.
+        target: As the page has it: a path from the page's directory, with or without an #anchor, or an address.
         page: The page's path in docs/.
         repository: The address of the branch's files. If empty, the address is a path from the built page.
         exists: Tells whether a path from the repository's root does.
