@@ -6,6 +6,7 @@ read has its generation. Faults are answered before the emulator sees the reques
 
 import contextlib
 import http.server
+import json
 import logging
 import os
 import re
@@ -21,7 +22,23 @@ from gcp_storage_emulator.exceptions import NotFound
 from support import BUCKET
 
 logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # An object that is missing is no error here.
+_read_data = emulator._read_data
 _OBJECT = re.compile(r"(?:/upload|/download)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
+
+
+def _read_upload(handler, query):
+    """Reads a request's body. The emulator reads gcsfs's uploads as e-mail, and drops a final carriage return."""
+    if "multipart/related" not in handler.headers.get("Content-Type", ""):
+        return _read_data(handler, query)
+    body = emulator._read_raw_data(handler)
+    boundary = body.partition(b"\n")[0]
+    _, metadata, content = body.removesuffix(b"\n" + boundary + b"--").split(boundary, 2)
+    header, _, content = content.partition(b"\n\n")
+    kind = header.decode().partition("Content-Type: ")[2]
+    return {"meta": json.loads(metadata.partition(b"\n\n")[2]), "content": content, "content-type": kind}
+
+
+emulator._read_data = _read_upload
 
 
 class _Handler(emulator.RequestHandler):
