@@ -24,7 +24,6 @@ import functools
 import logging
 import os
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -245,13 +244,13 @@ def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
 
 
 def delete_step(path: str) -> None:
-    """Deletes a step. A kill halfway does not leave half a step that counts."""
+    """Deletes a step. A kill halfway does not leave half a step that counts, and the next save sweeps what is left."""
     if is_remote(path):
         storage.remove(os.path.join(path, COMMIT))
         storage.remove_tree(path)
     else:
         os.rename(path, f"{path}.deleted")
-        shutil.rmtree(f"{path}.deleted")
+        storage.remove_tree(f"{path}.deleted")
 
 
 def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
