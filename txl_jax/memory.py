@@ -60,7 +60,10 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
 
 
 class Documents(NamedTuple):
-    """Where documents begin in a segment, from the tokens that end them: 0 0 2 2 2 5 in `a e b c e d`, ended by e."""
+    """Where documents begin in a segment, from the tokens that end them.
+
+    With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: an end token belongs to the document that it ends.
+    """
 
     start: jax.Array  # int32 [B, L], where each position's document begins; 0 if with the segment or in the memory.
     last: jax.Array  # int32 [B], position after the last end token, or 0 if the segment has none.

@@ -76,7 +76,10 @@ class FieldType(NamedTuple):
     is_optional: bool = False  # Whether a value may be None.
 
     def convert(self, name: str, value: Any) -> Any:
-        """Returns a value of this type, a string as the enum member that it names, an int as a float, or raises."""
+        """Returns a value of this type: a string becomes the enum member that it names, an int a float.
+
+        Raises `UserError` if the value has another type, or the enum lacks the member.
+        """
         if value is None and self.is_optional:
             return None
         if self.is_list:
@@ -138,8 +141,9 @@ class Config:
             if value == field.default:
                 continue
             for other, readers in declared.only_with.items():
-                wanted = f"{self.prefix}{other} must be {' or '.join(map(str, readers))} for {self.prefix}{field.name}"
-                require((got := getattr(self, other)) in readers, f"{wanted}={format_value(value)}, got {got}")
+                got, one_of = getattr(self, other), " or ".join(map(str, readers))
+                reason = f"for {self.prefix}{field.name}={format_value(value)}"
+                require(got in readers, f"{self.prefix}{other} must be {one_of} {reason}, got {got}")
             for other in declared.not_with:
                 self.expect(not getattr(self, other), f"{field.name} {other}", "Set only one of them")
 
@@ -206,7 +210,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
-    """Inverts `to_dict`, with defaults for other settings. Raises `UserError` for an unknown name or another type."""
+    """Inverts `to_dict`. Settings without a value keep their defaults.
+
+    Raises `UserError` if a name is unknown (with the nearest names), or a value has another type.
+    """
     known = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:
         if name not in known:

@@ -177,6 +177,8 @@ class DataConfig(Config, prefix="data."):
             return
         without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
         found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
-        lists = "three lists, --data.train=... --data.valid=... --data.test=..."
-        holds = not given if self.file else (len(given) == 3 or without_test)
-        require(holds, f"your own text needs one file, --data.file=PATH, or {lists}, got {found}")
+        require(
+            not given if self.file else (len(given) == 3 or without_test),
+            "your own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
+            f"--data.test=..., got {found}",
+        )

@@ -119,20 +119,27 @@ class ExperimentConfig(Config):
         if model.network is not Network.TRANSFORMER_XL:
             for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
                 expect(not get(self, name), f"{name} model.network", f"The former requires {Network.TRANSFORMER_XL}")
-        holds = self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED
-        expect(holds, "data.reset_at model.compat.memory_start", f"Resets require {MemoryStart.MASKED} memory")
-        names = "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model"
-        holds = self.eval.temperature == 1 or not (model.cutoffs or model.has_projections)
-        expect(holds, names, "A temperature requires a full softmax over d_model, without clusters or projections")
+        expect(
+            self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
+            "data.reset_at model.compat.memory_start",
+            f"Resets require {MemoryStart.MASKED} memory",
+        )
+        expect(
+            self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
+            "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model",
+            "A temperature requires a full softmax over d_model, without clusters or projections",
+        )
         if self.init_vocabulary is InitVocabulary.KEPT:
             expect(self.init_from, "init_vocabulary init_from", "Set --init_from=PATH")
             for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):
                 expect(not get(self, name), f"{name} init_vocabulary", "Set only one of them")
         steps, start = self.train.steps, average.start_step
         expect(start is None or start < steps, "average.start_step train.steps", "Averaging would never start")
-        names = "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier"
-        holds = optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier
-        expect(holds, names, "The embedding's peak would be below the minimum")
+        expect(
+            optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
+            "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier",
+            "The embedding's peak would be below the minimum",
+        )
         end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
         expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
         wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
@@ -140,7 +147,10 @@ class ExperimentConfig(Config):
 
 
 def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Inverts `to_dict` of this version or an earlier one. Raises `UserError` for removed or unknown settings."""
+    """Returns the config that `to_dict` turned into a dictionary, in this version or an earlier one.
+
+    Raises `UserError` if a setting is unknown (with the nearest names) or was removed, or a value has the wrong type.
+    """
     values = {re.sub(r"^compat\.", "model.compat.", name): value for name, value in values.items()}  # Of older records.
     if values.get("data.reset_at") is not None:
         values.pop("model.end_token", None)  # It follows from that and the vocabulary.

@@ -75,9 +75,10 @@ class ByteVocabulary(Vocabulary):
         dropped = b"\n" if self.newlines is Newlines.DROP else b""
         foreign = block.translate(None, delete=self.symbols + dropped)
         if foreign:
-            found = f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])}"
-            advice = "Remove it from the text, or use a vocabulary that contains it."
-            raise UserError(f"{found} is not one of the {self.size} symbols of the vocabulary. {advice}")
+            raise UserError(
+                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not one of the {self.size} "
+                "symbols of the vocabulary. Remove it from the text, or use a vocabulary that contains it."
+            )
         return np.frombuffer(block.translate(self._ids, delete=dropped), np.uint8)
 
     @functools.cached_property

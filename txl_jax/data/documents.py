@@ -93,7 +93,10 @@ class DocumentRows:
         return call
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields a row's pieces (document's number, first position, pairs, is it the last), None if none may begin."""
+        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin.
+
+        A piece is the document's number, the piece's first position and pairs, and whether the document ends with it.
+        """
         while True:
             if (document := self._next_document()) is None:
                 yield None

@@ -62,9 +62,10 @@ class ShuffledSentences:
         chunks = (starts[i : i + CHUNK + 1] for i in range(0, len(starts), CHUNK)) if is_of_text else ()
         if not is_of_text or any(np.any(np.diff(chunk) < 0) for chunk in chunks):
             ends = f"{starts.ravel()[:1].tolist()} to {starts.ravel()[-1:].tolist()}"
-            wanted = f"never decrease, from the text's beginning to its length, {n_tokens}"
-            found = f"{starts.dtype} of shape {starts.shape} from {ends}"
-            raise ValueError(f"sentence_starts must be signed integers on one axis that {wanted}, got {found}")
+            raise ValueError(
+                "sentence_starts must be signed integers on one axis that never decrease, from the text's beginning to "
+                f"its length, {n_tokens}, got {starts.dtype} of shape {starts.shape} from {ends}"
+            )
         self._starts, self._seed = starts, seed
         self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
 

@@ -6,7 +6,6 @@ archives are read at random.
 
 import contextlib
 import dataclasses
-import functools
 import glob
 import hashlib
 import itertools
@@ -41,8 +40,10 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
     lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
     if config.json_field is not None:
-        as_text = functools.partial(_text_of_json, field=config.json_field, end=document_end, cache=cache)
-        lists = {name: list(map(as_text, paths)) for name, paths in lists.items()}
+        lists = {
+            name: [_text_of_json(path, config.json_field, document_end, cache) for path in paths]
+            for name, paths in lists.items()
+        }
     first, name = next(iter(lists.values())), Path(config.file or "").name
     total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
     if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
@@ -58,8 +59,9 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
-    shown = (with_bar(f"reading {split}", files) for split, files in splits.items())
-    digest = digest_of(digest_of(_digest([file]) for file in files) for files in shown)
+    digest = digest_of(
+        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
+    )
     return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
 
 
@@ -85,7 +87,10 @@ def _split_text(name: str, description: str, paths: Sequence[str], config: DataC
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
-    """Splits the files' bytes 90/5/5. Borders are rounded down, and with `at_lines` moved on as by `_line_start`."""
+    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %. Borders are rounded down.
+
+    With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
+    """
     total = sum(map(os.path.getsize, paths))
     inner = [total * 90 // 100, total * 95 // 100]
     borders = [0, *([_line_start(paths, border) for border in inner] if at_lines else inner), total]
@@ -219,7 +224,10 @@ def _copy_of(folder: str, cache: Path) -> Path:
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
-    """Downloads an object, to its path below `root` (by default its directory), unless a copy has its size and time."""
+    """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
+
+    Copies keep the objects' paths relative to `root` (by default the object's directory).
+    """
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
     time = storage.modified(url)  # Before the download: an object that is replaced meanwhile is copied again.

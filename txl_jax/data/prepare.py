@@ -136,7 +136,8 @@ def _refusing_damage(what: str, advice: str) -> Iterator[None]:
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """A corpus as records of the files in `files_in`, or of downloaded ones, written without TensorFlow.
 
-    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them, above 1 GB with TensorFlow.
+    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for which it needs
+    TensorFlow above 1 GB.
     """
 
     VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.
@@ -192,9 +193,11 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         lines, words = (sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words"))
         self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
         if known.tokens is not None and known.sha256 not in (None, digest):
-            where = f"the {part} split of {self._corpus.title} in {next(iter(tallies)).path}"
-            found = f"{where} has as many tokens as the published one, but other bytes"
-            print(f"note: {found}. Scores are comparable only if the difference is white space.", flush=True)
+            print(
+                f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
+                "the published one, but other bytes. Scores are comparable only if the difference is white space.",
+                flush=True,
+            )
         return digest
 
     def _check(self, part: str, found: Facts) -> None:
@@ -254,7 +257,10 @@ class Place(NamedTuple):
 
 
 def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
-    """Opens the corpus's files in the first directory that has all, or downloads them, or raises `UserError`."""
+    """Opens the corpus's files, in the first directory that has all of them, or downloaded.
+
+    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or they are not official.
+    """
     folders, partly = corpus.places(data_dir), ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):
@@ -306,7 +312,8 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` for none or two.
+    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
+    fits, or a file is there twice.
     """
     holder = " and ".join(dict.fromkeys(place.path for place in places))
     urls = " and ".join(dict.fromkeys(place.url for place in places))

@@ -73,7 +73,10 @@ class PublishedCorpus:
         return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
 
     def file_sets(self, folder: str) -> list[list[str]]:
-        """Returns the sets of files, unpacked, or in users' or official archives, that are the corpus in `folder`."""
+        """Returns the sets of files that are the corpus if all are below a directory of this name.
+
+        They are unpacked, in an archive that users make of a directory, or in official archives.
+        """
         layouts = self.layouts + (self.own_layouts if folder in self.folders else ())
         unpacked = [list(itertools.chain(*layout.values())) for layout in layouts]
         made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]

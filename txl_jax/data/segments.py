@@ -189,9 +189,15 @@ def evaluation_segments(
     >>> reader.segments(1, 1).targets.tolist()
     [[[4, 5, 6], [10, 11, 0]]]
 
-    A row reads `warmup_tokens` targets before its own with weight 0, to fill its memory. The first rows have fewer, and
-    a row without targets reads none. The other arguments and errors are those of `training_segments`, but the text
-    needs only 2 tokens, and a negative number of warm-up tokens is a `UserError`.
+    The other arguments are described in `training_segments`.
+
+    Args:
+      warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
+        fewer, and a row without targets reads none.
+
+    Raises:
+      UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.
+      ValueError: If own rows are outside the batch.
     """
     _check(tokens, batch_size, segment_len, own)
     require(warmup_tokens >= 0, f"warmup_tokens must be at least 0, got {warmup_tokens}")

@@ -105,7 +105,10 @@ def expanded(names: Iterable[str], *, flag: str) -> list[str]:
 
 
 def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tuple[int, str]]:
-    """Yields number, from 1 on, and text in a field of JSON lines that are not empty, or raises `UserError`."""
+    """Yields the text in a field of each JSON line that is not empty, after the line's number, from 1 on.
+
+    Raises `UserError` with number and `name` of the file for a line without such a text.
+    """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

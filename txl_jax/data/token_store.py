@@ -149,7 +149,10 @@ def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
 
 
 def _line_starts(ids: np.ndarray, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
-    """Yields the starts of lines, after a mark or at every other one of two per line, and the end of the last one."""
+    """Yields the starts of lines, in blocks, and the end of the last one.
+
+    A line starts after a mark, or, with two marks per line, at every other one.
+    """
     double, seen = vocabulary.line_mark is LineMark.DOUBLE_S, 0
     if vocabulary.line_mark is LineMark.EOS:  # There is no mark before the first line.
         yield np.array([0])

@@ -84,7 +84,10 @@ class Vocabulary(Protocol):
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, one after the other. Raises `UserError` for an id out of range."""
+        """Returns the text of ids of any shape, in row-major order. Raises `UserError` for an id out of range.
+
+        Texts of successive ids may be concatenated.
+        """
         return b"".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist()))
 
     @property

@@ -41,7 +41,10 @@ class Windows(NamedTuple):
 
 
 def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
-    """Returns the jitted scoring of windows: only the hidden states of the n targets go through the softmax."""
+    """Returns the jitted scoring of windows. Its arguments decide A and the number n of scored positions.
+
+    Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.
+    """
 
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
         variables = {"params": params}
@@ -133,7 +136,8 @@ def context_losses(
 ) -> np.ndarray:
     """Computes the nats of the tokens at positions `scored` [n], each from `context` tokens and no others: float32 [n].
 
-    They are l(c, t) of the paper's appendix C. The c tokens are encoded for each loss: c = 500 costs 500 x streaming.
+    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c = 500 costs 500 times
+    as much as streaming.
     """
     nats = np.zeros(len(tokens), np.float32)
     batches = _in_batches(tokens, scored - context, context, 1, batch_size)

@@ -55,7 +55,10 @@ def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Arr
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
-    """Writes keys and values, per layer [B, H, L, E], over the oldest slots. If each row has its own index, L is 1."""
+    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots. `after` as in `write_slots`.
+
+    If each row has its own index, L must be 1.
+    """
     n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
     if not capacity:
         return cache

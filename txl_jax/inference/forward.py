@@ -83,7 +83,10 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
 def apply_layers(
     params: DecodeParams, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
-    """Computes hidden states [B, L, D], and each layer's keys and values [B, H, L, E], at any index, or [B]."""
+    """Computes what `forward` does before `finish`, without writing to the cache, whose index may be any, or [B].
+
+    int [B, L] -> hidden states [B, L, D], and keys and values per layer, each [B, H, L, E].
+    """
     model = params.model
     documents = memory_lib.documents(tokens, model.end_token)  # None unless data.reset_at keeps documents apart.
     start = None if documents is None else documents.start
@@ -114,7 +117,10 @@ def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Arra
 def _forward_layer(
     layer: Layer, model: TransformerXL, inputs: jax.Array, ring: tuple[Any, Any], visibility: CachedVisibility
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Applies one layer, as `Block` does: [B, L, D] -> outputs [B, L, D], and own keys and values [B, H, L, E]."""
+    """Applies one layer, as `modules.block.Block` does.
+
+    [B, L, D] -> outputs [B, L, D], and this segment's keys and values [B, H, L, E].
+    """
     attention_norm, feed_forward_norm = (norm_of(model, scales) for scales in layer.norms)
     pre = model.config.layer_norm is NormPlace.PRE
     if layer.position_vectors is not None:

@@ -40,7 +40,10 @@ class Generator:
     """Compiled functions that generate text with prepared parameters, at the lengths of evaluation."""
 
     def __init__(self, params: DecodeParams, eval_config: EvalConfig, *, mesh: Mesh | AbstractMesh | None = None):
-        """Compiles nothing yet. Parameters are as evaluation prepares them, `mesh` as in `bind_mesh`."""
+        """Compiles nothing yet, with parameters as evaluation prepares them (`Scorer.prepare_params`).
+
+        `mesh` has the devices that the model is built for. None means one device, or the mesh that the caller enters.
+        """
         self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
         self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
         self._eval_config = eval_config

@@ -52,7 +52,10 @@ class Functions(NamedTuple):
 
 
 def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
-    """Makes a model's functions on one device, with prepared weights on the host: scoring, and a generation step."""
+    """Makes the functions of a model on one device: scoring, and a step of generation if `generates`.
+
+    `weights` are prepared parameters on the host (`Scorer.prepare_params`).
+    """
     scorer = make_scorer(model, eval_config)
     named, weight_names = _named_once(weights)
     memory = jax.eval_shape(scorer.init_memory, weights)

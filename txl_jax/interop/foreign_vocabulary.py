@@ -39,7 +39,10 @@ class Found(NamedTuple):
 
 
 def find(folder: Path, vocab_size: int) -> Found:
-    """Reads a directory's vocabulary, if any: a pickle, PyTorch's, or a token per line. Raises `UserError` if unfit."""
+    """Reads a directory's vocabulary, if it has one: a pickle, a file of PyTorch, or a text with a token per line.
+
+    Raises `UserError` if the file is corrupted, would run code, or has no vocabulary of the model's size.
+    """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
         return Found(None, None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])

@@ -49,7 +49,10 @@ class _Weights(NamedTuple):
 
 
 def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
-    """Reads another implementation's model, of this format or a recognised one, from a file of weights or directory."""
+    """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary.
+
+    If `format` is None it is recognised.
+    """
     path = Path(path)
     weights = _open_any(path)
     if weights is None:

@@ -45,7 +45,8 @@ def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
     """Writes the files that transformers 4.35.2 reads with `TransfoXLLMHeadModel.from_pretrained(folder)`.
 
-    TransfoXLTokenizer reads words from vocab.txt: its own files are pickles. Returns and raises as `write_model`.
+    TransfoXLTokenizer reads words from vocab.txt without running code. Its own files are pickles. Returns and raises as
+    `original.write_model`.
     """
     config, vocabulary = info.config, info.vocabulary
     arguments = config_of(config.model, config.eval, vocab_size=vocabulary.size) | {

@@ -100,9 +100,10 @@ def _cutoffs(
     known = _PUBLISHED_CUTOFFS.get(vocab_size, ())
     if len(known) == tails:
         return known
-    missing = f"no shape gives the cutoffs of {tails} clusters in {vocab_size} tokens"
-    advice = 'Put a config.json with {"cutoffs": [...]} next to it.'
-    raise UserError(f"tensor crit.cluster_weight has shape {[tails, width]}, but {missing}. {advice}")
+    raise UserError(
+        f"tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs of {tails} clusters in "
+        f'{vocab_size} tokens. Put a config.json with {{"cutoffs": [...]}} next to it.'
+    )
 
 
 def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +147,10 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
     """Returns the evaluation lengths from the facts, with our defaults for the rest."""
     config = EvalConfig()
     if "mem_len" not in facts:
-        used = f"segments of {config.segment_len}, a memory of {config.mem_len} and a clamp of {config.clamp_len}"
-        notes.append(f"the file does not record lengths: evaluation uses {used}, unless you set others")
+        notes.append(
+            f"the file does not record lengths: evaluation uses segments of {config.segment_len}, a memory of "
+            f"{config.mem_len} and a clamp of {config.clamp_len}, unless you set others"
+        )
         return config
     found = EvalConfig(
         segment_len=max(facts.get("tgt_len", 0), 0) or config.segment_len,

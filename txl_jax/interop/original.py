@@ -86,9 +86,11 @@ def to_leaves(
         _check_frequencies(constant.read(), config.d_model, format)
     for name, first in shared.items():
         if not leaves_lib.is_same(found[name], found[first]):
-            ties = f"model.tie_weight {config.tie_weight}, model.tie_projs {list(config.tie_projs)}"
-            wrong = f"tensors {name} and {first} differ, but {ties} and model.untie_r {config.untie_r} share them"
-            raise UserError(f"{wrong}. Turn the tie off or pass equal values.")
+            raise UserError(
+                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
+                f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
+                "equal values."
+            )
     return _assembled(found, pieces)
 
 
@@ -274,7 +276,10 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
 def write_model(
     folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
 ) -> list[str]:
-    """Writes weights, config.json, vocabulary. Returns notes on differences, or raises `UserError` if unsupported."""
+    """Writes model.safetensors, config.json and the vocabulary for an implementation. Returns notes on differences.
+
+    Raises `UserError` if the implementation does not support the model.
+    """
     tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})

@@ -104,7 +104,10 @@ def is_portable(folder: AnyPath) -> bool:
 
 
 def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
-    """Writes the files, the leaves as float32, into a directory; config.json last, which makes it a checkpoint."""
+    """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
+
+    `leaves` are the parameters of `TransformerXL`, which are converted to float32.
+    """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
     sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
@@ -161,8 +164,10 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
         _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
-        wrong = f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name}"
-        raise UserError(f"{wrong} (sha256, or vocab_size {expected[1]}). Copy or convert the directory again.")
+        raise UserError(
+            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name} (sha256, or vocab_size "
+            f"{expected[1]}). Copy or convert the directory again."
+        )
     return info
 
 

@@ -56,7 +56,10 @@ class RecurrentModel(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the last layer's outputs [B, L, D] of tokens [B, L], and the states at the segment's end."""
+        """Computes the last layer's outputs [B, L, D] of tokens [B, L], and the states at the segment's end.
+
+        `clamp_len` and `same_length` have no effect. Dropout needs an rng named "dropout".
+        """
         del clamp_len, same_length
         states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
         embedded = self.embedding(tokens, deterministic=deterministic)

@@ -27,7 +27,10 @@ from txl_jax.ops.attention import Implementations, Visibility
 
 
 class TransformerXL(nn.Module):
-    """The language model; the vanilla one with M = 0 and absolute positions (Al-Rfou et al.: learned in each layer)."""
+    """The language model.
+
+    The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer).
+    """
 
     config: ModelConfig
     vocab_size: int
@@ -128,9 +131,14 @@ class TransformerXL(nn.Module):
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns the memory before the first segment, in the compute type."""
-        c = self.config
-        shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": mem_len, "d_model": c.d_model}
-        return memory_lib.init(**shape, dtype=jnp.dtype(c.dtype), start=c.compat.memory_start)
+        return memory_lib.init(
+            n_layer=self.config.n_layer,
+            batch_size=batch_size,
+            mem_len=mem_len,
+            d_model=self.config.d_model,
+            dtype=jnp.dtype(self.config.dtype),
+            start=self.config.compat.memory_start,
+        )
 
 
 def _are_embeddings(tokens: jax.Array) -> bool:

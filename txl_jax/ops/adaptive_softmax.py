@@ -41,7 +41,8 @@ class TailEntries(NamedTuple):
 def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of type `dtype`, not yet scaled by sqrt(D).
 
-    Rows are cast after the lookup: a token's gradients add up in the table's type. In bfloat16 ones stop at 256.
+    Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
+    type: in bfloat16 a sum of ones stops at 256.
     """
     local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=sharding.vocab_axis())
     if sharding.ambient_mesh() is None:
@@ -196,8 +197,10 @@ def _on_mesh(
 
     def run(*arrays: jax.Array) -> jax.Array:
         rows = PartitionSpec(batch_spec(arrays[0].shape[0]) or None)
-        in_specs = (rows,) * len(arrays), specs
-        return shard_map(lambda own, named: local(*own, **named), in_specs=in_specs, out_specs=rows)(arrays, named)
+        mapped = shard_map(
+            lambda own, named: local(*own, **named), in_specs=((rows,) * len(arrays), specs), out_specs=rows
+        )
+        return mapped(arrays, named)
 
     return run
 

@@ -100,7 +100,10 @@ class Transposed(flax.struct.PyTreeNode):
 
 
 def quantize(array: jax.Array, *, axis: int) -> Int8:
-    """Rounds to int8, each channel, along `axis`, by its own scale. Errors are at most 1/254 of its largest number."""
+    """Rounds an array to int8, each channel (the numbers along `axis`) with its own scale.
+
+    The error is at most half a step: 1/254 of the channel's largest magnitude.
+    """
     values, scale = _rounded(array.astype(wide_type(array)), axis)
     return Int8(values.astype(jnp.int8), scale)
 
@@ -164,7 +167,10 @@ def _multiply_few(states: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def multiply(rows: jax.Array, matrix: Int8) -> jax.Array:
-    """Computes [..., L, n] x [..., n, m], in at least float32, of scale [..., 1, m] (by column) or [..., n, 1]."""
+    """Computes products with int8: [..., L, n] x [..., n, m] -> [..., L, m], in at least float32.
+
+    The matrix has a scale per column, [..., 1, m], or per row, [..., n, 1].
+    """
     assert rows.shape[-1] <= _MOST_TERMS, f"{rows.shape[-1]} terms may overflow int32"
     wide = rows.astype(wide_type(rows))
     by_column = matrix.scale.shape[-2] == 1

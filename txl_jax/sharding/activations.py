@@ -37,7 +37,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Maps `function` over the shards of its arguments on the ambient mesh.
 
-    Gradients of replicated arguments are summed over devices. check_vma would ask for marks on arrays that differ.
+    Gradients of replicated arguments are summed over devices. With check_vma every array that differs between devices
+    would have to be marked.
     """
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -36,7 +36,11 @@ _MESH_AXES: dict[str, Any] = {
 
 
 def spec(*names: str | None) -> PartitionSpec:
-    """Returns the mesh axes of logical ones, None for None. Raises `ValueError` for others, which flax replicates."""
+    """Returns the mesh axes of an array with these logical axes; it is replicated over a name that is None.
+
+    Raises:
+      ValueError: If a name has no row in the table (flax would silently replicate it).
+    """
     for name in names:
         if name is not None and name not in _MESH_AXES:
             raise ValueError(f"logical axis {name!r} has no row in the sharding table; known: {', '.join(_MESH_AXES)}")

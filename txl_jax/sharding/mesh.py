@@ -53,7 +53,10 @@ def num_slices(mesh: Mesh) -> int:
 
 
 def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
-    """Returns devices [data, fsdp, tensor] of this shape, each slice, of which `data` has equal parts, in its order."""
+    """Lays devices over a mesh, each slice in the order of its interconnect.
+
+    `shape` is data x fsdp x tensor over all slices, whose number divides `data`. Returns devices [data, fsdp, tensor].
+    """
     data, fsdp, tensor = shape
     in_slice = data // len(slices), fsdp, tensor
     chosen = [device for one in slices for device in one[: math.prod(in_slice)]]
@@ -67,7 +70,10 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
 
 
 def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
-    """Groups devices by slice of TPUs, in order. Others are one group, also GPUs, whose slice_index is their host's."""
+    """Groups devices by slice of TPUs, in the order of the slices' indices; other devices are one group.
+
+    (jax gives GPUs a slice_index too, their host's. Over those FSDP is usual, and remains a choice.)
+    """
     found: dict[int, list[jax.Device]] = {}
     for device in devices:
         index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
@@ -85,9 +91,11 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     data = config.data or in_slice // shared
     if data * shared > in_slice or (not config.data and data * shared != in_slice):
         where = f" in each of {num_slices} slices" if num_slices > 1 else ""
-        asked = f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor}"
-        wanted = "the product must not exceed that, nor leave a remainder where data is none"
-        raise UserError(f"{asked} and there are {in_slice} devices{where}; {wanted}")
+        raise UserError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
+            f"there are {in_slice} devices{where}; the product must not exceed that, nor leave a remainder where data "
+            "is none"
+        )
     return num_slices * data, config.fsdp, config.tensor
 
 

@@ -123,7 +123,10 @@ def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | No
 def make_ensemble_step(
     model: AnyModel, base: ExperimentConfig
 ) -> Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
-    """Returns S updates of n members, states [n, ..], segments [n, S, B, L], up to rounding as by `make_train_step`."""
+    """Returns S updates of n members, each the same as `make_train_step` with the member's values, up to rounding.
+
+    The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
+    """
 
     def step(own: Variation, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
         member_step = make_train_step(

@@ -75,7 +75,10 @@ class Progress:
         return self.members.to_json([dataclasses.asdict(totals) for totals in self._totals])
 
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
-        """Takes metrics [S], or [n, S], of updates after `first_step`. Raises `NonFiniteError` if one is not finite."""
+        """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
+
+        Raises `NonFiniteError`, which names update and member, if a loss or gradient norm is not finite.
+        """
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
             _check_finite(first_step, own, self.members.prefix(index))
@@ -100,7 +103,10 @@ class Progress:
         return self.clock() - self._excluded
 
     def _forecast(self, done: int) -> None:
-        """Prints once how long the run takes. The first call fills buffers, and does not count."""
+        """Prints how long the run takes, once, when its first steps are timed.
+
+        The first call is not counted: it fills buffers, and on GPUs loads kernels.
+        """
         now = self._now()
         if self._first_call is None:
             self._first_call = (done, now)
@@ -108,10 +114,12 @@ class Progress:
         if self._has_forecast or seconds < _SECONDS_TO_TIME or updates == 0 or done == self.steps:
             return
         self._has_forecast = True
-        each, left, memory = seconds / updates, self.steps - done, self.device_memory()
-        total = f"about {environment.brief_duration(left * each)} for the remaining {left:,} steps, without evaluations"
-        in_use = "" if memory is None else f"; {environment.megabytes(memory)} per device in use"
-        self.log.print(f"time      {environment.brief_number(each)} s per step, {total}{in_use}")
+        each, memory = seconds / updates, self.device_memory()
+        self.log.print(
+            f"time      {environment.brief_number(each)} s per step, about "
+            f"{environment.brief_duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
+            "without evaluations" + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
+        )
 
     def _report(self, step: int, learning_rates: Sequence[float]) -> None:
         now = self._now()

@@ -48,7 +48,10 @@ def init_params(model: AnyModel, key: jax.Array) -> Any:
 def init_state(
     model: AnyModel, optimizer: optax.GradientTransformation, config: ExperimentConfig, params: Any
 ) -> TrainState:
-    """Returns the state before the first update. The optimizer's state is boxed like the parameters, or bare."""
+    """Returns the state before the first update of training that begins with these parameters.
+
+    The optimizer's state is boxed like the parameters. Bare parameters give a bare state.
+    """
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -79,7 +82,10 @@ def make_train_step(
     *,
     seed: int | jax.Array | None = None,
 ) -> TrainStep:
-    """Returns a step to be jitted, the state donated. The dropout `seed`, by default the config's, may be traced."""
+    """Returns a function of (state, S segments) that is ready for `jax.jit` with the state donated.
+
+    `seed` is the dropout seed, which may be traced, or None for the config's.
+    """
     train = config.train
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
     seed = config.seed if seed is None else seed

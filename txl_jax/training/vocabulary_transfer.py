@@ -61,7 +61,10 @@ def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size
 def transfer(
     rows: RowMap, old: ModelConfig, new: ModelConfig, *, jit: Callable[..., Any]
 ) -> Callable[[Any, Any, Any], Any]:
-    """Returns (initial parameters, old ones, shardings) -> the new model's, compiled for the mesh by `jit`."""
+    """Returns (initial parameters, old parameters, shardings) -> the parameters of the new model.
+
+    `jit` compiles a function for the mesh, with `out_shardings`.
+    """
     bounds = [np.array([0, *config.cutoffs, size]) for config, size in ((old, rows.old_size), (new, len(rows.rows)))]
 
     def one(path: Any, initial: jax.Array, theirs: jax.Array) -> jax.Array:

@@ -74,7 +74,8 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    generates_by_token: ClassVar[bool] = False  # Whether scores depend on distances alone: text may come by token.
+    # Whether scores depend on distances alone, so that text can be read and written one token at a time.
+    generates_by_token: ClassVar[bool] = False
     # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
     has_four_terms: ClassVar[bool] = False
     products_per_key: ClassVar[int] = 2  # Matmuls per query and key: content, value, and position score if any.
@@ -95,8 +96,8 @@ class PositionEncoding:
     ) -> jax.Array | None:
         """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], or None.
 
-        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here. The encoding of a
-        learned table is the distances themselves, clamped to it, int [K].
+        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here. With a learned
+        table the codes are the distances themselves, int [K], clamped to the table.
         """
         if not self.config.encoding.is_learned:
             return None
@@ -131,14 +132,21 @@ class PositionEncoding:
     ) -> DecodeTerms:
         """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
 
-        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None. The distances
-        P - 1, .., 0 of `position_keys` end at the clamp (`positions.table_length`), and attention uses the largest for
-        all beyond. A learned encoding clamps by `config.clamp`, and `position_vectors` by itself.
+        `position_keys` belong to the P distances P - 1, .., 0, where P is
+        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
+        `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
+        `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
+
+        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None.
         """
         return DecodeTerms()
 
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of parameters other than `original_projections`. Raises `UserError` if none."""
+        """Returns the correspondence of the encoding's other parameters than `original_projections`.
+
+        Raises:
+          UserError: If other implementations do not support the config's model.
+        """
         return ()

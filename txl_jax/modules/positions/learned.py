@@ -49,6 +49,7 @@ class LearnedPositions(PositionEncoding):
 
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns the vectors of all layers, which the original cuts into heads."""
-        c, path = self.config, "stack/layers/positions/vector"
+        c = self.config
         lead = (c.n_layer, c.table_size)
+        path = "stack/layers/positions/vector"
         return [OriginalTensor("r_emb", (*lead, c.n_head, c.d_head), path, (*lead, c.d_model), True)]

@@ -1,4 +1,4 @@
-"""Attention as pure functions on arrays. They depend on nothing else here.
+"""Attention as pure functions on arrays, which you can use without the models.
 
     dispatch.py   `attention` and `cached_attention`, which modules and inference call: checks, and a device's shard
     choose.py     which path serves a call, and why; `problem.py`: the arrays and sizes that it is chosen for

@@ -40,10 +40,12 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
     if biases and "position_key" not in given:
         raise ValueError(f"position_key must be an array [H, P, E] with {' and '.join(biases)}, got None")
     sizes = _sizes(given["query"].shape, visibility.segment_len)
-    if (mem_len := visibility.mem_len) < 0:
-        raise ValueError(f"visibility.mem_len must be at least 0 (keys include the segment's), got {mem_len}")
+    if visibility.mem_len < 0:
+        raise ValueError(
+            f"visibility.mem_len must be at least 0 (keys include the segment's), got {visibility.mem_len}"
+        )
     sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
-    lengths = f"L {visibility.segment_len}, M {mem_len} and causal={visibility.causal}"
+    lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
     _check_shapes(given, _AXES, sizes, f"with query {given['query'].shape}, {lengths}")
     _check_types(given, free=("position_score",))
     _check_visibility(visibility, sizes["B"])

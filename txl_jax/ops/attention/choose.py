@@ -33,9 +33,12 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
         return _choose_fastest(problem, without)
     if path == "stored" and problem.cached:
         return REFERENCE, _INFERENCE
-    if (refused := refusal(path, problem)) is not None:
-        what = f"{'attention over a KV cache' if problem.cached else 'attention'} cannot be {path}"
-        raise UserError(f"{what} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}.")
+    refused = refusal(path, problem)
+    if refused is not None:
+        what = "attention over a KV cache" if problem.cached else "attention"
+        raise UserError(
+            f"{what} cannot be {path} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}."
+        )
     return _make(path, problem), "by model.attention"
 
 
@@ -65,7 +68,11 @@ def can_serve(implementation: Implementation, problem: Problem) -> bool:
 
 
 def resolve(implementation: Implementation | str, problem: Problem) -> Implementation:
-    """Returns the choice for a path, or an earlier choice, of other lengths or device, if it can serve, or "auto"'s."""
+    """Returns the implementation of a call: for a path the choice, for an earlier choice that one where it can serve.
+
+    An earlier choice was made for other lengths, or on a machine that only compiles for the device. If it cannot serve
+    this call, "auto" decides. Raises `UserError` as `choose`.
+    """
     if not isinstance(implementation, Implementation):
         return choose(implementation, problem)[0]
     if implementation.path == "fused" and problem.platform != "tpu":

@@ -53,8 +53,10 @@ def attention(
       content_bias, position_bias: [H, E], u and v, or None.
       position_score: [H, P], added to these distances' scores before the division, also without keys, or None.
       visibility: Which keys a query sees. One that sees none gets zeros.
-      dropout: On the probabilities, (rate, seed) with a seed uint32 [] that is new in each layer and update, or None.
-      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice.
+      dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update,
+        or None.
+      implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
+        (`choose.resolve`).
 
     Raises:
       ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in [0, 1).
@@ -185,9 +187,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(batch: int, n_head: int) -> Shards | None:
-    """Returns how B rows and H heads are divided, or None.
+    """Returns how B rows and H heads are divided, or None if they are not divided here.
 
-    It is None with one device, a caller's mesh of other axes, or in a caller's `shard_map`, whose arrays are parts.
+    They are not if there is one device, if the ambient mesh is the caller's with axes of other names, or if the call is
+    inside the caller's own `shard_map`, where arrays are already one device's.
     """
     mesh = ambient_mesh()
     if mesh is None:

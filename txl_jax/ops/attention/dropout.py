@@ -57,7 +57,10 @@ class Dropout(flax.struct.PyTreeNode):
 
 
 def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
-    """Returns 32 random bits of each pair, uint32, of broadcasting integers (`Dropout.row_heads`), as kernels can."""
+    """Returns 32 random bits of each pair, uint32, of broadcasting integers; pure integer operations, for kernels too.
+
+    `row_head` is the row of the batch times the number of heads, plus the head.
+    """
     shared = _rounds(_uint32(seed) ^ (_uint32(row_head) * _ROW_HEAD), last=False)
     return _rounds(shared + _uint32(query) * _QUERY + _uint32(key) * _KEY, last=True)
 

@@ -26,7 +26,9 @@ class Visibility:
     # Maximum keys that a query attends to, itself included (`same_length`), on each side, or None.
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     causal: bool = flax.struct.field(pytree_node=False, default=True)  # Whether keys behind the query are hidden.
-    lengths: jax.Array | None = None  # int32 [B], tokens of each row's segment, before padding, or None for L.
+    lengths: jax.Array | None = (
+        None  # int32 [B], tokens of each row, or None for L. No query sees the padding after them.
+    )
     # int32 [B, L], the position of the segment from which each query sees keys. 0, like None, includes the memory.
     document_start: jax.Array | None = None
 
@@ -41,7 +43,10 @@ class Visibility:
         return self.n_keys if self.causal else self.n_keys + self.segment_len - 1
 
     def distances(self, *, clamp_len: int | None = None) -> jax.Array:
-        """Returns the distances K - 1, .. of position keys, int32 [P], clamped on both sides. Those ahead are < 0."""
+        """Returns the distances K - 1, .. that position keys belong to, int32 [P]. Negative distances are ahead.
+
+        Those farther than `clamp_len`, on either side, become `clamp_len`.
+        """
         distances = self.n_keys - 1 - jnp.arange(self.n_positions, dtype=jnp.int32)
         return distances if clamp_len is None else jnp.clip(distances, -clamp_len, clamp_len)
 

@@ -90,6 +90,7 @@ class Implementation:
 
     def __post_init__(self) -> None:
         """Checks that the parts match. A run's record may be corrupted."""
+        wrong = None
         if self.path not in PATHS:
             wrong = f"the path must be one of {', '.join(PATHS)}"
         elif (self.kernel in KERNELS) != (self.path == "fused"):
@@ -98,9 +99,8 @@ class Implementation:
             wrong = "it must have a tile, such as 128x256"
         elif self.tile is not None and min(self.tile) < 1:
             wrong = "the sides of a tile must be at least 1"
-        else:
-            return
-        raise ValueError(f"{str(self)!r} is not an attention implementation: {wrong}")
+        if wrong is not None:
+            raise ValueError(f"{str(self)!r} is not an attention implementation: {wrong}")
 
     def __str__(self) -> str:
         words = [self.path, self.kernel, self.tile, "interpreted" if self.interpret else None]

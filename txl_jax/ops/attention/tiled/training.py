@@ -70,7 +70,7 @@ def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Arr
 
 
 def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Returns the result [B, H, L, E], and residuals, the logarithm of each query's sum [B, H, L], wide, the last."""
+    """Returns the result [B, H, L, E], and the residuals. The last one is each query's log sum, [B, H, L], wide."""
     padded = _pad_positions(arrays, layout)
 
     def body(place: _Place, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -108,8 +108,12 @@ def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Arra
         return _Softmax(state.summed * shrink + summed, highest, state.total * shrink + total)
 
     shape = group.key.shape[0], strip.n_query
-    summed, total = jnp.zeros((*shape, group.value.shape[-1]), wide), jnp.zeros((*shape, 1), wide)
-    state = _over_blocks(strip, add_block, _Softmax(summed, jnp.full((*shape, 1), _LOWEST, wide), total))
+    state = _Softmax(
+        jnp.zeros((*shape, group.value.shape[-1]), wide),
+        jnp.full((*shape, 1), _LOWEST, wide),
+        jnp.zeros((*shape, 1), wide),
+    )
+    state = _over_blocks(strip, add_block, state)
     total = jnp.where(state.total == 0, 1, state.total)
     kept_part = 1 if dropout is None else 1 - jnp.asarray(dropout.rate, wide)
     return state.summed / (total * kept_part), (state.highest + jnp.log(total))[..., 0]
@@ -415,7 +419,10 @@ class _Block:
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
-        """Returns the position queries' part [G, n, E], or None, and sums, from scores' [G, n, m], 0 where hidden."""
+        """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients.
+
+        `of_scores` [G, n, m] are zero where hidden.
+        """
         group = self._group
         if group.position_key is None and group.position_score is None:
             return None, gradients

@@ -61,10 +61,15 @@ def tpu_cached_attention(
         cache_dtype=ring[0].dtype.name,
     )
     sizes = CachedSizes.of(problem, tile)
-    queries, own = round_up(segment_len, sizes.query_block) - segment_len, sizes.n_own * sizes.own_block - segment_len
-    arrays = {"query": pad_rows(query, 0, queries), "key": pad_rows(key, 0, own), "value": pad_rows(value, 0, own)}
+    queries_behind = round_up(segment_len, sizes.query_block) - segment_len
+    keys_behind = sizes.n_own * sizes.own_block - segment_len
+    arrays = {
+        "query": pad_rows(query, 0, queries_behind),
+        "key": pad_rows(key, 0, keys_behind),
+        "value": pad_rows(value, 0, keys_behind),
+    }
     if table is not None and position_query is not None:
-        arrays["position_query"] = pad_rows(position_query, 0, queries)
+        arrays["position_query"] = pad_rows(position_query, 0, queries_behind)
         arrays["position_key"] = table[..., -sizes.n_positions :]
     if capacity:
         arrays |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}

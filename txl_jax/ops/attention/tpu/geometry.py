@@ -4,7 +4,6 @@ Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the posit
 behind to whole tiles, keys too, and position keys in front by as many rows as queries behind, which keeps this rule.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -56,16 +55,20 @@ def refusal(problem: Problem) -> str | None:
         return "the kernels do not support a score per distance (position_score)"
     pairs = problem.segment_len * problem.n_keys
     if pairs < _FEWEST_PAIRS:
-        few = f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs"
-        return f"{few}, below {_FEWEST_PAIRS}, from which kernels are faster"
+        return (
+            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {_FEWEST_PAIRS}, from "
+            "which kernels are faster"
+        )
     refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
     return refused or _libtpu_refusal()
 
 
 def _training_refusal(problem: Problem, vmem: int) -> str | None:
     if (need := _backward_bytes(problem, default_tile(problem))) > vmem:
-        needed = f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM"
-        return f"{needed} in the backward kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
+        return (
+            f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
+            f"kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
+        )
     return None
 
 
@@ -77,17 +80,21 @@ def _cached_refusal(problem: Problem, vmem: int) -> str | None:
         return f"the head size is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
     need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
     if need > most:
-        needed = f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM"
-        return f"{needed}, above {most / _MIB:.1f}"
+        return (
+            f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
+            f"{most / _MIB:.1f}"
+        )
     return None
 
 
 def _libtpu_refusal() -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    try:
         version = importlib.metadata.version("libtpu")
-        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-        if numbers and numbers <= _TOO_OLD_LIBTPU:
-            return f"libtpu is {version}, which cannot compile kernels of jax {jax.__version__}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers and numbers <= _TOO_OLD_LIBTPU:
+        return f"libtpu is {version}, which cannot compile kernels of jax {jax.__version__}"
     return None
 
 
@@ -151,7 +158,8 @@ def vmem_bytes(sizes: "Problem | Geometry", tile: Tile, *, itemsize: int, backwa
     Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512 at K 4096 and 31.9 at
     K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this gives 18.4, 32.4 and 29.5.
     """
-    row, (n_query, n_key) = round_up(sizes.d_head, LANES), tile
+    row = round_up(sizes.d_head, LANES)
+    n_query, n_key = tile
     keys = round_up(sizes.n_keys, n_key)
     positions = round_up(sizes.segment_len, n_query) + keys + LANES if sizes.n_positions else 0
     blocks = 2 * itemsize * row * (n_query * (4 if backward else 2) + 2 * n_key + positions)
@@ -238,7 +246,10 @@ class Geometry:
         return self.padded_queries + self.padded_keys + LANES
 
     def key_tiles(self, query_tile: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first and last tile of the keys `start` to `stop` that a query tile sees, or an empty range."""
+        """Returns the first tile of the keys from `start` to `stop` that some query of a tile sees, and the last.
+
+        The range is empty if none does.
+        """
         start, stop = self._key_range(query_tile, start, stop, jnp.minimum, jnp.maximum)
         size = jnp.int32(self.tile.key)
         return lax.div(start, size), jnp.where(stop > start, lax.div(stop - 1, size), -1)
@@ -272,7 +283,7 @@ class Geometry:
     def n_tile(self) -> int:
         """Tiles of a row and head with visible pairs, if its memory is full, like `key_tiles` in Python's integers.
 
-        Not by jax, which would compute on the ambient mesh, whose devices may not be at hand.
+        Not by jax, which would compute on the ambient mesh, whose devices may not be attached.
         """
         ranges = (self._key_range(tile, 0, self.n_keys, min, max) for tile in range(self.n_query_tile))
         size = self.tile.key

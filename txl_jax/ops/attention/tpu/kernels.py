@@ -146,7 +146,8 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
 
     A query that sees no key gets zeros, and a logarithm so large that its probabilities come out as 0.
     """
-    rows, width, (blocks, _, log_sum_block) = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
+    rows, width = geometry.tile.query, geometry.d_head
+    blocks, _, log_sum_block = _make_blocks(geometry)
     padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
     scratch = _ForwardScratch(
@@ -242,7 +243,8 @@ def _backward(
 ) -> tuple[_Operands, None]:
     """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
     operands, scalars, out, log_sum = saved
-    rows, width, (blocks, all_keys, log_sum_block) = geometry.tile.query, geometry.d_head, _make_blocks(geometry)
+    rows, width = geometry.tile.query, geometry.d_head
+    blocks, all_keys, log_sum_block = _make_blocks(geometry)
     padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
     has_position = geometry.n_positions > 0
@@ -271,13 +273,25 @@ def _backward(
         scratch=scratch,
         backward=True,
     )
-    query, key, value, *of_heads = gradients
-    if has_position:
+
+    inverse_keep = scalars.keep[1]
+
+    def finish(gradient: jax.Array | None, array: jax.Array | None) -> jax.Array | None:
+        return None if gradient is None or array is None else (gradient * inverse_keep).astype(array.dtype)
+
+    position_key = gradients.position_key
+    if position_key is not None:
         before, _ = geometry.position_padding
-        of_heads[0] = of_heads[0][:, before : before + geometry.n_positions]
-    of_heads = jax.tree.map(lambda g, own: (g * scalars.keep[1]).astype(own.dtype), of_heads, list(operands[3:]))
-    queries, keys = slice(geometry.segment_len), slice(geometry.n_keys)
-    return _Operands(query[:, :, queries], key[:, :, keys], value[:, :, keys], *of_heads), None
+        position_key = position_key[:, before : before + geometry.n_positions]
+    of_operands = _Operands(
+        query=gradients.query[:, :, : geometry.segment_len],
+        key=gradients.key[:, :, : geometry.n_keys],
+        value=gradients.value[:, :, : geometry.n_keys],
+        position_key=finish(position_key, operands.position_key),
+        content_bias=finish(gradients.content_bias, operands.content_bias),
+        position_bias=finish(gradients.position_bias, operands.position_bias),
+    )
+    return of_operands, None
 
 
 _attend.defvjp(_save, _backward)
@@ -421,10 +435,12 @@ class _Step(NamedTuple):
         return pl.ds(pl.multiple_of(self.key_tile * size, size), size)
 
     def positions(self, at: int, size: int) -> Any:
-        """Returns rows of the position keys, or their gradient, `at` behind the one of the last query and first key."""
+        """Returns `size` rows of the position keys or their gradient, from `at` behind the tile's first one."""
         n_query, n_key = self.geometry.tile
+        # The row of the tile's last query and first key.
         first = self.geometry.padded_queries - (self.query_tile + 1) * n_query + self.key_tile * n_key
-        return pl.ds(pl.multiple_of(first + at, math.gcd(strip_rows(n_query), n_key)), size)
+        divisor = math.gcd(strip_rows(n_query), n_key)  # Of every row at which a strip begins.
+        return pl.ds(pl.multiple_of(first + at, divisor), size)
 
 
 def _make_blocks(geometry: Geometry) -> tuple[_Operands, pl.BlockSpec, pl.BlockSpec]:
