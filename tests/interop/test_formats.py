@@ -191,7 +191,7 @@ def test_bytes_take_the_order_of_their_values(tmp_path):
     corpus = {"dataset": "enwik8", "vocab": {"idx2sym": [str(value) for value in text]}}
     (tmp_path / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
     found = formats.read(tmp_path)
-    again = leaves.to_tree(found.leaves)
+    again = foreign.to_tree(found.leaves)
     ids = found.info.vocabulary.encode(bytes(text))  # In the order of their ids in the release.
     for path in (("embedding", "table_0"), ("softmax", "table_0"), ("softmax", "bias")):
         np.testing.assert_array_equal(again[path[0]][path[1]][ids], params[path[0]][path[1]])

@@ -248,7 +248,7 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     tokens[0, 2:6] = (0, 5, foreign.V - 1, 10)  # Each cluster.
     whole = found.info.config
     model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), foreign.V)
-    read = {"params": jax.tree.map(np.float64, leaves.to_tree(found.leaves))}
+    read = {"params": jax.tree.map(np.float64, foreign.to_tree(found.leaves))}
     sizes = {"cutoffs": config.cutoffs, "n_layer": config.n_layer, "mem_len": 5}
     for same_length in (False, True):
         lengths = {"clamp_len": 4, "same_length": same_length}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import flax.traverse_util
 import jax
 import numpy as np
 
@@ -32,9 +33,14 @@ LENGTHS = EvalConfig(mem_len=7, clamp_len=5, same_length=True)
 WORDS = ("<eos>", "the", "<unk>", "of", ",", "a", "Ünder", "@-@", "b", "c", "d", "e", "f")
 
 
+def to_tree(found: leaves.Leaves) -> dict:
+    """Reads all leaves into nested parameters."""
+    return flax.traverse_util.unflatten_dict({path: leaf.read() for path, leaf in found.items()}, sep="/")
+
+
 def to_flax(tensors: dict[str, np.ndarray], config: ModelConfig, **options) -> dict:
     """The nested parameters of tensors by the names of a release; `options` are those of `to_leaves`."""
-    return leaves.to_tree(original.to_leaves(leaves.from_tree(tensors), config, **options))
+    return to_tree(original.to_leaves(leaves.from_tree(tensors), config, **options))
 
 
 def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
@@ -45,7 +51,7 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
 
 def check(found: Model, config: ModelConfig, params: dict) -> None:
     """The parameters, and what of the config has to do with them, are those that were written; not `compat`."""
-    assert_equal(leaves.to_tree(found.leaves), params)
+    assert_equal(to_tree(found.leaves), params)
     drawn, inferred = {"dropout", "init_std", "projection_init_std", "compat"}, found.info.config.model
     for field in dataclasses.fields(ModelConfig):
         assert field.name in drawn or getattr(inferred, field.name) == getattr(config, field.name), field.name

@@ -55,14 +55,14 @@ class PublishedCorpus:
 
     title: str
     contents: str  # "words", "bytes of Wikipedia": follows the title in the list of programs.
-    folders: tuple[str, ...]  # Possible names of its own folder in the data directory; of archives too.
+    folders: tuple[str, ...]  # Possible names of its own directory in the data directory, and of archives.
     layouts: tuple[Layout, ...]  # Paths of its files below a directory or in an archive; the first that fits counts.
     facts: Mapping[str, Facts]  # By part.
     sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: an archive, or all files.
     defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
     vocab_size: int  # V of the whole corpus with these settings, <eos> and <unk> included, as `prepare` prints it.
     program: str = ""  # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
-    own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own folder.
+    own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own directory.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
     # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text with any other value
     # cannot be scored then. False means all 256 values.

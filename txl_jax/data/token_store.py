@@ -122,7 +122,7 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
             "sha256": {file.name: storage.sha256(file) for file in written},
         }
         (partial / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        shutil.rmtree(path, ignore_errors=True)  # A damaged one.
+        shutil.rmtree(path, ignore_errors=True)  # A corrupted one.
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

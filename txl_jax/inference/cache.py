@@ -26,7 +26,7 @@ class KVCache(flax.struct.PyTreeNode):
 
     keys: tuple[jax.Array | Int8, ...]  # Per layer [B, H, E, R]; int8 has a scale per row, head and slot.
     values: tuple[jax.Array | Int8, ...]  # Per layer [B, H, R, E]; the same.
-    valid: jax.Array  # int32 [B], how many of the newest slots may be seen, at most M.
+    valid: jax.Array  # int32 [B], how many of the latest slots may be seen, at most M.
     write_index: jax.Array  # int32 [], the oldest slot, where the next segment goes; [B] if each row has its own.
     mem_len: int = flax.struct.field(pytree_node=False)  # M
 

@@ -33,7 +33,7 @@ from txl_jax.ops import sampling
 class Rows(NamedTuple):
     """Arguments of one call for R rows, made by the host."""
 
-    given: Any  # int32 [R, G], tokens that are known, the newest last. Those before it are read while number < 0.
+    given: Any  # int32 [R, G], tokens that are known, the latest last. Those before it are read while number < 0.
     number: Any  # int32 [R], of the token that the first step draws, at least -(G - 1).
     steps: Any  # int32 [R], steps of this call; 0 if the row does nothing.
     key: Any  # uint32 [R, ..], `row_key`.

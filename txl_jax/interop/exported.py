@@ -171,7 +171,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str,
     if a file was changed, or does not match the manifest.
     """
     damaged = f"{folder / _MANIFEST} or a file that it lists was changed (%s). Export the model again."
-    with rephrased(damaged, Exception, to=CheckpointError):  # Of a damaged function, jax.export raises nearly any.
+    with rephrased(damaged, Exception, to=CheckpointError):  # For a corrupted function jax.export raises nearly any.
         if storage.read(folder / _DIGEST) != _digest_line(storage.read(folder / _MANIFEST)):
             raise ValueError(f"its sha256 is not the one in {_DIGEST}")
         manifest, others = storage.read_json(folder / _MANIFEST), set(storage.names(folder)) - {_MANIFEST, _DIGEST}

@@ -67,12 +67,12 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
     except UserError as error:
         if str(file.parent) in str(error):
             raise
-        raise UserError(f"{file}: {error}") from error  # Errors on tensors and settings name these alone.
+        raise UserError(f"{file}: {error}") from error  # Errors on tensors and settings name only these.
 
 
 def _read_weights(weights: _Weights, format: Format) -> Model:
     folder = weights.path.parent
-    if weights.path.name == portable.WEIGHTS and (folder / portable.RECORD).is_file():  # From a model of ours.
+    if weights.path.name == portable.WEIGHTS and (folder / portable.RECORD).is_file():  # Converted from our model.
         info = portable.read_record(folder)
         sizes, vocab_size = info.config.model, info.vocabulary.size
         return Model(format, info, original.to_leaves(weights.tensors, sizes, vocab_size=vocab_size, format=format), [])

@@ -37,11 +37,6 @@ def from_tree(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
     return {path: leaf_of(value) for path, value in flax.traverse_util.flatten_dict(arrays, sep="/").items()}
 
 
-def to_tree(leaves: Leaves) -> dict[str, Any]:
-    """Reads all leaves into nested parameters of numpy arrays."""
-    return flax.traverse_util.unflatten_dict({path: leaf.read() for path, leaf in leaves.items()}, sep="/")
-
-
 def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
     """Returns the leaves in another dtype, converted when they are read."""
 

@@ -37,7 +37,7 @@ from txl_jax.version import __version__
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
 RECORD = "txl_jax.json"  # In a directory of another format: what our config.json has.
-_KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable folder's config.json has.
+_KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable checkpoint's config.json has.
 # Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a document.
 _GROUPS = ("seed", "model", "optimizer", "train", "regularization", "average", "eval", "generate")
 _CARD = """---

@@ -28,7 +28,7 @@ from txl_jax.modules.attention import keep
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
 
-State = tuple[jax.Array, jax.Array]  # Of a layer: cells [B, D], and outputs [B, D] (LSTM) or the newest input (QRNN).
+State = tuple[jax.Array, jax.Array]  # Of a layer: cells [B, D], and outputs [B, D] (LSTM) or the latest input (QRNN).
 
 
 class RecurrentModel(nn.Module):

@@ -43,7 +43,9 @@ def spec(*names: str | None) -> PartitionSpec:
     """
     for name in names:
         if name is not None and name not in _MESH_AXES:
-            raise ValueError(f"logical axis {name!r} has no row in the sharding table; known: {', '.join(_MESH_AXES)}")
+            raise ValueError(
+                f"logical axis {name!r} has no row in the sharding table. Known names are {', '.join(_MESH_AXES)}"
+            )
     return PartitionSpec(*(None if name is None else _MESH_AXES[name] for name in names))
 
 

@@ -86,7 +86,7 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     in_slice, rest = divmod(n_device, num_slices)
     if rest:
         found = f"there are {n_device} devices in {num_slices} slices of TPUs"
-        raise UserError(f"{found}; each slice must have as many as the others")
+        raise UserError(f"{found}. Each slice must have the same number.")
     shared = config.fsdp * config.tensor
     data = config.data or in_slice // shared
     if data * shared > in_slice or (not config.data and data * shared != in_slice):
@@ -119,7 +119,7 @@ def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
     """Returns a jitted function that enters `mesh` whenever it is called or lowered; itself with one device or None."""
     if mesh is None or mesh.size == 1:
         return jitted
-    entering = use_mesh(mesh)  # As a decorator it enters the mesh anew in each call.
+    entering = use_mesh(mesh)  # As a decorator it enters the mesh again in each call.
     bound: Any = entering(jitted)
     bound.lower, bound.eval_shape = entering(jitted.lower), entering(jitted.eval_shape)
     return bound

@@ -60,7 +60,7 @@ def learning_rate(
 def make_optimizer(config: ExperimentConfig, *, peak: float | jax.Array | None = None) -> optax.GradientTransformation:
     """Returns clipping by the global norm over all devices, then the update rule, with weight decays and rates."""
     optimizer, schedule = config.optimizer, learning_rate(config, peak=peak)
-    # Transformations that are off are left out, so that checkpoints of runs without them have no state of theirs.
+    # Transformations that are off are omitted, so that checkpoints of runs without them do not have their state.
     l2 = [optax.add_decayed_weights(optimizer.l2)] if optimizer.l2 else []
     decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)] if optimizer.weight_decay else []
     rates = optax.scale_by_learning_rate(schedule)

@@ -16,7 +16,7 @@ from txl_jax.training.ensemble import Members
 from txl_jax.training.step import UpdateMetrics
 
 _ONE_RUN = Members()
-_WORTH_A_COLUMN = 0.05  # Of the time: waits that are shorter are left out of the lines, not of the records.
+_WORTH_A_COLUMN = 0.05  # Of the time: shorter waits are omitted from the lines, not from the records.
 _SECONDS_TO_TIME = 3.0  # Of the first steps, before a run states how long it takes.
 
 

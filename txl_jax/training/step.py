@@ -95,7 +95,7 @@ def make_train_step(
         weights = segment.weights * position_weights(train.segment_len, train.loss)[None, :]
         segment = segment._replace(weights=weights)
         tokens = jnp.sum(weights)
-        # The key depends on seed and step alone, so a checkpoint holds no random state.
+        # The key depends only on seed and step, so a checkpoint holds no random state.
         dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
         if train.grad_accum_steps > 1:
             accumulate = grad_accumulation.in_microbatches(gradient, train.grad_accum_steps)

@@ -74,7 +74,7 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    # Whether scores depend on distances alone, so that text can be read and written one token at a time.
+    # Whether scores depend only on distances, so that text can be read and written one token at a time.
     generates_by_token: ClassVar[bool] = False
     # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
     has_four_terms: ClassVar[bool] = False

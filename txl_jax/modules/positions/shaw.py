@@ -29,8 +29,8 @@ class ShawParameters(NamedTuple):
     """Learned terms of each distance."""
 
     key: jax.Array  # [n, H, E], of term (b): q . key.
-    score: jax.Array | None  # [n, H], in place of term (d); None: there is none.
-    content_bias: jax.Array | None  # [H, E], u of term (c); None: there is none.
+    score: jax.Array | None  # [n, H], instead of term (d), or None.
+    content_bias: jax.Array | None  # [H, E], u of term (c), or None.
 
 
 class ShawTable(nn.Module):

@@ -131,9 +131,8 @@ def tiles_are_faster(problem: Problem) -> bool:
         return False
     if problem.cached:
         return problem.n_keys >= _FEWEST_CACHED_KEYS
-    # Processor time of forward and backward beside the reference, on an AMD EPYC: L 32, K 64 1.16 times, L 70, K 140
-    # the same, L 150, K 300 0.84, L 128, K 256 0.55, L 512, K 1024 0.50, L 768, K 1536 0.75. Of few rows the
-    # reference's scores stay in the last cache: L 150, K 300 with 10 heads took 1.03
-    # times the time of 4 rows, 0.75 that of 16.
+    # Processor time of forward and backward, divided by the reference's, on an AMD EPYC: L 32, K 64 1.16, L 70, K 140
+    # 1.0, L 150, K 300 0.84, L 128, K 256 0.55, L 512, K 1024 0.50, L 768, K 1536 0.75. With few rows the reference's
+    # scores stay in the last cache: L 150, K 300 and 10 heads 1.03 with 4 rows, 0.75 with 16.
     n_pair = problem.segment_len * problem.n_keys
     return n_pair >= _FEWEST_PAIRS and problem.batch * problem.n_head * n_pair >= _FEWEST_SCORES

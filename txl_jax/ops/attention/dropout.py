@@ -31,7 +31,7 @@ class Dropout(flax.struct.PyTreeNode):
     first_head: int | jax.Array = 0  # int32 [], index of the first head among all devices' heads.
 
     def threshold(self) -> jax.Array:
-        """Returns the uint32 below which bits mean "left out": rate * 2^32, of the rate in float32."""
+        """Returns the uint32 below which a probability is dropped: rate * 2^32, of the rate in float32."""
         scaled = jnp.asarray(self.rate, jnp.float32) * np.float32(2**32)
         return jnp.minimum(scaled, _LARGEST).astype(jnp.uint32)
 

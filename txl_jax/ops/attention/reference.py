@@ -19,7 +19,6 @@ tests/ops/attention/test_reference.py compares training with a loop over pairs, 
 tests/inference/test_forward.py the cache with loops and with training.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,18 +28,16 @@ from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Operands
-from txl_jax.ops.matmul import Int8, multiply, row_product
+from txl_jax.ops.matmul import Int8, multiply, product, row_product, wide_type
 
 
 def attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     o = operands
-    wide = jnp.promote_types(o.query.dtype, jnp.float32)
-    content_query = biased(o.query, o.content_bias)
-    scores_BxHxLxK = jnp.einsum("bhle,bhke->bhlk", content_query, o.key, preferred_element_type=wide)
+    scores_BxHxLxK = product("bhle,bhke->bhlk", biased(o.query, o.content_bias), o.key)
     if o.position_key is not None or o.position_score is not None:
         position_query = biased(o.query, o.position_bias)
-        by_distance = _position_scores(position_query, _by_rows(o.position_key, wide), o.position_score, wide)
+        by_distance = _position_scores(position_query, o.position_key, o.position_score)
         scores_BxHxLxK += positions.by_key(by_distance, visibility.n_keys)
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
     visible_Bx1xLxK = visibility.mask()[:, None, :, :]
@@ -69,14 +66,13 @@ def score_terms(
     query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
 ) -> ScoreTerms:
     """Computes the four terms of causal scores, of arrays as in `Operands`. Future keys get leftovers."""
-    wide = jnp.promote_types(query.dtype, jnp.float32)
     none = jnp.zeros_like(query)
 
     def content(rows: jax.Array) -> jax.Array:
-        return jnp.einsum("bhle,bhke->bhlk", rows, key, preferred_element_type=wide)
+        return product("bhle,bhke->bhlk", rows, key)
 
     def distance(rows: jax.Array) -> jax.Array:
-        return positions.relative_shift(_position_scores(rows, _by_rows(position_key, wide), None, wide))
+        return positions.relative_shift(_position_scores(rows, position_key, None))
 
     u, v = biased(none, content_bias), biased(none, position_bias)
     terms = content(query), distance(query), content(u), distance(v)
@@ -86,17 +82,15 @@ def score_terms(
 def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]. The ring may have any type."""
     query, key, value, (ring_key, ring_value), position = operands
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    own = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
+    own = product("bhle,bhke->bhlk", query, key)
     if position is not None:
-        position_query, position_key, more = position
-        table = _position_scores(position_query, _by_columns(position_key, wide), more, wide)
+        table = _position_scores(*position, equation="hne,hep->hnp")
         own += _own_positions(table)
     own = jnp.where(visibility.own_mask()[:, None], own, -jnp.inf)
     top = jnp.max(own, axis=-1, keepdims=True)
     capacity = ring_key.shape[3]
     if capacity:
-        older = _by_ring(query, ring_key, wide)
+        older = _by_ring(query, ring_key)
         if position is not None:
             older += _ring_positions(table, visibility.write_index, visibility.age())
         older = jnp.where(visibility.ring_mask()[:, None], older, -jnp.inf)
@@ -104,28 +98,29 @@ def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> 
     # Divided by their sum last: E numbers per query instead of K.
     weights = jnp.exp(own - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(value.dtype), value, preferred_element_type=wide)
+    summed = product("bhlk,bhke->bhle", weights.astype(value.dtype), value)
     if capacity:
         weights = jnp.exp(older - top)
         total += jnp.sum(weights, axis=-1, keepdims=True)
-        summed += _by_ring(weights.astype(value.dtype), ring_value, wide)
+        summed += _by_ring(weights.astype(value.dtype), ring_value)
     return (summed / total).astype(value.dtype)
 
 
-def _by_ring(rows: jax.Array, ring: jax.Array | Int8, wide: jnp.dtype) -> jax.Array:
-    """Multiplies with a ring of any type: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m], in `wide`.
+def _by_ring(rows: jax.Array, ring: jax.Array | Int8) -> jax.Array:
+    """Multiplies with a ring of any type: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m], in at least float32.
 
     A single row is multiplied and summed, so that a narrower ring is converted while it is read; for a product XLA's
     CPU backend first writes a copy of all of it in the wide type (12 layers of 8 x 64 x 2160 in bfloat16, two
     cores: 22 ms with products, 4.1 ms so; in float32 2.8 ms).
     """
+    wide = wide_type(rows)
     if isinstance(ring, Int8):
         return multiply(rows, ring).astype(wide)
     if rows.shape[2] == 1 and ring.dtype != rows.dtype:
         return jnp.sum(ring.astype(wide) * rows.astype(wide).swapaxes(2, 3), axis=2, keepdims=True)
 
     def products(rows: jax.Array, ring: jax.Array) -> jax.Array:
-        return jnp.einsum("bhln,bhnm->bhlm", rows, ring.astype(rows.dtype), preferred_element_type=wide)
+        return product("bhln,bhnm->bhlm", rows, ring.astype(rows.dtype))
 
     if rows.shape[2] == 1 and rows.dtype == wide:
         return row_product(rows, ring, otherwise=products)
@@ -137,35 +132,20 @@ def biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
     return query if bias is None else query + bias[None, :, None, :]
 
 
-Multiply = Callable[[jax.Array], jax.Array]  # [H, B L, E] -> [H, B L, P], wide.
-
-
-def _by_rows(position_key: jax.Array | None, wide: jnp.dtype) -> Multiply | None:
-    """Returns the product with position keys [H, P, E]."""
-    if position_key is None:
-        return None
-    return lambda rows: jnp.einsum("hne,hke->hnk", rows, position_key, preferred_element_type=wide)
-
-
-def _by_columns(position_key: jax.Array | Int8 | None, wide: jnp.dtype) -> Multiply | None:
-    """Returns the product with position keys [H, E, P]."""
-    if position_key is None:
-        return None
-    if isinstance(position_key, Int8):
-        return lambda rows: multiply(rows, position_key).astype(wide)
-    return lambda rows: jnp.einsum("hne,hep->hnp", rows, position_key, preferred_element_type=wide)
-
-
-def _position_scores(query: jax.Array, product: Multiply | None, more: jax.Array | None, wide: jnp.dtype) -> jax.Array:
+def _position_scores(
+    query: jax.Array, key: jax.Array | Int8 | None, more: jax.Array | None, equation: str = "hne,hpe->hnp"
+) -> jax.Array:
     """Computes scores by distance, before the shift: [B, H, L, P], or [1, H, L, P] for all rows without a matmul.
 
-    One [B L, E] x [E, P] product per head: XLA's CPU backend turns the einsum bhle,hke->bhlk into B small products.
+    The keys are [H, P, E], or [H, E, P] with the other `equation`. One [B L, E] x [E, P] product per head: XLA's CPU
+    backend turns the einsum bhle,hke->bhlk into B small products.
     """
-    batch, n_head, n_query, width = query.shape
-    if product is None:
+    (batch, n_head, n_query, width), wide = query.shape, wide_type(query)
+    if key is None:
         assert more is not None, "neither keys nor scores"
         return jnp.broadcast_to(more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1]))
-    scores = product(query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width))
+    rows = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)
+    scores = multiply(rows, key).astype(wide) if isinstance(key, Int8) else product(equation, rows, key)
     if more is not None:
         scores += more.astype(wide)[:, None, :]
     return scores.reshape(n_head, batch, n_query, -1).transpose(1, 0, 2, 3)

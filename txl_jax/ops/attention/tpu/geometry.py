@@ -28,7 +28,9 @@ _MIB = 2**20
 _OLDEST_GENERATION = 4  # Mosaic has no product of bfloat16 for older ones, and their gather differs.
 _ITEMSIZES = {"bfloat16": 2, "float32": 4}
 _WIDEST_CACHED_HEAD = 256
-_LARGEST_BLOCK = 1024  # Slots. Fewer cost more steps, of about 400 instructions beside the work; more reach further.
+_LARGEST_BLOCK = (
+    1024  # Slots. Fewer cost more steps, each about 400 instructions more than its work. More reach further.
+)
 
 # MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that was made elsewhere
 # the device is not known, and must not be refused for it.
@@ -39,7 +41,7 @@ _VMEM_OF_OTHERS = 64
 # 8", jax 0.7.2), and later jax refuses it; 0.0.42.1 and 0.0.48.1 compile them.
 _TOO_OLD_LIBTPU = (0, 0, 21)
 
-# The most queries and keys of a tile, from the best on. Products of float32 are six of bfloat16, beside which the rest
+# The most queries and keys of a tile, from the best on. Products of float32 are six of bfloat16, next to which the rest
 # counts less, and its largest tiles take a minute to compile: float32 leaves the first two out.
 _LARGEST_TILES = (Tile(512, 1536), Tile(256, 1536), Tile(256, 512), Tile(128, 256))
 

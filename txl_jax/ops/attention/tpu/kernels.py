@@ -126,11 +126,6 @@ def _attend(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> jax.A
     return _forward(geometry, operands, scalars)[0]
 
 
-def _save(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[jax.Array, Any]:
-    out, log_sum = _forward(geometry, operands, scalars)
-    return out, (operands, scalars, out, log_sum)
-
-
 class _ForwardScratch(NamedTuple):
     """Arrays that stay in VMEM over the tiles of keys."""
 
@@ -141,10 +136,11 @@ class _ForwardScratch(NamedTuple):
     weighted: Any  # float32 [n, E], sum of exp(score - top) * value.
 
 
-def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[jax.Array, jax.Array]:
-    """Returns the attention [B, H, L, E] and the logarithms of its sums, [B, H, tiles of queries, 1, n] in float32.
+def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Returns the attention [B, H, L, E], and the residuals.
 
-    A query that sees no key gets zeros, and a logarithm so large that its probabilities come out as 0.
+    The last residual is the logarithm of each query's sum, [B, H, tiles of queries, 1, n] in float32. A query that sees
+    no key gets zeros, and a logarithm so large that its probabilities come out as 0.
     """
     rows, width = geometry.tile.query, geometry.d_head
     blocks, _, log_sum_block = _make_blocks(geometry)
@@ -169,7 +165,8 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
         scratch=scratch,
         backward=False,
     )
-    return out[:, :, : geometry.segment_len], log_sum
+    out = out[:, :, : geometry.segment_len]
+    return out, (operands, scalars, out, log_sum)
 
 
 def _forward_kernel(
@@ -238,7 +235,7 @@ class _BackwardScratch(NamedTuple):
 
 def _backward(
     geometry: Geometry,
-    saved: tuple[_Operands, _Scalars, jax.Array, jax.Array],
+    saved: tuple[Any, ...],
     gradient: jax.Array,
 ) -> tuple[_Operands, None]:
     """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
@@ -294,7 +291,7 @@ def _backward(
     return of_operands, None
 
 
-_attend.defvjp(_save, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _backward_kernel(
