@@ -162,7 +162,6 @@ def test_mistakes_of_callers_are_refused():
         (lambda: txl_jax.load("/nowhere"), "/nowhere"),
         (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda: txl_jax.Hook(0, print), r"\b0\b"),
-        (lambda: txl_jax.Hook(7, print).check_interval(5), r"segments_per_call.*5.*7"),
         (lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]), r"hooks.*Hook.*\[<built-in function print>"),
         (lambda: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)), r"hooks.*list.*every=5"),
         (lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]), r"segments_per_call.*7"),

@@ -228,11 +228,6 @@ class ModelConfig(Config, prefix="model."):
         return self.div_val > 1 or self.embed_width != self.d_model
 
     @property
-    def has_shaw_terms(self) -> bool:
-        """Returns whether `model.compat.shaw_terms` has an effect: whether the encoding is Shaw's."""
-        return self.encoding is Encoding.SHAW
-
-    @property
     def table_size(self) -> int:
         """Entries in the table of a learned encoding: `num_positions`. Raises `UserError` if it is None."""
         if self.num_positions is None:

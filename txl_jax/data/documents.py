@@ -93,10 +93,7 @@ class DocumentRows:
         return call
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields the pieces of a row's documents, of `size` positions but the last, and None if none may begin.
-
-        A piece is the document's number, the piece's first position and pairs, and whether the document ends with it.
-        """
+        """Yields a row's pieces: (number of the document, first position, pairs, whether it ends), or None to wait."""
         while True:
             if (document := self._next_document()) is None:
                 yield None

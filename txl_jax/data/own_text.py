@@ -224,11 +224,8 @@ def _copy_of(folder: str, cache: Path) -> Path:
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
-    """Downloads an object, under a temporary name first, unless there is a copy of its size and time.
-
-    Copies keep the objects' paths relative to `root` (by default the object's directory).
-    """
-    root = root or os.path.dirname(url)
+    """Downloads an object, under a temporary name first, unless there is a copy of its size and time."""
+    root = root or os.path.dirname(url)  # Copies keep their paths relative to it.
     local = _copy_of(root, cache) / os.path.relpath(url, root)
     time = storage.modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
     if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), time):

@@ -155,10 +155,8 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
-    """Yields a text cut at single newlines between characters that are not white space.
-
-    Tokenizers may read newlines, or a newline and the spaces around it, as one token.
-    """
+    """Yields a text cut at single newlines between characters that are not white space."""
+    # Tokenizers may read newlines, or a newline and the spaces around it, as one token.
     text = ""
     for block in blocks:
         text += block

@@ -149,16 +149,13 @@ def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
 
 
 def _line_starts(ids: np.ndarray, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
-    """Yields the starts of lines, in blocks, and the end of the last one.
-
-    A line starts after a mark, or, with two marks per line, at every other one.
-    """
+    """Yields the starts of lines, in blocks, and the end of the last one."""
     double, seen = vocabulary.line_mark is LineMark.DOUBLE_S, 0
     if vocabulary.line_mark is LineMark.EOS:  # There is no mark before the first line.
         yield np.array([0])
     for first in range(0, len(ids), _BLOCK_IDS):
         marks = first + np.flatnonzero(ids[first : first + _BLOCK_IDS] == vocabulary.mark)
-        yield marks[seen % 2 :: 2] if double else marks + 1
+        yield marks[seen % 2 :: 2] if double else marks + 1  # With two marks per line, a line starts at every other.
         seen += len(marks)
     if double:
         yield np.array([len(ids)])

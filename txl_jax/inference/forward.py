@@ -117,10 +117,7 @@ def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Arra
 def _forward_layer(
     layer: Layer, model: TransformerXL, inputs: jax.Array, ring: tuple[Any, Any], visibility: CachedVisibility
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Applies one layer, as `modules.block.Block` does.
-
-    [B, L, D] -> outputs [B, L, D], and this segment's keys and values [B, H, L, E].
-    """
+    """Applies a layer like `Block`: [B, L, D] -> outputs [B, L, D], and the segment's keys and values [B, H, L, E]."""
     attention_norm, feed_forward_norm = (norm_of(model, scales) for scales in layer.norms)
     pre = model.config.layer_norm is NormPlace.PRE
     if layer.position_vectors is not None:

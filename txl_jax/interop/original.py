@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, NormPlace, config_tree
+from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, ModelConfig, NormPlace, config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
@@ -332,7 +332,7 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     unused = {
         "final_norm": True,  # A model that has one is rejected.
         "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.
-        "shaw_terms": not config.model.has_shaw_terms,
+        "shaw_terms": config.model.encoding is not Encoding.SHAW,
         "same_length_window": not config.eval.same_length,
     }
     theirs = apply_preset(config, PRESETS[format]).model.compat

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax.config import ExperimentConfig, InitVocabulary, NormPlace, Tokenizer, TokenizerConfig, config_tree
+from txl_jax.config import (
+    Encoding,
+    ExperimentConfig,
+    InitVocabulary,
+    NormPlace,
+    Tokenizer,
+    TokenizerConfig,
+    config_tree,
+)
 from txl_jax.config.config_tree import require
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
@@ -157,7 +165,7 @@ def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
 def _is_read(name: str, config: ExperimentConfig) -> bool:
     """Returns whether the model uses the setting."""
     if name == "model.compat.shaw_terms":
-        return config.model.has_shaw_terms
+        return config.model.encoding is Encoding.SHAW
     return name != "model.compat.final_norm" or config.model.layer_norm is NormPlace.PRE
 
 

@@ -53,10 +53,7 @@ def num_slices(mesh: Mesh) -> int:
 
 
 def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
-    """Lays devices over a mesh, each slice in the order of its interconnect.
-
-    `shape` is data x fsdp x tensor over all slices, whose number divides `data`. Returns devices [data, fsdp, tensor].
-    """
+    """Returns devices [data, fsdp, tensor], each slice in its interconnect's order. `data` is a multiple of slices."""
     data, fsdp, tensor = shape
     in_slice = data // len(slices), fsdp, tensor
     chosen = [device for one in slices for device in one[: math.prod(in_slice)]]
@@ -70,12 +67,10 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
 
 
 def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
-    """Groups devices by slice of TPUs, in the order of the slices' indices; other devices are one group.
-
-    (jax gives GPUs a slice_index too, their host's. Over those FSDP is usual, and remains a choice.)
-    """
+    """Groups devices by slice of TPUs, in the order of the slices' indices. Other devices are one group."""
     found: dict[int, list[jax.Device]] = {}
     for device in devices:
+        # GPUs have a slice_index too, their host's, over which FSDP remains a choice.
         index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
         found.setdefault(index or 0, []).append(device)
     return [found[index] for index in sorted(found)]

@@ -49,16 +49,12 @@ class Hook:
     def __post_init__(self) -> None:
         require(self.every >= 1, f"a hook's interval must be at least 1 step, got {self.every}")
 
-    def check_interval(self, segments_per_call: int) -> None:
-        """Raises `UserError` unless the interval is a multiple of the updates of a call, after which hooks are run."""
-        wrong = f"a hook's interval must be a multiple of train.segments_per_call ({segments_per_call})"
-        require(self.every % segments_per_call == 0, f"{wrong}, got {self.every}")
-
 
 def check_hooks(hooks: Any, segments_per_call: int) -> None:
-    """Raises `UserError` unless `hooks` is a list of hooks, each with an interval that `check_interval` accepts."""
+    """Raises `UserError` unless `hooks` is a list of hooks that are due after whole calls of S updates."""
     are_hooks = isinstance(hooks, Iterable) and all(isinstance(hook, Hook) for hook in hooks)
     advice = "Write hooks=[txl_jax.Hook(100, function)]"
     require(are_hooks, f"hooks must be a list of txl_jax.Hook, got {hooks!r}. {advice}")
     for hook in hooks:
-        hook.check_interval(segments_per_call)
+        wrong = f"a hook's interval must be a multiple of train.segments_per_call ({segments_per_call})"
+        require(hook.every % segments_per_call == 0, f"{wrong}, got {hook.every}")

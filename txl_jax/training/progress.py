@@ -103,12 +103,9 @@ class Progress:
         return self.clock() - self._excluded
 
     def _forecast(self, done: int) -> None:
-        """Prints how long the run takes, once, when its first steps are timed.
-
-        The first call is not counted: it fills buffers, and on GPUs loads kernels.
-        """
+        """Prints how long the run takes, once, when its first steps are timed."""
         now = self._now()
-        if self._first_call is None:
+        if self._first_call is None:  # It is not counted: it fills buffers, and on GPUs loads kernels.
             self._first_call = (done, now)
         updates, seconds = done - self._first_call[0], now - self._first_call[1]
         if self._has_forecast or seconds < _SECONDS_TO_TIME or updates == 0 or done == self.steps:

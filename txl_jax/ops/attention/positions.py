@@ -58,15 +58,6 @@ def relative_shift(scores: jax.Array) -> jax.Array:
     return padded.reshape(*lead, n_key + 1, n_query)[..., 1:, :].reshape(scores.shape)
 
 
-def by_key(scores: jax.Array, n_keys: int) -> jax.Array:
-    """Moves scores from "column = distance" to "column = key": [..., L, P] -> [..., L, K].
-
-    Column p belongs to the distance K - 1 - p, and query i meets key j at column (L - 1 - i) + j. With P = K, all that
-    causal attention needs, this is `relative_shift`. With P = K + L - 1 there is a column for every pair (`skew`).
-    """
-    return relative_shift(scores) if scores.shape[-1] == n_keys else skew(scores, n_keys)
-
-
 def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
     """Moves scores from "column = distance" to "column = key": [..., n, W] -> [..., n, m].
 

@@ -38,7 +38,10 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
     if o.position_key is not None or o.position_score is not None:
         position_query = biased(o.query, o.position_bias)
         by_distance = _position_scores(position_query, o.position_key, o.position_score)
-        scores_BxHxLxK += positions.by_key(by_distance, visibility.n_keys)
+        if visibility.causal:  # K distances, otherwise one for every pair of query and key.
+            scores_BxHxLxK += positions.relative_shift(by_distance)
+        else:
+            scores_BxHxLxK += positions.skew(by_distance, visibility.n_keys)
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
     visible_Bx1xLxK = visibility.mask()[:, None, :, :]
     scores_BxHxLxK = jnp.where(visible_Bx1xLxK, scores_BxHxLxK, -jnp.inf)

@@ -129,10 +129,7 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
 
 
 class _Region(NamedTuple):
-    """Blocks of one kind, oldest first. Static.
-
-    Block number t has the ages from `youngest + (n_block - t) * size - 1` down, `size` of them.
-    """
+    """Blocks of one kind, oldest first, each with `size` ages from `oldest` down. Static."""
 
     n_block: int
     size: int
@@ -161,10 +158,7 @@ def _fold(
 
 
 def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tuple[_Region, _Region]:
-    """Returns the blocks that are beyond the clamp for all queries, and the others.
-
-    Without positions, where `clamp` is None, all are beyond it.
-    """
+    """Returns the blocks beyond the clamp for all queries, and the others. Without positions (None) all are beyond."""
     n_query, window = visibility.segment_len, visibility.window
     n_age = visibility.capacity if window is None else min(visibility.capacity, window - 1)
     if clamp is None:
