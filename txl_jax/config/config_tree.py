@@ -76,10 +76,7 @@ class FieldType(NamedTuple):
     is_optional: bool = False  # Whether a value may be None.
 
     def convert(self, name: str, value: Any) -> Any:
-        """Returns a value of this type: a string becomes the enum member that it names, an int a float.
-
-        Raises `UserError` if the value has another type, or the enum lacks the member.
-        """
+        """Converts enum members from their names and floats from ints. Raises `UserError` for another type or name."""
         if value is None and self.is_optional:
             return None
         if self.is_list:
@@ -210,10 +207,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
-    """Inverts `to_dict`. Settings without a value keep their defaults.
-
-    Raises `UserError` if a name is unknown (with the nearest names), or a value has another type.
-    """
+    """Inverts `to_dict`, with defaults for other settings. Raises `UserError` for an unknown name or another type."""
     known = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:
         if name not in known:

@@ -55,14 +55,11 @@ def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Arr
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
-    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots. `after` as in `write_slots`.
-
-    If each row has its own index, L must be 1.
-    """
+    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots; `after` is `write_slots`'s."""
     n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
     if not capacity:
         return cache
-    if cache.write_index.ndim:
+    if cache.write_index.ndim:  # Each row has its own, and L is 1.
         cache = write_slots(cache, keys, values, jnp.arange(n_row), cache.write_index, count=n_row, after=after)
     else:
         index = _index_after(cache.write_index, after)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from txl_jax import sharding
 from txl_jax.ops.chunked_apply import chunked_apply
-from txl_jax.ops.matmul import multiply_by_rows
+from txl_jax.ops.matmul import multiply_by_rows, wide_type
 from txl_jax.sharding.activations import batch_spec, shard_map
 
 
@@ -240,7 +240,7 @@ def with_tails(head: Cluster, tails: TailEntries | None) -> Cluster:
 
 def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
     """Computes the logits of a cluster: [..., D] -> [..., rows], in at least float32."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = wide_type(hidden)
     if cluster.projection is not None:
         hidden = multiply_by_rows(hidden, cluster.projection, hidden.dtype)
     products = multiply_by_rows(hidden, cluster.table, wide)

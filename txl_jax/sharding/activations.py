@@ -21,7 +21,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
     `names` are logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows of a batch are
     replicated if they do not divide among the devices, such as the one row of a published evaluation. Raises
-    `ValueError`, also without a mesh, if a name is unknown or the array has another number of axes than names.
+    `ValueError`, also without a mesh, if a name is unknown or there is not one name per axis.
     """
     if len(names) != x.ndim:
         raise ValueError(f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}")

@@ -36,16 +36,13 @@ _MESH_AXES: dict[str, Any] = {
 
 
 def spec(*names: str | None) -> PartitionSpec:
-    """Returns the mesh axes of an array with these logical axes; it is replicated over a name that is None.
+    """Returns the mesh axes of an array with these logical axes. None replicates an axis.
 
-    Raises:
-      ValueError: If a name has no row in the table (flax would silently replicate it).
+    Raises `ValueError` if a name has no row in the table (flax would silently replicate it).
     """
     for name in names:
         if name is not None and name not in _MESH_AXES:
-            raise ValueError(
-                f"logical axis {name!r} has no row in the sharding table. Known names are {', '.join(_MESH_AXES)}"
-            )
+            raise ValueError(f"a logical axis must be one of {', '.join(_MESH_AXES)}, got {name!r}")
     return PartitionSpec(*(None if name is None else _MESH_AXES[name] for name in names))
 
 

@@ -146,7 +146,6 @@ class PositionEncoding:
     def original_tensors(self) -> Sequence[OriginalTensor]:
         """Returns the correspondence of the encoding's other parameters than `original_projections`.
 
-        Raises:
-          UserError: If other implementations do not support the config's model.
+        Raises `UserError` if other implementations do not support the config's model.
         """
         return ()

@@ -26,9 +26,7 @@ class Visibility:
     # Maximum keys that a query attends to, itself included (`same_length`), on each side, or None.
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     causal: bool = flax.struct.field(pytree_node=False, default=True)  # Whether keys behind the query are hidden.
-    lengths: jax.Array | None = (
-        None  # int32 [B], tokens of each row, or None for L. No query sees the padding after them.
-    )
+    lengths: jax.Array | None = None  # int32 [B], tokens of each row, or None for L. No query sees padding after them.
     # int32 [B, L], the position of the segment from which each query sees keys. 0, like None, includes the memory.
     document_start: jax.Array | None = None
 

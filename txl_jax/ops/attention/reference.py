@@ -37,7 +37,7 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
     scores_BxHxLxK = product("bhle,bhke->bhlk", biased(o.query, o.content_bias), o.key)
     if o.position_key is not None or o.position_score is not None:
         position_query = biased(o.query, o.position_bias)
-        by_distance = _position_scores(position_query, o.position_key, o.position_score)
+        by_distance = position_scores(position_query, o.position_key, o.position_score)
         if visibility.causal:  # K distances, otherwise one for every pair of query and key.
             scores_BxHxLxK += positions.relative_shift(by_distance)
         else:
@@ -75,7 +75,7 @@ def score_terms(
         return product("bhle,bhke->bhlk", rows, key)
 
     def distance(rows: jax.Array) -> jax.Array:
-        return positions.relative_shift(_position_scores(rows, position_key, None))
+        return positions.relative_shift(position_scores(rows, position_key, None))
 
     u, v = biased(none, content_bias), biased(none, position_bias)
     terms = content(query), distance(query), content(u), distance(v)
@@ -87,7 +87,7 @@ def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> 
     query, key, value, (ring_key, ring_value), position = operands
     own = product("bhle,bhke->bhlk", query, key)
     if position is not None:
-        table = _position_scores(*position, equation="hne,hep->hnp")
+        table = position_scores(*position, equation="hne,hep->hnp")
         own += _own_positions(table)
     own = jnp.where(visibility.own_mask()[:, None], own, -jnp.inf)
     top = jnp.max(own, axis=-1, keepdims=True)
@@ -135,7 +135,7 @@ def biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
     return query if bias is None else query + bias[None, :, None, :]
 
 
-def _position_scores(
+def position_scores(
     query: jax.Array, key: jax.Array | Int8 | None, more: jax.Array | None, equation: str = "hne,hpe->hnp"
 ) -> jax.Array:
     """Computes scores by distance, before the shift: [B, H, L, P], or [1, H, L, P] for all rows without a matmul.

@@ -31,6 +31,8 @@ from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.positions import skew
 from txl_jax.ops.attention.problem import CachedOperands, Tile
+from txl_jax.ops.attention.reference import position_scores
+from txl_jax.ops.matmul import product, wide_type
 
 _REGISTER = 16  # float32 numbers of the widest register of a CPU; several blocks are multiples of it.
 
@@ -83,23 +85,23 @@ def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
 def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibility, n_key: int) -> jax.Array:
     """Computes attention of a group of rows and heads, with blocks of about `n_key` keys: [B, H, L, E]."""
     query, key, value, _, position = operands
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    by_distance = None if position is None else _Positions(*position, wide)
+    wide = wide_type(query)
+    by_distance = None if position is None else _Positions(*position)
 
     # The segment's own keys, of which a query sees at least its own.
-    scores = jnp.einsum("bhle,bhke->bhlk", query, key, preferred_element_type=wide)
+    scores = product("bhle,bhke->bhlk", query, key)
     if by_distance is not None:
         scores += by_distance.own()
     scores = jnp.where(visibility.own_mask()[:, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
-    summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(value.dtype), value, preferred_element_type=wide)
+    summed = product("bhlk,bhke->bhle", weights.astype(value.dtype), value)
     partial = _Partial(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
 
     def block(partial: _Partial, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> _Partial:
         """Adds `size` slots, of the ages from `oldest` down, to the softmax."""
         older_key, older_value = (part.astype(query.dtype) for part in slots.read(oldest, size))
-        scores = jnp.einsum("bhle,bhek->bhlk", query, older_key, preferred_element_type=wide)
+        scores = product("bhle,bhek->bhlk", query, older_key)
         if position_score is not None:
             scores += position_score
         age = oldest - jnp.arange(size, dtype=jnp.int32)
@@ -110,7 +112,7 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
             scores = jnp.where((row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf)
         top = jnp.maximum(partial.top, jnp.max(scores, axis=-1, keepdims=True))
         weights, rescale = jnp.exp(scores - top), jnp.exp(partial.top - top)
-        summed = jnp.einsum("bhlk,bhke->bhle", weights.astype(query.dtype), older_value, preferred_element_type=wide)
+        summed = product("bhlk,bhke->bhle", weights.astype(query.dtype), older_value)
         total = partial.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         return _Partial(partial.summed * rescale + summed, top, total)
 
@@ -200,7 +202,6 @@ class _Positions:
     query: jax.Array  # [B, H, L, E]
     key: Any  # [H, E, P], or None.
     score: Any  # [H, P], or None.
-    wide: jnp.dtype  # Dtype of the scores.
 
     @property
     def clamp(self) -> int:
@@ -241,14 +242,8 @@ class _Positions:
 
     def _scores(self, select: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Computes the scores of a selection of distances: [B, H, L, W], or [1, H, L, W] without keys."""
-        batch, n_head, n_query, width = self.query.shape
-        score: Any = None if self.score is None else select(self.score).astype(self.wide)[None, :, None, :]
-        if self.key is None:
-            return jnp.broadcast_to(score, (1, n_head, n_query, score.shape[-1]))
-        query_HxBLxE = self.query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)
-        products = jnp.einsum("hne,hep->hnp", query_HxBLxE, select(self.key), preferred_element_type=self.wide)
-        scores = products.reshape(n_head, batch, n_query, -1).transpose(1, 0, 2, 3)
-        return scores if score is None else scores + jnp.broadcast_to(score, scores.shape)
+        key, score = (None if table is None else select(table) for table in (self.key, self.score))
+        return position_scores(self.query, key, score, equation="hne,hep->hnp")
 
 
 @dataclasses.dataclass(frozen=True)

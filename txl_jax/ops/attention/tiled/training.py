@@ -419,10 +419,7 @@ class _Block:
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
-        """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients.
-
-        `of_scores` [G, n, m] are zero where hidden.
-        """
+        """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients."""
         group = self._group
         if group.position_key is None and group.position_score is None:
             return None, gradients

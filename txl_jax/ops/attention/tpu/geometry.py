@@ -28,9 +28,7 @@ _MIB = 2**20
 _OLDEST_GENERATION = 4  # Mosaic has no product of bfloat16 for older ones, and their gather differs.
 _ITEMSIZES = {"bfloat16": 2, "float32": 4}
 _WIDEST_CACHED_HEAD = 256
-_LARGEST_BLOCK = (
-    1024  # Slots. Fewer cost more steps, each about 400 instructions more than its work. More reach further.
-)
+_LARGEST_BLOCK = 1024  # Slots. Fewer cost more steps, of about 400 extra instructions each. More reach further.
 
 # MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that was made elsewhere
 # the device is not known, and must not be refused for it.
