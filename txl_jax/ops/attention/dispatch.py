@@ -138,25 +138,27 @@ def _of_training(implementation: Implementation) -> Callable[[Operands, Visibili
         from txl_jax.ops.attention.stored import stored_attention
 
         return stored_attention
+    options: dict[str, Any] = {"tile": implementation.tile}
     if implementation.path == "tiled":
         from txl_jax.ops.attention.tiled.training import tiled_attention
 
-        return functools.partial(tiled_attention, tile=implementation.tile)
+        return functools.partial(tiled_attention, **options)
     from txl_jax.ops.attention.tpu.kernels import tpu_attention
 
-    options = {"tile": implementation.tile, "kernel": implementation.kernel, "interpret": implementation.interpret}
+    options |= {"kernel": implementation.kernel, "interpret": implementation.interpret}
     return functools.partial(tpu_attention, **options)
 
 
 def _of_inference(implementation: Implementation) -> Callable[..., jax.Array]:
     """Returns the function with the arguments of `cached_attention`, `implementation` aside."""
+    options: dict[str, Any] = {"tile": implementation.tile}
     if implementation.path == "tiled":
         from txl_jax.ops.attention.tiled.cached import tiled_cached_attention
 
-        return functools.partial(tiled_cached_attention, tile=implementation.tile)
+        return functools.partial(tiled_cached_attention, **options)
     from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 
-    return functools.partial(tpu_cached_attention, tile=implementation.tile, interpret=implementation.interpret)
+    return functools.partial(tpu_cached_attention, **options, interpret=implementation.interpret)
 
 
 # The part of a call that one device of the ambient mesh computes: rows over data x fsdp, heads over tensor.
