@@ -99,7 +99,10 @@ def _functions_of(components: Built, params: Any) -> Functions:
 
 
 def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
-    """Returns the largest difference from the model here: at most 1e-6, relative above 1, or in 16 bits a rounding."""
+    """Returns the maximum difference between the exported functions and the model on this machine's device.
+
+    Raises `CheckpointError` if it is above 1e-6, relative for values above 1 (below float32, above a rounding).
+    """
     _, weights, functions = exported.read(folder)
     largest = 0.0
     for name, function in model.functions.items():

@@ -48,8 +48,14 @@ def run(plan: Plan, _job: cli.Job) -> None:
     if unknown:
         raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY.")
     limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
-    how = {"task_manager": manager, "num_fewshot": plan.num_fewshot, "limit": limit, "log_samples": False}
-    results = simple_evaluate(model, tasks=list(plan.tasks), **how)
+    results = simple_evaluate(
+        model,
+        tasks=list(plan.tasks),
+        task_manager=manager,
+        num_fewshot=plan.num_fewshot,
+        limit=limit,
+        log_samples=False,
+    )
     assert results is not None  # It is None only in other processes than the first.
     print(make_table(results))
     if results.get("groups"):

@@ -1,4 +1,7 @@
-"""Shared code of launch/notebooks. In Colab directories can be in Google Drive, and the browser downloads results."""
+"""Shared code of launch/notebooks: directories, devices, training, TensorBoard, and the download.
+
+In Colab a directory can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
+"""
 
 import importlib.util
 import shutil
@@ -32,7 +35,10 @@ def in_colab() -> bool:
 
 
 def open_folder(name: str, *, drive: bool) -> Path:
-    """Makes a folder of runs and compiled functions, relative to this one or, in Colab with `drive`, to My Drive."""
+    """Creates the directory for a notebook's runs, in Colab with `drive` in My Drive, and returns its absolute path.
+
+    `name` is relative to the current directory or to My Drive. Compiled functions are cached in the directory.
+    """
     parent = Path.cwd()
     if drive and in_colab():
         from google.colab import drive as google_drive
@@ -52,18 +58,22 @@ def device_line() -> str:
 
 
 def device_settings() -> dict[str, object]:
-    """Returns a small model's settings that devices change: none on a CPU, a larger bfloat16 model on TPU and GPU."""
+    """Returns settings of a small model for these devices: none on a CPU, a larger bfloat16 model on TPU and GPU."""
     if jax.default_backend() == "cpu":
         return {}
     sizes = {"n_layer": 6, "d_model": 512, "n_head": 8, "d_head": 64, "d_inner": 2048, "init_std": 0.02}
-    # Its rows divide over one device as over eight.
+    # A batch of 32 divides over one device or eight.
     lengths = {"train.batch_size": 32, "train.segment_len": 256, "train.mem_len": 256, "eval.segment_len": 256}
     larger = {f"model.{name}": size for name, size in sizes.items()} | lengths
     return larger | {"model.dtype": "bfloat16", "optimizer.learning_rate": 2e-3, "eval.mem_len": 1024}
 
 
 def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:
-    """Trains or resumes with a live curve, learning_curve.png in the workdir. Raises SystemExit if it was stopped."""
+    """Trains in a workdir, or resumes there, with a live curve below the cell, and returns the finished run's outcome.
+
+    The curve is `learning_curve.png` in the workdir. Without matplotlib nothing is drawn. Raises SystemExit if training
+    was stopped, because the cells below need a finished run.
+    """
     interval = config.train.log_every
     interval *= max(config.train.steps // interval // 30, 1)  # At most 60 drawings, which take some tenths of a second.
     hooks = [Hook(interval, _live_curve(workdir, title))] if plots.can_draw() else []
@@ -104,7 +114,10 @@ def show_tensorboard(folder: Path) -> None:
 
 
 def upload() -> Path:
-    """Saves a file that the browser uploads, and returns its path. Raises `UserError` if there is none."""
+    """Asks for a file in the browser, saves it in the current directory, and returns its path.
+
+    Raises `UserError` if this is not Colab, or no file was chosen.
+    """
     require(in_colab(), "TEXT must be the path of a file, because only Colab can upload, got 'upload'")
     from google.colab import files
 
@@ -114,7 +127,10 @@ def upload() -> Path:
 
 
 def download_model(workdir: Path) -> Path:
-    """Packs a run's best weights as a zipped portable checkpoint next to the run, for download. Returns its path."""
+    """Packs the best weights of a run as a zipped portable checkpoint next to the run, and downloads it in Colab.
+
+    `txl_jax.load` opens the unpacked directory, and `--init_from` accepts it. Returns the path of the archive.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         portable = Path(temporary) / workdir.name
         convert(workdir, portable)

@@ -55,10 +55,14 @@ warnings.filterwarnings("ignore", "The reported value is ignored")  # By a call 
 def made(kind: str, table: Mapping[str, Any]) -> Any:
     """Returns Optuna's sampler or pruner that a table names. Raises `UserError` if it rejects the arguments."""
     wrong = f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got {dict(table)} (%s)"
-    # Else it would draw near the runs in progress; a seed would make all workers draw the same.
-    given = ({"constant_liar": True, "seed": None} if table.get("name") == "TPESampler" else {}) | dict(table)
-    with rephrased(wrong, AttributeError, KeyError, TypeError, ValueError):
-        return getattr(getattr(optuna, f"{kind}s"), given.pop("name"))(**given)
+    arguments = dict(table)
+    name = arguments.pop("name", None)
+    if (
+        name == "TPESampler"
+    ):  # Else it would draw near the runs in progress; a seed would make all workers draw the same.
+        arguments = {"constant_liar": True, "seed": None} | arguments
+    with rephrased(wrong, AttributeError, TypeError, ValueError):
+        return getattr(getattr(optuna, f"{kind}s"), name)(**arguments)
 
 
 def drawn(ranges: Mapping[str, Any], samples: int, seed: int) -> list[dict[str, Any]]:

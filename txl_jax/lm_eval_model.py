@@ -2,10 +2,14 @@
 
     python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
 
-The harness (the extra `lm-eval`) asks for scores and texts of documents that start from an empty memory. To score all T
-tokens of one, something must come before the first: a token that is read and not scored (`first`), by default the one
-that unprompted generation continues, the mark of a line's end or a newline. A memory has no maximum context, so nothing
-is cut into windows. Distances above `eval.clamp_len` share one encoding.
+The harness (the extra `lm-eval`) asks for three things, each for documents that start from an empty memory:
+
+  loglikelihood          nats of a continuation given its context, and whether it is the greedy one
+  loglikelihood_rolling  nats of all T tokens of a document. One token (`first`) is read before them and not scored, by
+                         default the token that unprompted generation continues: the mark of a line's end, or a newline
+  generate_until         greedy text, or a sample, up to the first of some strings
+
+A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len` share one encoding.
 """
 
 import hashlib
@@ -31,8 +35,9 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 class HarnessModel(LM):
     """A trained model, as `txl_jax.load` takes it, as the harness calls it.
 
-    The batch size "auto" means `max_batch_size`, or 8. `device` must be None: JAX chooses it. `first` is the token's
-    text before what has no context, or None for `Vocabulary.start`. `max_gen_toks` is for tasks that do not set it.
+    The batch size "auto" means `max_batch_size`, or 8. `device` must be None, because JAX chooses it. `first` is the
+    text of the token before a document and before a continuation without context, or None for `Vocabulary.start`.
+    `max_gen_toks` is for tasks that do not specify it.
     """
 
     def __init__(
@@ -51,11 +56,14 @@ class HarnessModel(LM):
             raise UserError("the harness requires a single process, which may use all devices of a host")
         if device is not None:
             raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda.")
-        batch_size = max_batch_size or 8 if str(batch_size).startswith("auto") else batch_size
+        if str(batch_size).startswith("auto"):
+            batch_size = max_batch_size or 8
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size must be auto or at least 1, got {batch_size!r}")
         self.model = load(path, member=member)
-        self._path, self._batch_size, self._max_gen_toks = path, int(batch_size), max_gen_toks
+        self._path = path
+        self._batch_size = int(batch_size)
+        self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary
         self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
 

@@ -32,11 +32,11 @@ def learning_curve(
     """Draws bpc against training steps: the records of the kinds "train" and "valid" in metrics.jsonl.
 
     `levels` are names and bpc of horizontal lines to compare with. `by_position` are names and the bpc at each position
-    of a segment, which are drawn beside the curve.
+    of a segment, which are drawn to the right of the curve.
     """
     drawing = figure(width=11 if by_position else 8)
-    plot, *beside = drawing.subplots(1, 1 + bool(by_position), sharey=True, squeeze=False)[0]
-    bpcs = [bpc for values in (by_position or {}).values() for bpc in values]
+    panels = drawing.subplots(1, 2 if by_position else 1, sharey=True, squeeze=False)[0]
+    plot, bpcs = panels[0], list[float]()
     train: dict[str, Any] = {"color": "#9aa7b8", "linewidth": 1.2}
     valid: dict[str, Any] = {"color": "#c0392b", "marker": "o", "markersize": 4}
     for kind, style in ("train", train), ("valid", valid):
@@ -50,14 +50,16 @@ def learning_curve(
         # At the left edge, where the curves are still far above.
         plot.annotate(f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color)
     plot.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
+    if by_position:
+        for color, (name, values) in zip(("#9aa7b8", "#c0392b"), by_position.items(), strict=True):
+            panels[1].plot(range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6)
+            panels[1].set(xlim=(1, len(values)))
+            bpcs += values
+        panels[1].set(title="Test split, with and without memory", xlabel="position in the segment")
     plot.set_ylim(bottom=max(0, min([*levels.values(), *bpcs]) - 0.3), top=min(max(bpcs), 5.5))
-    for right in beside:
-        for color, (name, values) in zip(("#9aa7b8", "#c0392b"), (by_position or {}).items(), strict=True):
-            right.plot(range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6)
-        right.set(title="Test text, with and without memory", xlabel="position in the segment", xlim=(1, len(values)))
-    for each in (plot, *beside):
-        each.grid(alpha=0.25)
-        each.legend(frameon=False)
+    for panel in panels:
+        panel.grid(alpha=0.25)
+        panel.legend(frameon=False)
     save(drawing, path)
 
 

@@ -10,7 +10,10 @@ OLDEST_JAX = "0.7.2"  # As in setup.cfg. With 0.7.0 Orbax cannot save the arrays
 
 
 def check_jax() -> None:
-    """Raises `UserError` on Windows, or if jax, which is not imported as an old one would fail, is missing or old."""
+    """Raises `UserError` on Windows, or if jax is missing or too old.
+
+    It does not import jax: with an old one the import of what this package needs would fail.
+    """
     if sys.platform == "win32":
         raise UserError("txl_jax does not support native Windows. Use WSL, Linux or macOS")
     import importlib.metadata  # Slow to import.

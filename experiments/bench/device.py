@@ -176,9 +176,9 @@ class Case(Problem):
 
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str, shrink: int = 1) -> Case:
     """Returns a configuration's sizes on the first device, or raises `UserError` if it has another attention."""
-    model, wanted = config.model, f"{name} must have model.encoding=relative"
+    model = config.model
     is_relative = model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE
-    require(is_relative, f"{wanted}, got {model.network} with {model.encoding}")
+    require(is_relative, f"{name} must have model.encoding=relative, got {model.network} with {model.encoding}")
     changes: dict[str, Any] = {"train.batch_size": batch, "train.grad_accum_steps": 1}
     changes |= {"model.dtype": dtype, "eval.cache_dtype": None}
     for group, sizes in (("train", config.train), ("eval", config.eval)):

@@ -152,7 +152,10 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields settings of a mesh of all devices, few on `tensor` and then many on `fsdp`, with own and full remat."""
+    """Yields a mesh over all devices as settings, with the configuration's own remat and then with remat=full.
+
+    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`.
+    """
     model, rows = config.model, config.train.batch_size // config.train.grad_accum_steps
     for tensor in range(1, num_devices + 1):
         batch_shards, rest = divmod(num_devices, tensor)
@@ -160,12 +163,16 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
             continue
         fsdp = next(n for n in range(batch_shards, 0, -1) if batch_shards % n == 0 and model.d_model % n == 0)
         mesh = {"mesh.data": batch_shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
-        yield from (mesh | {"model.remat": remat} for remat in dict.fromkeys((model.remat, Remat.FULL)))
+        for remat in dict.fromkeys((model.remat, Remat.FULL)):
+            yield mesh | {"model.remat": remat}
         return
 
 
 def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
-    """Prints what a config needs on a topology, and yields whether tasks fit. Raises `UserError` for wrong settings."""
+    """Prints what a configuration needs on a topology, and yields whether each task fits if its compiler is installed.
+
+    Raises `UserError` if the settings are incompatible with the topology or each other.
+    """
     found, targets = parse(topology), devices(topology)
     chip = CHIPS[found.generation]
     mesh: Any = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
@@ -192,7 +199,8 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
         compiler, _ = compiler_of(topology)
         print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown")
         return
-    yield from (estimate_task(components, task, chip.memory_bytes) for task in tasks)
+    for task in tasks:
+        yield estimate_task(components, task, chip.memory_bytes)
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
@@ -241,7 +249,8 @@ def compile_task(components: Built, task: str) -> Any:
         return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(mem_len=lengths.mem_len)
 
     def start(weights: Any) -> Any:
-        row = jax.tree.map(lambda a: a[:1] if a.ndim else a, components.scorer.init_memory(weights))
+        memory = components.scorer.init_memory(weights)
+        row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
     tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
@@ -285,8 +294,10 @@ def parse(name: str) -> Topology:
     known = f"known are {', '.join(CHIPS)}"
     if generation in CHIPS:
         known = f"{generation} has {', '.join(CHIPS[generation].sizes)}, and larger slices"
-    wanted = "a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a multiple of"
-    raise UserError(f"a topology must be {wanted} {_PER_HOST}, such as h200x8, got {name!r}; {known}")
+    raise UserError(
+        f"a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a "
+        f"multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
+    )
 
 
 def slices(name: str) -> list[str]:
@@ -307,7 +318,10 @@ def compiler_of(topology: str) -> tuple[str, str | None]:
 
 
 def devices(name: str) -> Sequence[jax.Device] | None:
-    """Returns a topology's devices, or None without its compiler. Raises `UserError` if that does not know it."""
+    """Returns a topology's devices to compile for, or None if its compiler is not installed.
+
+    Raises `UserError` as `parse`, or if the compiler does not know the topology.
+    """
     generation, shape, num_slices, count = parse(name)
     compiler, version = compiler_of(name)
     if version is None:

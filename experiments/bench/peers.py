@@ -52,7 +52,10 @@ class Peer(enum.StrEnum):
 
 
 class TorchModel:
-    """A peer. It has a memory for each of its uses, first M zeros that are attended to, as with the preset "hf"."""
+    """A peer. Evaluation, generation and training each have their own memory, which lasts from call to call.
+
+    A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
+    """
 
     format: ClassVar[Format]  # Names of the tensors.
     label = ""  # After a task's name in the table.
@@ -87,8 +90,11 @@ class TorchModel:
         generator, model = self._torch.Generator().manual_seed(0), self._config.model
         lengths, train = self._config.eval, self._config.train
         n_states = model.n_layer + (self.format is Format.ORIGINAL)  # It keeps the last layer's output too.
-        sizes = {"evaluation": (lengths.mem_len, lengths.batch_size), "generation": (lengths.mem_len, 1)}
-        sizes |= {"training": (train.mem_len, train.batch_size)}
+        sizes = {
+            "evaluation": (lengths.mem_len, lengths.batch_size),
+            "generation": (lengths.mem_len, 1),
+            "training": (train.mem_len, train.batch_size),
+        }
         for use, size in sizes.items():
             self._memory[use] = list(self._torch.randn((n_states, *size, model.d_model), generator=generator))
 
@@ -150,7 +156,8 @@ class HuggingFaceModel(TorchModel):
             output = self._model(self._token, mems=self._memory.get("generation"))
             scores = output.prediction_scores[:, -1]
             if top_k is not None and top_k < scores.shape[-1]:
-                scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+                smallest = scores.topk(top_k).values[:, -1:]
+                scores = scores.masked_fill(scores < smallest, -torch.inf)
             self._token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
             self._memory["generation"] = output.mems
         return int(self._token)
@@ -211,8 +218,10 @@ class OriginalModel(TorchModel):
 def _import_original(folder: Path) -> tuple[Any, Any]:
     """Returns the release's class, patched in memory for today's torch, and torch."""
     sources = {file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()}
-    wanted = f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address."
-    require(hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST, wanted)
+    require(
+        hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
+        f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
+    )
     with rephrased("the comparison requires torch (%s). Run pip install '.[peer]'.", ImportError):
         import torch
     for name, source in sources.items():
@@ -224,8 +233,10 @@ def _import_original(folder: Path) -> tuple[Any, Any]:
 
 
 def _import_packages() -> tuple[Any, Any]:
-    missing = "the comparison requires torch and a transformers with TransfoXL (%s). "
-    missing += "Run pip install '.[peer]' for torch and transformers 4.35.2."
+    missing = (
+        "the comparison requires torch and a transformers with TransfoXL (%s). Run pip install '.[peer]' for torch and "
+        "transformers 4.35.2."
+    )
     # transformers turns a failed import within it into a RuntimeError.
     with warnings.catch_warnings(), rephrased(missing, ImportError, RuntimeError):
         warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
@@ -263,8 +274,11 @@ def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
     for each in peers:
         theirs = [each.evaluate(*pair) for pair in zip(segments.inputs, segments.targets, strict=True)]
         worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
-        wrong = f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}"
-        require(worst <= TOLERANCE, f"{wrong}. The two do not compute the same function, so nothing was timed.")
+        require(
+            worst <= TOLERANCE,
+            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}. The two do not "
+            "compute the same function, so nothing was timed.",
+        )
         print(f"largest difference of a token's loss{each.label}: {worst:.1e} nats")
         each.fill_memory()
     print()

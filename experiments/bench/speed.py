@@ -71,8 +71,9 @@ class Plan(cli.Plan):
         super().validate()
         name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
         timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
-        has_both = (self.peer is Peer.ORIGINAL) == bool(self.peer_path)
-        require(has_both, f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}.")
+        has_both_or_neither = (self.peer is Peer.ORIGINAL) == bool(self.peer_path)
+        wrong = f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}"
+        require(has_both_or_neither, f"{wrong}. Pass both or neither.")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -191,7 +192,8 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
 def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
     """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
     keys, zeros = np.stack([row_key(0, i) for i in range(config.samples)]), np.zeros(config.samples, np.int32)
-    return Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1)), Limits.of(config)
+    rows = Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
+    return rows, Limits.of(config)
 
 
 if __name__ == "__main__":

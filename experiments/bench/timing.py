@@ -75,15 +75,21 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 
 
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
-    """Draws int32 [n_tokens], each time the same, by Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT."""
+    """Samples token ids int32 [n_tokens], the most frequent first, and the same in every call.
+
+    They are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
+    """
     weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
-    return np.random.default_rng(0).choice(vocab_size, n_tokens, p=weights / weights.sum()).astype(np.int32)
+    sampled = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())
+    return sampled.astype(np.int32)
 
 
 def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    make_reader: Any = training_segments if isinstance(lengths, TrainConfig) else evaluation_segments
-    per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+    make_reader: Any = evaluation_segments
+    per_call = SEGMENTS_PER_CALL
+    if isinstance(lengths, TrainConfig):
+        make_reader, per_call = training_segments, lengths.segments_per_call
     tokens = draw_tokens(components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1)
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))

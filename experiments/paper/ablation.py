@@ -107,19 +107,29 @@ def row_named(table: Table, name: str) -> Row:
             return row
     found = re.fullmatch(rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name)
     if found is None:
-        parts = f"recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a segment length"
-        own = f"one of table {table}'s {', '.join(row.name for row in TABLES[table])}"
-        raise UserError(f"a row must be {own}, or {parts} if it is not the flagfile's, with hyphens, got {name}")
+        raise UserError(
+            f"a row must be one of table {table}'s {', '.join(row.name for row in TABLES[table])}, or have the same "
+            f"parts, joined by hyphens (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a "
+            f"segment length if it is not the flagfile's), got {name}"
+        )
     recurrence, encoding, loss, length = found.groups()
     segment_len = int(length) if length else None
     return Row(recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=segment_len)
 
 
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
-    """Returns the base with a row's settings. Without recurrence, evaluations during training have no memory either."""
+    """Returns the base with the settings of a row.
+
+    Without recurrence there is no memory, in training and in the evaluations during it. Learned tables have as many
+    distances as training.
+    """
     segment_len = row.segment_len or base.train.segment_len
-    changes = {"seed": seed, "model": base.model.with_encoding(row.encoding), "train.loss": row.loss}
-    changes |= {"train.segment_len": segment_len}
+    changes: dict[str, Any] = {
+        "seed": seed,
+        "model": base.model.with_encoding(row.encoding),
+        "train.loss": row.loss,
+        "train.segment_len": segment_len,
+    }
     if not row.recurrence:
         changes |= {"train.mem_len": 0, "train.same_length": False}
         changes |= {"eval.mem_len": 0, "eval.same_length": False, "eval.segment_len": segment_len}
@@ -147,8 +157,10 @@ class Plan(cli.TextPlan):
     def validate(self) -> None:
         """Raises `UserError` if seeds are empty or equal, or a setting is out of range."""
         super().validate()
-        wanted = "seeds must be one or more different numbers, because each has its own run"
-        require(len(set(self.seeds)) == len(self.seeds) > 0, f"{wanted}, got {list(self.seeds)}")
+        require(
+            len(set(self.seeds)) == len(self.seeds) > 0,
+            f"seeds must be one or more different numbers, because each has its own run, got {list(self.seeds)}",
+        )
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if settings are incompatible in any row, at any attention length."""
@@ -157,8 +169,8 @@ class Plan(cli.TextPlan):
         for row in self.chosen_rows:
             changed = row_config(config, row, self.seeds[0])
             changed.validate()
-            above = f"It must be above 0 for the row {row.name}, which has recurrence"
-            changed.expect(changed.train.mem_len or not row.recurrence, "train.mem_len", above)
+            has_memory = changed.train.mem_len or not row.recurrence
+            changed.expect(has_memory, "train.mem_len", f"It must be above 0 for the row {row.name} (recurrence)")
             for length in _lengths(changed, self):
                 context_length.at_lengths(changed, [length], stride=_stride(changed, self, length))
 
@@ -184,7 +196,11 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores the unfinished runs, writes ablation.md, .csv and .json after each, returns scores by row."""
+    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
+
+    Returns the scores by row, one per seed. Settings of all rows are checked before the first is trained. After
+    `Interrupted` the same call resumes.
+    """
     plan.validate()
     plan.check(config)
     rows, page = plan.chosen_rows, ""
@@ -234,8 +250,9 @@ def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
 
 def _trained_length(config: ExperimentConfig) -> int:
     """Returns the attention length of training: the keys that the last query of a segment attends to."""
-    train, compat = config.train, config.model.compat
-    return compat.window(train.mem_len, same_length=train.same_length) or train.mem_len + train.segment_len
+    train = config.train
+    window = config.model.compat.window(train.mem_len, same_length=train.same_length)
+    return window or train.mem_len + train.segment_len
 
 
 def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Measure) -> Score:
@@ -278,12 +295,19 @@ def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: 
     lines, firsts = [], found.get(rows[0].name, [])
     for row in rows:
         if scores := found.get(row.name):
-            beside = [score.best - first.best for score, first in zip(scores, firsts, strict=False)]
-            cells = ["yes" if row.recurrence else "no", row.encoding, row.loss]
-            cells += [_mean([getattr(score, name) for score in scores], measure) for name in ("init", "best")]
-            cells += ["" if row is rows[0] else _mean(beside, measure, sign="+")]
-            cells += [", ".join(f"{length:,}" for length in sorted({score.length for score in scores}))]
-            lines.append([*cells, *("" if value is None else f"{value:g}" for value in row.published)])
+            differences = [score.best - first.best for score, first in zip(scores, firsts, strict=False)]
+            lines.append(
+                [
+                    "yes" if row.recurrence else "no",
+                    row.encoding,
+                    row.loss,
+                    _mean([score.init for score in scores], measure),
+                    _mean([score.best for score in scores], measure),
+                    "" if row is rows[0] else _mean(differences, measure, sign="+"),
+                    ", ".join(f"{length:,}" for length in sorted({score.length for score in scores})),
+                    *("" if value is None else f"{value:g}" for value in row.published),
+                ]
+            )
     return environment.table(columns, lines)
 
 
@@ -302,8 +326,8 @@ def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
     if not values:
         return ""
     digits = 2 if measure is Measure.PPL else 4
-    deviation = f" ({statistics.stdev(values):.{digits}f}, {len(values)})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.{digits}f}{deviation}"
+    mean = f"{statistics.mean(values):{sign}.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({statistics.stdev(values):.{digits}f}, {len(values)})"
 
 
 if __name__ == "__main__":

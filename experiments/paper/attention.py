@@ -65,8 +65,8 @@ class Plan(cli.TrainedRun):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or a text does not name a head."""
         super().validate()
-        wanted = "heads must be layer.head, from 0, such as 0.1,3.2"
-        require(all(re.fullmatch(r"\d+\.\d+", head) for head in self.heads), f"{wanted}, got {','.join(self.heads)!r}")
+        are_pairs = all(re.fullmatch(r"\d+\.\d+", head) for head in self.heads)
+        require(are_pairs, f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}")
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if the model has no relative attention to a memory, or lacks one of the heads."""
@@ -98,9 +98,10 @@ def draw(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> np.ndarray:
-    """Writes plots, their arrays and the tokens attended to into `plan.out`. Returns mean probabilities [N, H, A].
+    """Writes plots of the average, of heads and of terms, their arrays and the tokens attended to into `plan.out`.
 
-    The corpus may be another text than the run's if its vocabulary is the same. After `Interrupted` nothing is written.
+    The corpus may differ from the run's text if its vocabulary is the same. Returns mean probabilities [N, H, A]. After
+    `Interrupted` nothing is written.
     """
     plan.validate()
     plan.check(config)
@@ -108,11 +109,16 @@ def draw(
     length, mem_len = config.eval.segment_len, config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
-    too_few = f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots"
-    require(first <= last, f"{too_few}. Raise --tokens, or lower --eval.mem_len.")
-    positions, full = plan.positions or (last,), f"positions must be {first:,} to {last:,}, where the memory is full"
+    require(
+        first <= last,
+        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. Raise --tokens, or lower --eval.mem_len.",
+    )
+    positions = plan.positions or (last,)
     for position in positions:
-        require(first <= position <= last, f"{full}, got {position:,}")
+        require(
+            first <= position <= last,
+            f"positions must be {first:,} to {last:,}, where the memory is full, got {position:,}",
+        )
     began, count = time.monotonic(), (last + 1) // length
     options: dict[str, Any] = {"measure": corpus.vocabulary.measure, "log": print, "stop_requested": stop_requested}
     with progress_bar("attention", count, unit="segment", **options) as show:
@@ -126,7 +132,10 @@ def draw(
 
 
 class AttentionWeights(NamedTuple):
-    """The attention weights of a segment's queries by distance 0 .. A - 1 (A: the window), 0 being the query's key."""
+    """The attention weights of one segment's queries by distance 0 .. A - 1, where A is the window.
+
+    A key at distance d is d positions before the query, and 0 is the query's own.
+    """
 
     probabilities: jax.Array  # [N, B, H, L, A].
     terms: ScoreTerms  # (a) to (d), [N, B, H, L, A] each, before any softmax.
@@ -195,9 +204,10 @@ def _read(
         if here:
             weights, _ = all_weights(params, segment, memory)
             for position in here:
-                own = jax.tree.map(lambda array, at=position - start: array[:, 0, :, at], weights)
-                terms = {name: np.asarray(jax.nn.softmax(getattr(own.terms, name), axis=-1)) for name in _TERMS}
-                found[position] = Query(position, np.asarray(own.probabilities), terms)
+                own = {name: getattr(weights.terms, name)[:, 0, :, position - start] for name in _TERMS}
+                terms = {name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in own.items()}
+                probabilities = np.asarray(weights.probabilities[:, 0, :, position - start])
+                found[position] = Query(position, probabilities, terms)
         summed, memory = summed_weights(params, segment, memory)
         if start >= first:
             total = total + np.asarray(summed, np.float64)
@@ -212,7 +222,8 @@ def mean_distances(average: np.ndarray) -> np.ndarray:
 
 def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
     """Returns the `count` heads (layer, head), from 0, with the largest mean distances, first one of each layer."""
-    heads = [divmod(int(i), average.shape[1]) for i in np.argsort(-mean_distances(average), axis=None, kind="stable")]
+    order = np.argsort(-mean_distances(average), axis=None, kind="stable")
+    heads = [divmod(int(i), average.shape[1]) for i in order]
     first = {layer: (layer, head) for layer, head in reversed(heads)}  # The widest of each layer.
     return sorted(heads, key=lambda head: head != first[head[0]])[:count]
 
@@ -277,7 +288,10 @@ def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
 
 
 def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
-    """Draws the mean attention [N, H, A] to each distance, a row per head. A square-root scale shows small ones."""
+    """Draws the mean attention [N, H, A] of every head, a row each, to the distances 0 .. A - 1.
+
+    The color scale is the square root. Otherwise all distances except the nearest would be white.
+    """
     from matplotlib.colors import PowerNorm
 
     n_layer, n_head, n_distance = average.shape

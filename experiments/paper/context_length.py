@@ -64,7 +64,11 @@ def score_lengths(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[int, Totals]:
-    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end."""
+    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end.
+
+    The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` the rows so far are
+    written.
+    """
     plan.validate()
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=print)
@@ -98,14 +102,18 @@ def score_lengths(
 
 def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
     """Returns the config that scores each length, shortest first and once. Raises `UserError` if one is invalid."""
-    wanted = "the attention lengths must be numbers of tokens, each at least 1"
-    require(lengths and min(lengths) >= 1, f"{wanted}, got {list(lengths)}")
+    are_lengths = lengths and min(lengths) >= 1
+    require(are_lengths, f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}")
+    recurrent = is_recurrent(config)
     needed = "set for a model without memory: 1, the published protocol, or more scored tokens per window"
-    if recurrent := is_recurrent(config):
+    if recurrent:
         needed = "none, because a model with a memory reads each token once"
     require((stride is None) == recurrent, f"the stride must be {needed}, got {stride}")
-    least, wanted = min(lengths), "the stride must be 1 to the shortest attention length, or tokens would be skipped"
-    require(stride is None or 1 <= stride <= least, f"{wanted}, got stride {stride} and length {least}")
+    require(
+        stride is None or 1 <= stride <= min(lengths),
+        f"the stride must be at least 1 and at most the shortest attention length, or tokens would be skipped, got "
+        f"stride {stride} and length {min(lengths)}",
+    )
     changed = {}
     for length in sorted(set(lengths)):
         if stride is None:

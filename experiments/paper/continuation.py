@@ -58,15 +58,20 @@ def write(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
-    """Writes a page with each context, the model's continuation and the text's own. After `Interrupted` it does not."""
+    """Writes a markdown file with a context, `generate.length` tokens of the model and the text's own, for each start.
+
+    The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` nothing is written.
+    """
     plan.validate()
     check_can_generate(config)
     tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
     last = len(tokens) - context - length
-    within = f"a context of {context:,} tokens and {length:,} after it are within the {len(tokens):,}"
     for start in plan.starts:
-        wanted = f"starts must be 0 to {last:,}, so that {within} of the {plan.split} split"
-        require(0 <= start <= last, f"{wanted}, got {start:,}")
+        require(
+            0 <= start <= last,
+            f"starts must be 0 to {last:,}, so that a context of {context:,} tokens and {length:,} after it are within "
+            f"the {len(tokens):,} of the {plan.split} split, got {start:,}",
+        )
     parts, step, params = load_to_score(config, corpus, trained, log=print)
     generator = parts.generator(parts.prepare_params(params))
     how, facts = config.generate, environment.describe()

@@ -67,17 +67,21 @@ class Plan(cli.TextPlan):
     def validate(self) -> None:
         """Raises `UserError` if lengths are not a range of two or more, or a setting is out of range."""
         super().validate()
-        are_three = len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2
-        wanted = "lengths must be the shortest context, the longest and the step of two or more, such as 100,1000,100"
-        require(are_three, f"{wanted}, got {','.join(map(str, self.lengths))}")
-        are_parts = self.ratios and all(0 < ratio <= 1 for ratio in self.ratios)
-        require(are_parts, f"the ratios must be above 0 and at most 1, got {list(self.ratios)}")
+        require(
+            len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
+            "lengths must be the shortest context, the longest and the step of two or more contexts, such as "
+            f"100,1000,100, got {','.join(map(str, self.lengths))}",
+        )
+        are_fractions = self.ratios and all(0 < ratio <= 1 for ratio in self.ratios)
+        require(are_fractions, f"the ratios must be above 0 and at most 1, got {list(self.ratios)}")
 
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
         names = self.names or tuple(map(os.path.basename, self.workdirs))
-        wanted = f"names must name each of the {len(self.workdirs)} workdirs, or none"
-        require(len(names) == len(self.workdirs), f"{wanted}, got {len(names)} names")
+        require(
+            len(names) == len(self.workdirs),
+            f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
+        )
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
         require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
@@ -95,7 +99,11 @@ def run(plan: Plan, job: cli.Job) -> None:
 def compare(
     runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[int | None]]:
-    """Scores the unfinished lengths and writes the files. Returns RECL by model and ratio, None above the longest."""
+    """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
+
+    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
+    finished scores are kept.
+    """
     plan.validate()
     scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.
@@ -114,7 +122,10 @@ def compare(
 def _losses_of(
     name: str, run: Run, corpus: Corpus, scored: np.ndarray, plan: Plan, stop_requested: Callable[[], Any]
 ) -> dict[int, np.ndarray]:
-    """Returns the losses [n] of one model at every context length, from the files of a stopped job where they exist."""
+    """Returns the losses [n] of one model at every context length, from its files or computed.
+
+    Each length is a file, so that a stopped command resumes, and that other ratios and thresholds need no new scores.
+    """
     parts, step, params = load_to_score(run.config, corpus, run, log=print)
     folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
     identity = {
@@ -143,9 +154,15 @@ def _losses_of(
         began = time.monotonic()
         progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
-            how: dict[str, Any] = {"context": length, "batch_size": plan.batch_size}
-            how["after_call"] = lambda so_far, show=show: show(so_far.tokens, so_far)
-            found[length] = context_losses(parts.window_step, params, getattr(corpus, plan.split), scored, **how)
+            found[length] = context_losses(
+                parts.window_step,
+                params,
+                getattr(corpus, plan.split),
+                scored,
+                context=length,
+                batch_size=plan.batch_size,
+                after_call=lambda so_far: show(so_far.tokens, so_far),
+            )
         totals = Totals.of(found[length])
         check_finite(totals, what)
         data = io.BytesIO()
@@ -177,14 +194,17 @@ class Gain(NamedTuple):
 
 
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
-    """Computes each model's gain of every step between context lengths, from losses [models, T] by rising length."""
+    """Computes, for each model, the gain of every step from a context length to the next.
+
+    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and at most 1.
+    """
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
         baseline = losses[context].min(axis=0)
         where = hardest(baseline, ratio)
         for model in range(len(found)):
-            of_both = (np.minimum(baseline, losses[c][model])[where] for c in (context, longer))
-            before, after = (np.exp(each.mean(dtype=np.float64)) for each in of_both)  # exp of f_i.
+            before = np.exp(_relative_loss(baseline, losses[context][model], where))
+            after = np.exp(_relative_loss(baseline, losses[longer][model], where))
             found[model].append(Gain(context, longer, float((before - after) / before), float(before - after)))
     return found
 
@@ -194,6 +214,11 @@ def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
     count = max(round(ratio * len(baseline)), 1)
     # Stable, so that of equal positions the earlier ones are taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
+
+
+def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) -> float:
+    """Computes f_i in nats from one model's losses [T]."""
+    return float(np.minimum(baseline, losses)[where].mean(dtype=np.float64))
 
 
 def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:

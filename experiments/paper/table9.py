@@ -51,8 +51,9 @@ class Plan(cli.Plan):
     def validate(self) -> None:
         """Raises `UserError` if lengths are empty, or a setting is out of range."""
         super().validate()
-        wanted, given = "lengths must be attention lengths, such as 800,1800", ",".join(map(str, self.lengths))
-        require(self.lengths and min(self.lengths) >= 1, f"{wanted}, got {given!r}")
+        given = ",".join(map(str, self.lengths))
+        are_lengths = self.lengths and min(self.lengths) >= 1
+        require(are_lengths, f"lengths must be attention lengths, such as 800,1800, got {given!r}")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -81,7 +82,11 @@ def run(plan: Plan, job: cli.Job) -> None:
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one length, interleaved. Returns the seconds per token of each call of the window and of ours."""
+    """Times both at one attention length, on one device. Calls are interleaved, so that a slow minute affects both.
+
+    Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
+    is not timed.
+    """
     window = _sliding_window(sliding_window_config(config), vocab_size, attention_len)
     ours = speed.evaluation(build(our_config(config, attention_len), vocab_size=vocab_size))
     time_in_turns([window, ours], warmup=1, calls=calls)

@@ -79,8 +79,9 @@ def build_plan(plan: type[Settings]) -> Settings:
     """Returns a command's plan with the passed settings. Raises `UserError` if a required one is missing."""
     found = given(cls=plan)
     for leaf in setting_leaves(plan):
-        is_there, name = not leaf.setting.required or found.get(leaf.name), flag_name(leaf)
-        require(is_there, f"--{name} is required: {leaf.setting.help} Pass --{name}=...")
+        missing = leaf.setting.required and not found.get(leaf.name)
+        name = flag_name(leaf)
+        require(not missing, f"--{name} is required: {leaf.setting.help} Pass --{name}=...")
     return _with_absolute_paths(plan(**found))
 
 
@@ -113,9 +114,10 @@ Parsed = tuple[list[str], dict[str, str], str | None]  # `words`, `places` and `
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
-    """Parses a command line: (words, places, flagfile) of a `cli.Job`. Notes flags that a later flagfile overrides.
+    """Parses a command line: (words, places, flagfile) of a `cli.Job`.
 
-    Raises `UserError` if a flag is unknown (with the nearest names), a value is wrong, or a word is not a flag.
+    Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is unknown (with the
+    nearest names), a value has the wrong type, or a word is not a flag.
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))

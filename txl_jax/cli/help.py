@@ -24,7 +24,11 @@ def help_text(
     note: str = "",
     required: Collection[str] = (),
 ) -> str:
-    """Formats a command's `own` flags with defaults, in `groups` (None: all), below `note`, 80 to 120 columns wide."""
+    """Formats a command's flags with their defaults, as wide as the terminal, 80 to 120 columns.
+
+    `own` are the project's flags in order, `groups` the groups to show (None means all), `note` a line above them, and
+    `required` the flags that must be set.
+    """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
     if "seed" in flag_values:

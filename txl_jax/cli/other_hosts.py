@@ -74,12 +74,15 @@ def environment() -> dict[str, str]:
 
 
 def join(found: Several) -> None:
-    """Joins the others before JAX touches a device. Only the first prints. Raises `ConnectionError` if one is lost."""
+    """Joins the other processes, before JAX touches a device. Raises `ConnectionError` if they do not all connect.
+
+    Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
+    """
     global _number
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)  # Of libraries: Gloo prints each connection.
+        os.dup2(nowhere.fileno(), 1)
     # JAX aborts a process that waits in vain, without an exception.
     waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
     line = f"{waiting}. Start the same command on every host (timeout: {START_SECONDS} s)."
@@ -92,9 +95,10 @@ def join(found: Several) -> None:
             heartbeat_timeout_seconds=2 * LOSS_SECONDS,  # If a process hangs, JAX aborts the others.
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
-        failed = f"{found.num_processes} processes were announced by {found.source}, but not all of them connected"
-        advice = "Start the same command on every host, and check that all can reach process 0"
-        raise ConnectionError(f"{failed} ({first_line(error)}). {advice}.") from error
+        raise ConnectionError(
+            f"{found.num_processes} processes were announced by {found.source}, but not all of them connected "
+            f"({first_line(error)}). Start the same command on every host, and check that all can reach process 0."
+        ) from error
     finally:
         note.cancel()
     if not distributed.is_primary():
@@ -148,7 +152,10 @@ def _watch(names: list[str], host: str) -> None:
 
 
 def check_same(plan: Any) -> None:
-    """Raises `UserError` in all processes if one has another plan than the first, except for directories."""
+    """Raises `UserError` in all processes if one has another plan than the first, except for directories.
+
+    Settings of `ExperimentConfig` are compared when training or scoring begins.
+    """
     leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
     values = {leaf.name: config_tree.get(plan, leaf.name) for leaf in leaves if leaf.name != "compilation_cache"}
     given = {f"--{name}": config_tree.format_value(value) for name, value in values.items()}
@@ -183,18 +190,25 @@ def prefix() -> str:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Returns whether an error of any type (Gloo raises ValueErrors) means that another process is unreachable."""
+    """Returns whether an error of any type (Gloo raises ValueErrors) means that another process is unreachable.
+
+    An error that all processes know has gone through collectives, so no process was lost. Files have separate
+    connections.
+    """
     origin = error
     while origin.__cause__ is not None:
         origin = origin.__cause__
-    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):  # Collectives have passed it on.
+    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):
         return False
-    of_file = isinstance(error, OSError) or isinstance(origin, OSError)  # Files have separate connections.
+    of_file = isinstance(error, OSError) or isinstance(origin, OSError)
     return not of_file and any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
 
 
 def announced(environment: Mapping[str, str]) -> Several | None:
-    """Returns the processes that variables announce, or None for one. Raises `UserError` if they are incomplete."""
+    """Returns the processes that environment variables announce, or None if this is the only one.
+
+    Raises `UserError` if only some of the three flags or variables are set, or they contradict each other.
+    """
     return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
 
@@ -205,10 +219,12 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     announcing = "the three flags or variables that announce processes must be set together"
     require(not missing, f"{announcing}, but {' and '.join(missing)} is not set. Set all or none.")
     coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
-    fits = count.isdecimal() and number.isdecimal() and int(number) < int(count)
-    wanted = "the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a number from 0 to"
-    got = f"coordinator {coordinator!r}, process_id {number} and num_processes {count}"
-    require(fits and re.fullmatch(r".+:\d+", coordinator), f"{wanted} num_processes - 1, got {got}")
+    are_numbers = count.isdecimal() and number.isdecimal()
+    require(
+        are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator),
+        f"the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a number from 0 to "
+        f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}",
+    )
     if int(count) == 1:
         return None
     arguments = {"coordinator_address": coordinator, "num_processes": int(count), "process_id": int(number)}

@@ -72,10 +72,12 @@ class AttentionChoice(NamedTuple):
 
 def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
     """Describes attention in an update, of one microbatch on one device."""
-    train, n_keys = config.train, config.train.mem_len + config.train.segment_len
+    train = config.train
+    n_keys = train.mem_len + train.segment_len
+    rows = train.batch_size // train.grad_accum_steps
     return Problem(
         **_of_both(config, mesh, n_position=n_keys),
-        batch=max(train.batch_size // train.grad_accum_steps // sharding.num_batch_shards(mesh), 1),
+        batch=max(rows // sharding.num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
         n_keys=n_keys,
         window=config.model.compat.window(train.mem_len, same_length=train.same_length),
@@ -90,9 +92,11 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     n_position = table_length(
         segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
     )
+    if sharding.batch_axes(mesh, rows) is not None:
+        rows //= sharding.num_batch_shards(mesh)
     return Problem(
         **_of_both(config, mesh, n_position=n_position),
-        batch=rows if sharding.batch_axes(mesh, rows) is None else rows // sharding.num_batch_shards(mesh),
+        batch=rows,
         segment_len=lengths.segment_len,
         n_keys=capacity + lengths.segment_len,
         window=config.model.compat.window(lengths.mem_len, same_length=lengths.same_length),
@@ -119,7 +123,8 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
 def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: bool) -> Chosen:
     """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for.
 
-    A path that `runs` and fails on the device (`first_contact`) is replaced by the next, or a `UserError` if asked for.
+    If a path that `runs` fails on the device (`first_contact`), the next one replaces it, unless the user asked for
+    that path, which raises `UserError`.
     """
     failed: dict[str, str] = {}  # Paths, and why.
     while True:
@@ -192,8 +197,12 @@ class Built:
     def device_bytes(self) -> dict[str, int]:
         """Returns the persistent bytes per device: parameters, optimizer state, memory."""
         state = self.abstract_state
-        parts = {"parameters": state.params, "optimizer": state.opt_state}
-        parts |= {"segment memory": state.memory, "averaged parameters": state.average}
+        parts = {
+            "parameters": state.params,
+            "optimizer": state.opt_state,
+            "segment memory": state.memory,
+            "averaged parameters": state.average,
+        }
         return {name: bytes_on_device(tree) for name, tree in parts.items() if tree is not None}
 
     def init_params(self) -> Any:
@@ -201,7 +210,7 @@ class Built:
         return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Returns the state before the first update, made on the devices. A warm start makes it of the parameters."""
+        """Returns the state before the first update, made on the devices. A warm start makes it from the parameters."""
         if warm_state is not None:
             return warm_state(self.init_params())
         shardings = _shardings(self.abstract_state)
@@ -228,11 +237,13 @@ class Built:
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        shards, train = sharding.num_batch_shards(self.mesh), self.config.train
-        rows, parts = train.batch_size, train.grad_accum_steps
-        multiple = f"a multiple of {shards * parts} (data x fsdp of the mesh: {shards}, microbatches: {parts})"
-        advice = "Change it, --train.grad_accum_steps or --mesh.data."
-        require(rows % (shards * parts) == 0, f"train.batch_size must be {multiple}, got {rows}. {advice}")
+        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
+        multiple = shards * train.grad_accum_steps
+        require(
+            train.batch_size % multiple == 0,
+            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: {shards}, microbatches: "
+            f"{train.grad_accum_steps}), got {train.batch_size}. Change it, --train.grad_accum_steps or --mesh.data.",
+        )
 
     # Batches
 
@@ -244,8 +255,8 @@ class Built:
         """
         if jax.process_count() == 1:
             return np.arange(batch_size)
-        rows = self._sharding(sharding.batch_axes(self.mesh, batch_size))
-        own = rows.addressable_devices_indices_map((batch_size,))
+        placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
+        own = placed.addressable_devices_indices_map((batch_size,))
         where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
         require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
@@ -263,7 +274,8 @@ class Built:
 
         def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
             def of_device(index: Any) -> Any:
-                return array[:, np.searchsorted(own, np.arange(batch_size)[index[1]])]
+                rows = np.arange(batch_size)[index[1]]
+                return array[:, np.searchsorted(own, rows)]
 
             return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
 
@@ -322,8 +334,13 @@ class Built:
         if not isinstance(self.model, RecurrentModel):
             rows = sharding.batch_axes(self.mesh, lengths.batch_size)
             layers = (self._sharding(rows, axes.HEADS, None, None),) * self.config.model.n_layer
-            numbers = {"valid": self._sharding(rows), "write_index": self._sharding(), "mem_len": lengths.mem_len}
-            shardings = KVCache(keys=layers, values=layers, **numbers)
+            shardings = KVCache(
+                keys=layers,
+                values=layers,
+                valid=self._sharding(rows),
+                write_index=self._sharding(),
+                mem_len=lengths.mem_len,
+            )
         return self.jit(self.scorer.init_memory, out_shardings=shardings)
 
     def generator(self, weights: Any) -> Generator:
@@ -337,7 +354,11 @@ def _shardings(tree: Any) -> Any:
 
 def abstract_arrays(arrays: Any, shardings: Any) -> Any:
     """Returns the shapes and dtypes of a tree of arrays, with these shardings."""
-    return jax.tree.map(lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), arrays, shardings)
+
+    def abstract(array: Any, placed: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+
+    return jax.tree.map(abstract, arrays, shardings)
 
 
 def build(
@@ -352,20 +373,21 @@ def build(
     """Builds a config's model. Raises `UserError` if settings, V and the devices are incompatible.
 
     `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
-    implementations of attention of an earlier start, chosen again where they can serve. `uses` are those of attention
-    that will run, which on an accelerator is compared with the reference first.
+    implementations of attention of an earlier start, chosen again where they can serve. `uses` names where attention
+    will run, "training" or "evaluation": on an accelerator it is compared with the reference there first.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
     reset_at = config.data.reset_at
     is_there = end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size
-    wanted = f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens"
-    require(is_there, f"{wanted}, got {end_token}")
+    require(
+        is_there, f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}"
+    )
     mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype
-    is_there = jax.dtypes.canonicalize_dtype(dtype) == dtype
-    require(is_there, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set")
+    is_supported = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    require(is_supported, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set")
     for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
         require(size % devices == 0, f"model.{name} must be a multiple of mesh.{axis} ({devices}), got {size}")

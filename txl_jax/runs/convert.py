@@ -1,4 +1,8 @@
-"""Conversion of weights between formats, verified: tensors are equal bit for bit, and losses up to rounding."""
+"""Conversion of trained weights between the formats of this project and of other implementations.
+
+A conversion is verified: the written tensors equal the ones that were read, bit for bit, and so do the losses, up to
+rounding.
+"""
 
 import enum
 import functools
@@ -105,8 +109,10 @@ def _read(source: str, from_format: str | None, member: str | None, log: Callabl
     is_foreign = holds_other_weights(source) and not portable.is_portable(source)
     if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
         require(member is None, f"--ensemble_member is {member!r}, but {source} is not an ensemble. Omit it.")
-        reason = "because other implementations' weights need random access"
-        require(not storage.is_remote(source), f"{source} must be a local path, {reason}. Copy it first.")
+        require(
+            not storage.is_remote(source),
+            f"{source} must be a local path, because other implementations' weights need random access. Copy it first.",
+        )
         return formats.read(source, None if from_format is None else Format(from_format))
     found = open_weights(source, member=member)
     if not isinstance(found.source, Run):
@@ -187,7 +193,8 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
     built = _build(ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size)
     tokens = np.random.default_rng(0).integers(vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32)
     ends = [end for cutoff in (*config.model.cutoffs, vocab_size) for end in (cutoff - 1, cutoff % vocab_size)]
-    tokens[1 : len(ends) + 1] = ends[: len(tokens) - 1]
+    ends = ends[: len(tokens) - 1]
+    tokens[1 : len(ends) + 1] = ends
     params = portable.place(parameters, built.abstract_state.params)  # One after another.
     windows, targets = (each.reshape(_ROWS, _ROW_LEN) for each in (tokens[:-1], tokens[1:]))
     return np.asarray(built.window_step(params, windows, targets), np.float32)

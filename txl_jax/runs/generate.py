@@ -30,7 +30,8 @@ def generate_text(
     """Prints `generate.samples` texts of a trained model, the first as it is written, and saves all in its directory.
 
     Returns the texts without the prompt, each with the stop that ended it. Raises `UserError` if the model has no
-    checkpoint or cannot generate, or the prompt or the stop cannot be read.
+    checkpoint or cannot generate, or the prompt or the stop cannot be read. `stop_requested` is asked between segments
+    of the prompt and between blocks of tokens.
     """
     weights = Weights.of(model, config)
     vocabulary = weights.vocabulary
@@ -45,8 +46,8 @@ def generate_text(
     at_most = "" if ending is None else "at most "
     print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     sampled = generator.tokens(ids, config.generate, stop_token=ending, stop_requested=stop_requested)
-    streams, write = _streams(config.generate, vocabulary, ending), functools.partial(print, end="", flush=True)
-    texts = _stream(sampled, streams, prompt, write=write)
+    write = functools.partial(print, end="", flush=True)
+    texts = _stream(sampled, _streams(config.generate, vocabulary, ending), prompt, write=write)
     if not texts:
         return []  # Stopped while the prompt was read.
     for number, text in enumerate(texts[1:], start=2):
@@ -68,10 +69,12 @@ def _save(path: str, content: bytes) -> str:
 def continue_prompts(
     model: Weights, prompts: Iterable[tuple[int, bytes]], *, name: str, write: Callable[[str], Any]
 ) -> None:
-    """Writes a JSON record (docs/usage.md) of each sample after each prompt, in their order.
+    """Writes a JSON record of each sample after each prompt, in their order.
 
-    The samples are the same as from `generate_text`, and `eval.batch_size` are generated side by side. Arguments and
-    errors are as for `score.score_documents`.
+        {"index": 0, "sample": 0, "prompt": "Once upon", "text": " a time"}
+
+    `index` counts the prompts, and `sample` the samples of each, which are the same as from `generate_text`.
+    `eval.batch_size` samples are generated in parallel. Arguments and errors are as for `score.score_documents`.
     """
     config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
     check_can_generate(model.config)

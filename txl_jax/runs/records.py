@@ -155,7 +155,10 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns a row per group of seeds, with means, deviations and the number of finished runs, if any."""
+    """Returns a row for each group of seeds, or no rows if no two runs differ only in their seed.
+
+    A row has the settings, "seeds" (the number of finished runs), and means and standard deviations of the scores.
+    """
     groups, found = seed_groups(names, rows), []
     for group in groups:
         ended = [row for row in group if row["state"] == "finished"]

@@ -211,9 +211,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
-        other = f"the workdir {self.path} is not the directory that process 0 writes to"
-        complaint = f"{other}. Pass all hosts a --workdir on a shared file system."
-        distributed.check_seen_by_all(self.path, complaint, seconds=_SECONDS_TO_APPEAR)
+        distributed.check_seen_by_all(
+            self.path,
+            f"the workdir {self.path} is not the directory that process 0 writes to. Pass all hosts a --workdir on a "
+            "shared file system.",
+            seconds=_SECONDS_TO_APPEAR,
+        )
 
     def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
         """Returns a line for each setting that differs from the record: the ones that may differ, or the others."""

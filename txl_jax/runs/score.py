@@ -114,7 +114,10 @@ def score(
 def score_with_line(
     components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
 ) -> tuple[Totals, str]:
-    """Scores like `score`. Returns the totals, with the text's bytes if they are known, and a line about them."""
+    """Scores a text like `score`. Returns the totals, and a line about them and the time they took.
+
+    The totals include the number of bytes of the text if the vocabulary knows it.
+    """
     began, measure = time.monotonic(), vocabulary.measure
     totals = score(components, params, tokens, name=name, measure=measure, **options)
     totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
@@ -127,7 +130,10 @@ def score_with_line(
 def evaluate_splits(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Any]:
-    """Scores both splits at the lengths of `config`. Returns and writes evaluation.json, unless `Interrupted`."""
+    """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
+
+    The text may differ from the training text if its vocabulary is the same. After `Interrupted` nothing is written.
+    """
     weights = Weights.of(model, config)
     folder = weights.outputs()
     scored = list(_score_splits(weights, corpus, stop_requested))
@@ -207,7 +213,8 @@ class DocumentReader:
         """Takes prepared parameters (`Built.prepare_params`) and the number of documents side by side."""
         check_batch_size(batch_size)
         lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
-        self._components = dataclasses.replace(components, config=dataclasses.replace(components.config, eval=lengths))
+        config = dataclasses.replace(components.config, eval=lengths)
+        self._components = dataclasses.replace(components, config=config)
         self._weights = weights
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -301,7 +308,8 @@ class DocumentReader:
             flat = hidden.reshape(-1, hidden.shape[-1])
             likeliest = sampling.top_k_tokens(flat, weights.clusters, 1)[1].reshape(targets.shape)
         else:
-            likeliest = model.apply({"params": weights}, hidden, method=model.log_probabilities).argmax(axis=-1)
+            log_p = model.apply({"params": weights}, hidden, method=model.log_probabilities)
+            likeliest = jnp.argmax(log_p, axis=-1)
         return likeliest == targets
 
 
@@ -363,34 +371,39 @@ def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = Fal
 def score_documents(
     model: Weights, texts: Iterable[tuple[int, bytes]], *, name: str, per_token: bool, write: Callable[[str], Any]
 ) -> None:
-    r"""Writes the JSON records of each document (docs/usage.md) as soon as it is scored: one, or one per token.
+    r"""Writes the JSON records of each document as soon as it is scored: one per document, or one per token.
 
-    Documents are read as by `DocumentReader`, without a score of the first token. `bytes` are missing where the
-    vocabulary does not know them. A token's name has \xNN for a byte that is not a whole character. `nats` read back as
-    exactly the numbers that were computed.
+        {"index": 0, "nats": 35.17, "tokens": 14, "bytes": 14}
+
+        {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
+
+    `index` counts the documents, which are read as by `DocumentReader`. The first token of each is not scored. `bytes`
+    is missing if the vocabulary does not know the bytes of its tokens. `token` is its name in the vocabulary, with \xNN
+    for a byte that is not a whole character. `nats` is minus the logprob, and reads back as exactly the number that was
+    computed.
 
     `texts` are the documents, each after the number of its line. Errors name that number and the input's `name`.
     `write` takes a document's records, lines with their newlines, and gets those before an error too.
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
-    batch_size = components.config.eval.batch_size
-    reader = DocumentReader(components, components.prepare_params(params), batch_size=batch_size)
+    weights = components.prepare_params(params)
+    reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
     encoded = ((line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")) for line, text in texts)
-    given, again = itertools.tee(encoded)
-    # The reader's error ends both, if any.
-    for index, (nats, (line, ids)) in enumerate(zip(reader.nats(ids for _, ids in given), again, strict=False)):
+    to_read, to_name = itertools.tee(encoded)  # The second holds only the documents that are being read.
+    scored = zip(reader.nats(ids for _, ids in to_read), to_name, strict=True)
+    for index, (nats, (line, ids)) in enumerate(scored):
         totals = Totals.of(nats)
         check_finite(totals, f"line {line} of {name}")
         known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
         records: Iterable[dict[str, Any]] = [{"index": index, "nats": totals.nats, "tokens": len(nats), **known}]
         if per_token:
             # numpy writes the fewest digits that give the number back.
-            scored = enumerate(zip(ids[1:].tolist(), map(float, nats.astype(str).tolist()), strict=True), start=1)
+            values = zip(ids[1:].tolist(), map(float, nats.astype(str).tolist()), strict=True)
             records = (
                 {"index": index, "position": position, "token": names[token], "nats": value}
-                for position, (token, value) in scored
+                for position, (token, value) in enumerate(values, start=1)
             )
         write("".join(json.dumps(record) + "\n" for record in records))
 
@@ -419,7 +432,10 @@ def format_scores(totals: Totals, measure: Measure) -> str:
 def progress_bar(
     name: str, total: int, *, unit: str, measure: Measure, log: Callable[[str], None], stop_requested: Callable[[], Any]
 ) -> Iterator[Callable[[float, Totals], None]]:
-    """Shows progress: on a terminal a bar, else a line every 20 s. Yields its update, which may raise `Interrupted`."""
+    """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
+
+    Yields a function that takes how much of `total` is done, and the scores so far. It raises `Interrupted` on request.
+    """
     began = last_line = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:

@@ -30,7 +30,7 @@ from txl_jax.runtime.sinks import Sink
 from txl_jax.runtime.stop import StopRequest
 from txl_jax.training.hooks import Hook, check_hooks
 
-_SECONDS_TO_TIME = 5.0  # Of updates, before their number is set.
+_SECONDS_TO_TIME = 5.0  # Updates are timed for so long before their number is set.
 
 
 def train_run(
@@ -169,7 +169,7 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 def steps_in(
     seconds: float, config: ExperimentConfig, corpus: Corpus, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[int, float]:
-    """Measures an update, and returns how many fit into a time with their evaluations, and the seconds of one.
+    """Measures updates. Returns how many fit into the time together with their evaluations, and the seconds per update.
 
     The timed updates are discarded. Compilation does not count, and evaluations count by their FLOPs. Raises
     `UserError` if the text cannot be trained on, or evaluations leave no time for updates.
@@ -177,7 +177,8 @@ def steps_in(
     built = build_for(config, corpus.vocabulary)
     built.check_batch_size()
     train, reader = config.train, training_reader(built, corpus, config.seed)
-    step, state, times = built.compile_step().program, built.init_state(), [clock()]
+    step, state = built.compile_step().program, built.init_state()
+    times = [clock()]  # The start, and the end of each call.
     while len(times) < 4 or times[-1] - times[1] < _SECONDS_TO_TIME:
         segments = reader.segments((len(times) - 1) * train.segments_per_call, train.segments_per_call)
         state, metrics = step(state, built.place(segments, batch_size=train.batch_size))

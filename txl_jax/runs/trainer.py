@@ -143,7 +143,8 @@ class Trainer:
         return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:
-        return (step >= self._config.steps or self._validation.out_of_patience) and not self._validation.pending
+        ended = step >= self._config.steps or self._validation.out_of_patience
+        return ended and not self._validation.pending
 
     def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
@@ -151,7 +152,7 @@ class Trainer:
         evaluation = validation.hooks()
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, self._save)
-        # Own hooks may load the best parameters.
+        # The caller's hooks may load the best parameters.
         wait = [Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())] if self.hooks else []
         hooks = [*evaluation, *wait, *self.hooks, save]
         if stop.is_watched_by_all():
@@ -246,6 +247,9 @@ def run_updates(
         progress.waited(time.monotonic() - began)
         return found
 
+    def report(first_step: int, metrics: UpdateMetrics) -> None:
+        progress.add(first_step, jax.device_get(metrics))
+
     step, stopping = first_step, False
     pending: tuple[int, UpdateMetrics] | None = None
     upcoming = segments_of(step)
@@ -254,18 +258,18 @@ def run_updates(
         # While the device works: the next segments, and the metrics of the call before.
         upcoming = segments_of(step + segments_per_call)
         if pending is not None:
-            progress.add(*jax.device_get(pending))
+            report(*pending)
         pending = step, metrics
         step += segments_per_call
         due = [hook for hook in hooks if step % hook.every == 0 or step == steps]
         if due:
-            progress.add(*jax.device_get(pending))
+            report(*pending)
             pending = None
             state, stopping = run_hooks(due, step, state, log=log, progress=progress)
         if stop_requested() or stopping:  # Asked after the hooks: one that was cut short must be repeated at this step.
             break
     if pending is not None:
-        progress.add(*jax.device_get(pending))
+        report(*pending)
     return step, state
 
 

@@ -117,8 +117,10 @@ class Validation:
             return None
         for index, losses in enumerate(self.losses):
             if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(losses, trigger):
-                whose, ago = self._members.prefix(index), f"{trigger} evaluations ago"
-                context.log(f"note      {whose}weight averaging starts: no better loss than {ago}")
+                context.log(
+                    f"note      {self._members.prefix(index)}weight averaging starts: no better loss than "
+                    f"{trigger} evaluations ago"
+                )
                 average = weight_averaging.begin(average, context.step, index)
         return dataclasses.replace(context.state, average=average)
 

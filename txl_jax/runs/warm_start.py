@@ -84,10 +84,11 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 
     def read() -> Corpus:
         if vocabulary is not None:
-            different = config_tree.differences(config_tree.replace(config, _tokenizer_settings(vocabulary)), config)
-            named = "; ".join(f"{leaf.name} is {ours} instead of {theirs}" for leaf, theirs, ours in different)
-            kept = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
-            require(not different, f"{kept}, but {named}. Omit these flags.")
+            theirs = config_tree.replace(config, _tokenizer_settings(vocabulary))
+            different = config_tree.differences(theirs, config)
+            named = "; ".join(f"{leaf.name} is {ours} instead of {kept}" for leaf, kept, ours in different)
+            basis_of = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
+            require(not different, f"{basis_of}, but {named}. Omit these flags.")
         return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
 
     return distributed.run_on_all(read)
@@ -127,14 +128,19 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
     theirs = config_tree.replace(trained.config, changed)
-    step, params = trained.params(build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=()))
+    same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
+    step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     move = transfer(rows, trained.config.model, config.model, jit=components.jit)
-    shardings, note = jax.tree.map(lambda leaf: leaf.sharding, initial), _note(config, trained.config)
-    return WarmStart(record, lambda own: components.state_from_params(move(own, params, shardings)), note)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
+
+    def state(own: Any) -> TrainState:
+        return components.state_from_params(move(own, params, shardings))
+
+    return WarmStart(record, state, _note(config, trained.config))
 
 
 def digest(params: Any) -> str:
@@ -175,9 +181,11 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
     theirs = trained.vocabulary
     same = theirs == vocabulary
     kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
-    differ = f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}"
-    advice = "Pass --init_vocabulary=kept to read the text in that vocabulary."
-    require(same or theirs.kind == vocabulary.kind, f"{differ}. {advice}")
+    require(
+        same or theirs.kind == vocabulary.kind,
+        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}. Pass "
+        "--init_vocabulary=kept to read the text in that vocabulary.",
+    )
     matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 

@@ -57,7 +57,10 @@ class Weights:
         return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
 
     def outputs(self, *, needed: bool = False) -> str | None:
-        """Returns the folder for scores and samples. If read-only: None, or `UserError` if `needed` or `out` is set."""
+        """Returns the directory for scores and samples, or None, with a note, if the model's own is read-only.
+
+        Raises `UserError` instead if the directory is `needed`, or if `out` cannot be written to.
+        """
 
         def find() -> str | None:
             try:
@@ -82,9 +85,9 @@ class Weights:
             lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
         )
         check_same_attention(built.attention)
-        if (attention := built.attention) is not None:
-            before = {"evaluation": str(recorded.cached)} if recorded else None
-            if (recorded or attention.evaluation.failed) and (line := attention.describe(before)):
+        if built.attention is not None and (recorded or built.attention.evaluation.failed):
+            line = built.attention.describe({"evaluation": str(recorded.cached)} if recorded else None)
+            if line:  # It is empty if the recorded path is used again.
                 log(f"attention: {line}")
         return built
 
@@ -169,8 +172,9 @@ def load_to_score(
     weights = Weights.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
     trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
-    other = f"this is {trained}, but {scored} {ours.size} or others"
-    require(ours == theirs, f"{other}. Read it in the model's vocabulary.")
+    require(
+        ours == theirs, f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary."
+    )
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
     built = weights.build(log=log)
@@ -207,7 +211,10 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest valid state, before step `before` if passed: (step, a member's own state, notes), or None."""
+    """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
+
+    For a chosen ensemble member it is that member's state, with the notes of all members.
+    """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:

@@ -119,8 +119,10 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
                     self.notes.append(f"the lock was taken over from {holder}, which has ended or did not renew it")
                 continue
             if first is None:
-                renewed = f"{holder} renewed the lock of {self._folder} {age:.0f} s ago"
-                print(f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: {renewed}, and may be training")
+                print(
+                    f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: {holder} renewed the lock of {self._folder} "
+                    f"{age:.0f} s ago, and may be training"
+                )
             first = lock[0], beat
             time.sleep(_LOOK_SECONDS)
         thread = threading.Thread(target=self._beat, name="run_lock", daemon=True)
@@ -147,8 +149,10 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             return
         record = self._read()
         other = "it was removed" if record is None else f"another run ({record.get('holder')}) has taken it over"
-        lost = f"the lock of {self._folder} was lost, because it was not renewed for a minute: {other}"
-        self._lost = f"{lost}. This run stops, and has written nothing since."
+        self._lost = (
+            f"the lock of {self._folder} was lost, because it was not renewed for a minute: {other}. This run stops, "
+            "and has written nothing since."
+        )
 
     def is_renewed(self) -> bool:
         """Returns whether the object's holder, if any, runs on this machine or has renewed the lock within a minute."""

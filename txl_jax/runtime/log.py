@@ -35,7 +35,8 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     """Reads the records of a run in the order written, if any. An incomplete last line is skipped.
 
     `folder` is the workdir, or the file metrics.jsonl in it. Numbers that JSON cannot store come as "nan", "inf" and
-    "-inf", which `float()` accepts. Raises `LogError` if a line before the last is not a record, or cannot be read.
+    "-inf", which `float()` accepts. Raises `LogError` if a line before the last is not a record, or the file cannot be
+    read.
     """
     path = storage.as_path(folder)
     path = path if os.path.basename(path) == METRICS else os.path.join(path, METRICS)
@@ -110,9 +111,10 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """Records and lines of one run. `open` returns it as a context manager. Before that, lines wait.
 
     Without a directory it does not log: with several processes only process 0 logs. TensorBoard and the sinks get
-    everything too. `confirm` is called before an upload, and raises if another run writes here. Every method raises
-    LogError when metrics.jsonl or log.txt cannot be written: a run decides by its own records. A sink that fails is
-    skipped from then on, with a log line.
+    everything too. `confirm` is called before an upload, and raises if another run writes here.
+
+    Every method raises `LogError` if metrics.jsonl or log.txt cannot be written, because a run relies on its records. A
+    sink that fails is skipped from then on, with a log line.
     """
 
     def __init__(
@@ -266,8 +268,9 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                     continue
                 self._failed.append(sink)
                 reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
-                failed = f"{type(sink).__name__} failed and is skipped until the next start"
-                self.note(f"{failed}. The run continues ({reason})")
+                self.note(
+                    f"{type(sink).__name__} failed and is skipped until the next start. The run continues ({reason})"
+                )
 
 
 def _drop_repeated(folder: str, last_step: int, redone: Collection[str]) -> None:

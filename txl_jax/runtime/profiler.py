@@ -25,9 +25,10 @@ def check_steps(first: int, last: int, *, steps: int) -> None:
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """A training step that profiles some of its calls. As a context manager it ends a trace that is still open.
 
-    Process 0 profiles the calls with one of the updates `profile_steps`, first and last counted from 1. Each is marked
-    with the number of its first update, which tools show. A trace that cannot be written is reported, and the run
-    continues. `exclude` takes the seconds that starting and writing took.
+    The calls that contain one of the updates `profile_steps` (first and last, counted from 1) are profiled, and each is
+    marked with the number of its first update, so that tools show the steps of a trace. Only process 0 writes. A trace
+    that cannot be written is reported, and the run continues. `exclude` takes the seconds that starting and writing
+    took.
     """
 
     def __init__(

@@ -75,8 +75,10 @@ class TensorBoard(Sink):
 
     tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
     queue is full and the training loop waits forever. Names contain numbers because TensorBoard reads files in the
-    order of their names, also if a run is resumed within the same second or after the clock went back. Files for object
-    storage are written on this machine, and uploaded by `flush`. Every method raises OSError if it cannot write.
+    order of their names, also if a run is resumed within the same second or after the clock went back.
+
+    Files for object storage are written on this machine, and uploaded by `flush`. Every method raises OSError if the
+    file cannot be written.
     """
 
     def __init__(self, folder: str, *, first_step: int):
@@ -169,7 +171,8 @@ class WeightsAndBiases(Sink):
     """One run of a W&B project (extra `wandb`), named after its workdir. The same workdir continues the same run.
 
     wandb's own variables decide where it sends it (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL).
-    Its files go to `wandb/` in the workdir, or `./wandb/` if that is a URL. Raises `UserError` without wandb.
+    Its files go to `wandb/` in the workdir, or `./wandb/` if that is a URL. Raises `UserError` if wandb is not
+    installed.
     """
 
     def __init__(self, project: str, workdir: AnyPath):

@@ -70,8 +70,9 @@ class StopRequest:
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
     (`reached_preemption_sync_point`). Every process must ask for the truth value at the same sequence of steps. A
-    second SIGTERM changes nothing then. With `only_defaults` it leaves handlers of the caller's own, and all signals if
-    this is not the main thread.
+    second SIGTERM changes nothing then.
+
+    With `only_defaults` it does not replace the caller's own handlers, nor any handler outside the main thread.
     """
 
     def __init__(self, *, only_defaults: bool = False) -> None:
@@ -134,7 +135,10 @@ def act_on_notices() -> None:
 
 
 def metadata_server() -> str | None:
-    """Returns this machine's metadata server, host or host:port, or None, by the variables of Google's libraries."""
+    """Returns host, or host:port, of this machine's metadata server, or None. Uses no network.
+
+    Google's own libraries read the same two environment variables.
+    """
     if os.environ.get("NO_GCE_CHECK", "").lower() == "true":
         return None
     if server := os.environ.get("GCE_METADATA_HOST"):

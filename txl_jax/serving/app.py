@@ -1,4 +1,8 @@
-"""The server's routes (`make_app`). Errors have bodies in OpenAI's format. Unexpected ones are logged as well."""
+"""The routes of the server, in Starlette. `make_app` lists them.
+
+Every error has a body in OpenAI's format with a message. An unexpected error is logged, and answered without its
+traceback.
+"""
 
 import asyncio
 import contextlib
@@ -42,7 +46,8 @@ _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protoc
 def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
     """Returns the application, which starts the engine and stops it at its end.
 
-    `model` is its name for clients, `hosts` are this server's names (empty: any), `keys` the API keys (empty: none).
+    `model` is its name for clients. `hosts` are the names that clients may use for this server, or empty to allow any.
+    `keys` are the API keys, or empty to require none.
     """
     server = _Server(engine, model, keys)
     routes = [
@@ -96,13 +101,17 @@ class _Server(Collector):
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key and answers JSON. `request.state` has the key's owner and a POST's body."""
+        """Returns a route that needs a key. With a body's model it is a POST with JSON. Errors are JSON too.
+
+        The function finds the key's owner and the parsed body in `request.state`.
+        """
 
         async def answer(request: Request) -> Response:
             try:
                 request.state.owner = self._owner(request)
                 if body is not None:
-                    request.state.body = await asyncio.to_thread(protocol.parse, await self._json(request), body)
+                    content = await self._json(request)
+                    request.state.body = await asyncio.to_thread(protocol.parse, content, body)
                 found = await handle(request)
                 response = found if isinstance(found, Response) else await asyncio.to_thread(JSONResponse, found)
             except RequestError as error:

@@ -35,7 +35,10 @@ class CompletionRun:
         self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
 
     def submit(self, owner: str) -> None:
-        """Makes the choices wait for rows, a session that is not forked in use until then. Raises `RequestError`."""
+        """Makes the choices wait for rows. An owner's session is in use until they end, unless it is forked.
+
+        Raises `RequestError` if the session is unknown, the text is empty, or too many choices wait.
+        """
         self._loop, until = asyncio.get_running_loop(), time.monotonic() + self._engine.limits.seconds
         store, name, is_fork = self._engine.store, self._body.session, self._body.fork
         session = None if name is None or is_fork else store.begin(name, owner)

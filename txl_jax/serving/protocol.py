@@ -1,4 +1,7 @@
-"""OpenAI's JSON of `/v1/completions`, by models of pydantic, which are the schema too. Not for the event loop."""
+"""OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON.
+
+Bodies are read by pydantic, whose models are also the server's schema. Call nothing here on the event loop.
+"""
 
 import codecs
 import collections
@@ -271,7 +274,7 @@ def _check_total(total: int, limits: Limits) -> None:
     if total > limits.tokens:
         most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
         advice = "Shorten the prompts, lower max_tokens or n, or continue a session over several requests."
-        raise RequestError(f"{most}. {advice}.", param="prompt", code="too_many_tokens")
+        raise RequestError(f"{most}. {advice}", param="prompt", code="too_many_tokens")
 
 
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:

@@ -71,13 +71,22 @@ class Step:
     """The compiled programs of one model at its evaluation lengths, for R rows."""
 
     def __init__(self, components: Built, *, batch_size: int, block: int = 8):
-        """Compiles nothing. K is `block`, a row's tokens per call. Raises `UserError` for a mesh, or `reset_at`."""
+        """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
+
+        Raises `UserError` if the mesh has more than one device, or the model keeps documents apart
+        (`data.reset_at`). Whether it can generate at all is checked by `runs.generate.check_can_generate`.
+        """
         reset_at, size = components.config.data.reset_at, components.mesh.size
-        apart = f"the model keeps documents apart by the token {reset_at!r}, which the server does not support"
-        # A row's filled slots follow from its position here.
-        require(reset_at is None, f"{apart}. Generate with txl_jax.load.")
-        advice = "Start it where JAX finds one, for example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1."
-        require(size == 1, f"the server must run on one device, got a mesh of {size}. {advice}")
+        require(  # A row's filled slots follow from its position here.
+            reset_at is None,
+            f"the model keeps documents apart by the token {reset_at!r}, which the server does not support. Generate "
+            "with txl_jax.load.",
+        )
+        require(
+            size == 1,
+            f"the server must run on one device, got a mesh of {size}. Start it where JAX finds one device, for "
+            "example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1.",
+        )
         assert isinstance(components.model, TransformerXL)
         self._components, self._model = components, components.model
         self.batch_size, self.block = batch_size, block
@@ -111,7 +120,10 @@ class Step:
         return None if is_masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
-        """Samples up to K tokens of a row: (donated cache, tokens int32 [R, K], scores), of which `steps` count."""
+        """Samples up to K tokens of each row. The cache is donated.
+
+        Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first `steps` count.
+        """
         of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
         limits = Limits(rows.temperature, rows.top_p)
         cache = self._at(cache, rows.position)
