@@ -7,9 +7,9 @@
 The page (device.md in --out, and device.csv) belongs in a bug report. It has one layer at the sizes of configurations.
 Training is forward and backward, evaluation forward over a full KV cache. Arrays are random. Output and gradients of
 each path are compared with the reference in float32, on one row with the same dropout mask. A path that differs is not
-timed, and the program fails in the end. Timings are interleaved. The table shows each path's median, its speedup over
-the reference, its time as a multiple of only the matmuls of all pairs, the operations per second on visible pairs with
-their share of the data sheet's peak in bfloat16, and scratch by the compiler's account.
+timed, and the command fails at the end. Timings are interleaved. The table shows each path's median, its speedup over
+the reference, the operations per second on visible pairs with their fraction of the data sheet's peak in bfloat16, and
+scratch as reported by the compiler.
 """
 
 import collections
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from experiments.bench import timing
 from experiments.bench.timing import Task
@@ -36,7 +35,7 @@ from txl_jax.ops.attention import Implementation, Problem, Tile, choose
 from txl_jax.ops.attention.tpu import geometry
 from txl_jax.runs import records
 from txl_jax.runs.build import evaluation_problem, training_problem
-from txl_jax.runs.first_contact import Arrays, describe_error, largest_difference, make_function, make_inputs
+from txl_jax.runs.first_contact import describe_error, largest_difference, make_function, make_inputs
 from txl_jax.runtime import environment, storage
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
@@ -44,19 +43,11 @@ TASKS = ("training", "evaluation")
 PLAIN = "plain"  # Without position keys.
 PATHS = ("reference", "tiled", "stored", "fused", PLAIN)
 INTERPRETED = "interpreted"
-PRODUCTS = "products"  # The row of only the matmuls.
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
 COLUMNS = ["configuration", "task", "sizes", "path", "difference", "time", "slowest", "fastest", "speedup"]
-COLUMNS += ["times the products", "operations/s", "share of peak", "scratch"]
-_LEGEND = """Difference: from the reference, of its largest element. Speedup: over the reference. Times the products: of
-the time of all matmuls alone. Operations: on visible pairs, and their share of the data sheet's peak in bfloat16."""
-_UNSEEN = (
-    "fused, a kernel: pltpu.roll with a stride, jnp.take_along_axis on lanes, sums in blocks that steps share",
-    "stored and tiled, in XLA: jnp.einsum with preferred_element_type, optimization_barrier, fori_loop in place",
-    "reference, by JAX: jnp.einsum with preferred_element_type, jax.nn.softmax, the shift as a reshape",
-    "all, on several devices: jax.shard_map with check_vma=False, which sums gradients of position keys and biases",
-    "the rest of an update: jnp.take, optax.softmax_cross_entropy_with_integer_labels, nn.scan, nn.remat",
-)
+COLUMNS += ["operations/s", "share of peak", "scratch"]
+_LEGEND = """Difference: from the reference, of its largest element. Speedup: over the reference. Operations: on visible
+pairs, and their fraction of the data sheet's peak in bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +128,6 @@ class Notes:
         found = {"Compared with the reference": [f"{self.equal} within rounding, {len(self.wrong)} wrong", *self.wrong]}
         found["Fastest tiles"] = self.tiles
         found["Not measured"] = [f"{reason} ({', '.join(names)})" for reason, names in self.refused.items()]
-        found["Library calls whose gradients have not been seen on an accelerator"] = list(_UNSEEN)
         return {title: lines for title, lines in found.items() if lines}
 
 
@@ -158,19 +148,11 @@ class Case(Problem):
         """Describes the sizes."""
         return f"{self.batch} x {self.n_head} x {self.segment_len} x {self.n_keys}, {self.d_head}"
 
-    def lengths(self, axes: str) -> tuple[Any, ...]:
-        """Returns the lengths of axes by letters: as in `Problem`, and M for the segment's own keys over a cache."""
-        sizes = {"b": self.batch, "h": self.n_head, "l": self.segment_len, "m": self.segment_len, "k": self.n_keys}
-        sizes |= {"p": self.n_positions, "e": self.d_head, "r": self.capacity or 0}
-        return tuple(sizes[axis] for axis in axes)
-
-    def flops(self, *, products: bool = False) -> float:
-        """Returns the operations on visible pairs, or for the row `PRODUCTS` on all. Backward does each twice."""
-        if products:
-            dot_products = self.segment_len * (2 * self.n_keys + self.n_positions)
-        else:  # Scores by content, weighted values, and scores by distance.
-            seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
-            dot_products = sum(min(keys, self.window or keys) for keys in seen) * (3 if self.n_positions else 2)
+    def flops(self) -> float:
+        """Returns the operations on visible pairs. Backward does each twice."""
+        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
+        # Scores by content, weighted values, and scores by distance.
+        dot_products = sum(min(keys, self.window or keys) for keys in seen) * (3 if self.n_positions else 2)
         return 2 * self.d_head * self.batch * self.n_head * dot_products * (1 if self.cached else 3)
 
 
@@ -226,7 +208,7 @@ def implementations(case: Case, plan: Plan, notes: Notes) -> Iterator[tuple[str,
 
 def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
     """Checks, compiles and times the implementations of a case, and returns their rows; notes what else was found."""
-    tasks, rows, operations = dict[str, Task](), dict[str, dict[str, str]](), {PRODUCTS: case.flops(products=True)}
+    tasks, rows, operations = dict[str, Task](), dict[str, dict[str, str]](), dict[str, float]()
     for name, given, implementation in implementations(case, plan, notes):
         try:
             wrong, difference = check(implementation, given)
@@ -241,7 +223,6 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
         notes.equal += bool(difference and not wrong)
         if wrong:
             notes.wrong.append(f"{case.config}, {case.task}, {name}: {wrong}")
-    rows[PRODUCTS], tasks[PRODUCTS] = {"path": PRODUCTS}, make_task(PRODUCTS, *products(case))
     timing.time_in_turns(list(tasks.values()), warmup=0, calls=plan.calls)
     peak, auto = flops.device_peak(environment.device_kind()), choose.choose(choose.AUTO, case)[0]
     for name, task in tasks.items():
@@ -252,7 +233,6 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
         row |= {column: f"{float(f'{1e3 * each:.3g}'):,g} ms" for column, each in times}
         if "reference" in tasks:
             row["speedup"] = f"{task.speedup(tasks['reference']):.2f}"
-        row["times the products"] = f"{tasks[PRODUCTS].speedup(task):.2f}"
         row |= {"operations/s": environment.brief_number(rate), "share of peak": f"{rate / peak:.1%}" if peak else ""}
         row["scratch"] = environment.megabytes(task.memory_bytes)
     tiled = [name for name in tasks if name.startswith(f"{auto.path} ")]
@@ -288,49 +268,6 @@ def make_task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
 
     sizes: Any = compiled.memory_analysis()
     return Task(path, runs, call, memory_bytes=sizes.temp_size_in_bytes)
-
-
-# Operands with the letters of `Case.lengths`. Scores ("by_") are the same for all heads, in the order of reading.
-_PRODUCTS = {
-    "training": (
-        "query:le key:ke, query:le position_key:pe, by_key:lk value:ke, by_query:kl cotangent:le, "
-        "cotangent:le value:ke, by_key:lk key:ke, by_query:kl query:le, by_distance:lp position_key:pe, "
-        "by_query_of_distance:pl query:le"
-    ),
-    "evaluation": (
-        "query:le stored_key:er, query:le key:me, query:le position_key:ep, by_stored_key:lr stored_value:re, "
-        "by_key:lm value:me"
-    ),
-}
-
-
-def products(case: Case) -> tuple[Callable[..., list[jax.Array]], tuple[Arrays, Arrays]]:
-    """Returns the matrix products of all pairs, which no implementation omits: a function and random inputs."""
-    pairs = [[operand.split(":") for operand in product.split()] for product in _PRODUCTS[case.task].split(", ")]
-    heads = case.batch * case.n_head
-    # On a CPU one head at a time, in the cache: 512 x 1024 scores of 16 heads took 2.5 times as long in memory.
-    group = 1 if case.platform == "cpu" else heads
-    arrays: tuple[Arrays, Arrays] = {}, {}  # Of each group, and scores.
-    for number, (name, axes) in enumerate(dict(itertools.chain(*pairs)).items()):
-        shared = name.startswith("by_")
-        shape = (*(() if shared else (heads // group,)), group, *case.lengths(axes))
-        arrays[shared][name] = jax.random.normal(jax.random.key(number), shape, case.dtype)
-
-    def all_groups(inputs: tuple[Arrays, Arrays]) -> list[jax.Array]:
-        per_group, scores = inputs
-
-        def of_group(own: Arrays) -> list[jax.Array]:
-            found, results = own | scores, []
-            for (left, a), (right, b) in pairs:
-                result = "".join(axis for axis in a + b if (axis in a) != (axis in b))
-                results.append(jnp.einsum(f"g{a},g{b}->g{result}", found[left], found[right]))
-            return results
-
-        empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_group, {k: each[0] for k, each in per_group.items()}))
-        # The last group's results are what is returned; a loop's state is overwritten in place.
-        return jax.lax.scan(lambda _, own: (of_group(own), None), empty, per_group)[0]
-
-    return all_groups, arrays
 
 
 if __name__ == "__main__":
