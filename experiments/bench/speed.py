@@ -1,4 +1,4 @@
-"""Throughput in tokens per second of data loading, training, evaluation and generation, of a flagfile or other flags.
+"""Throughput in tokens per second of training, evaluation and generation, of a flagfile or other flags.
 
     python -m experiments.bench.speed --flagfile=enwik8_12l
     python -m experiments.bench.speed --flagfile=small --tasks=training,generation --calls=10
@@ -15,10 +15,7 @@ first, then all calls are interleaved; the table has the speedup.
 
 import dataclasses
 import functools
-import itertools
 import statistics
-import tempfile
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,16 +32,13 @@ from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import Limits, Rows, row_key
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runs.train import training_reader
 from txl_jax.runtime import environment
 
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
-TASKS = ("data_loading", "training", "evaluation", "generation")
-PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS[1:], Peer.ORIGINAL: TASKS[1:3]}
+TASKS = ("training", "evaluation", "generation")
+PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
 BLOCK = 16  # Tokens that generation writes per call.
-_TEXT_TOKENS = 20_000_000
-_SENTENCE_TOKENS = 25
 _COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
 _COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
 
@@ -117,30 +111,10 @@ def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: li
 
 def tasks(name: str, components: Built) -> Iterator[Task]:
     """Yields the tasks of a name. Generation skips tails that cannot matter: a model with tails has both extremes."""
-    makers = {"data_loading": data_loading, "training": training, "evaluation": evaluation, "generation": generation}
+    makers = {"training": training, "evaluation": evaluation, "generation": generation}
     yield makers[name](components)
     if name == "generation" and components.config.model.cutoffs:
         yield generation(components, every_tail=True)
-
-
-def data_loading(components: Built) -> Task:
-    """Reads training segments from a memory-mapped text, in the config's order, and transfers them to the devices."""
-    train = components.config.train
-    tokens_per_call = train.batch_size * train.new_tokens * train.segments_per_call
-    length = max(_TEXT_TOKENS, tokens_per_call + 1)
-    with tempfile.TemporaryFile() as file:
-        text: Any = np.memmap(file, np.int32, "w+", shape=length)  # It stays when the file is closed.
-    text[:] = np.random.default_rng(0).integers(components.model.vocab_size, size=length, dtype=np.int32)
-    sentences = np.append(np.arange(0, length, _SENTENCE_TOKENS), length)
-    corpus: Any = types.SimpleNamespace(train=text, sentences=sentences)  # What is read of a `Corpus`.
-    reader = training_reader(components, corpus, components.config.seed)
-    steps = itertools.count(step=train.segments_per_call)
-
-    def call() -> None:
-        jax.block_until_ready(components.place(reader.segments(next(steps), train.segments_per_call)))
-
-    call()  # The first call prepares an epoch's order.
-    return Task("data loading", tokens_per_call, call, train)
 
 
 def training(components: Built) -> Task:

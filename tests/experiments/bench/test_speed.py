@@ -27,22 +27,20 @@ def components():
 @pytest.mark.full
 def test_a_row_per_task_and_generation_twice_with_tails(capsys):
     config = config_tree.replace(CONFIG, {"model.cutoffs": (4, 9), "data.corpus": "python_stdlib"})
-    plan = Plan(tasks=("data_loading", "generation"), calls=2, warmup=1)
+    plan = Plan(tasks=("generation",), calls=2, warmup=1)
     speed.run(plan, types.SimpleNamespace(config=lambda: config))
     rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[3:]]
     assert [row[1:4] for row in rows[2:]] == [
-        ["data loading", "2 x 4", "6"],
         ["generation", "3 x 1", "7"],
         ["generation, every tail read", "3 x 1", "7"],
     ]
 
 
-def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused():
+def test_unknown_tasks_and_tasks_that_the_peer_lacks_are_refused():
     assert Plan(peer=Peer.HUGGINGFACE).chosen_tasks == ("training", "evaluation", "generation")
     assert Plan(peer=Peer.ORIGINAL).chosen_tasks == ("training", "evaluation")
     for settings, words in (
         ({"tasks": ("trainig",)}, r"'trainig'.*\btraining\b"),
-        ({"peer": Peer.HUGGINGFACE, "tasks": ("data_loading",)}, r"--peer.*data_loading"),
         ({"peer": Peer.ORIGINAL, "peer_path": "/clone", "tasks": ("generation",)}, r"--peer=original.*generation"),
         ({"peer": Peer.ORIGINAL}, "--peer_path"),
         ({"peer_path": "/clone"}, "--peer=original"),
@@ -54,7 +52,6 @@ def test_the_peer_has_all_tasks_but_data_loading_and_others_are_refused():
 @pytest.mark.parametrize(
     ("name", "tokens", "shape", "mem_len"),
     [
-        ("data_loading", 16, (2, 4), 6),
         pytest.param("training", 16, (2, 4), 6, marks=pytest.mark.full),
         ("evaluation", 24, (1, 3), 7),
         pytest.param("generation", 48, (3, 1), 7, marks=pytest.mark.full),
@@ -66,17 +63,16 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
     task.call()
     found = task.lengths
     assert (task.tokens, found.batch_size, found.segment_len, found.mem_len) == (tokens, *shape, mem_len)
-    if name != "data_loading":
-        assert task.flops_per_token > 1000
+    assert task.flops_per_token > 1000
 
 
 @pytest.mark.full
 def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(components):
     changes = {"train.stride": 3, "train.mem_len": 0, "eval.stride": 2, "eval.mem_len": 0, "eval.same_length": False}
     strided = build(config_tree.replace(CONFIG, changes), vocab_size=tiny.V)
-    tasks = [speed.data_loading(strided), speed.training(strided)]
-    assert [task.tokens for task in tasks] == [12, 12] and tasks[1].lengths.segment_len == 4
+    training = speed.training(strided)
+    assert training.tokens == 12 and training.lengths.segment_len == 4
     whole = build(config_tree.replace(CONFIG, changes | {"train.stride": None}), vocab_size=tiny.V)
-    assert tasks[1].flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
+    assert training.flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
     with pytest.raises(UserError, match=r"eval\.stride\D*\b2\b"):
         speed.evaluation(strided)
