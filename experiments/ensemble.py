@@ -9,7 +9,7 @@ r"""Trains an ensemble: multiple runs that differ in seed, learning rate or drop
 
 A small model leaves most of an accelerator idle, so training several together takes little longer than training one.
 All members share one workdir and one checkpoint. To resume, rerun the same command, or pass only --workdir.
-results.json and members.md contain the scores of all members.
+results.json contains the scores of all members, and `python -m experiments.report WORKDIR` prints them as a table.
 
 Other commands use one member with --workdir and --ensemble_member=NAME, where NAME is as above without "model."
 and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split copies a member to a separate workdir,

@@ -113,7 +113,7 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     name = "seed=2+learning_rate=0.002"
     succeed("ensemble", f"--workdir={tmp_path / 'all'}")  # A resume takes the members from the record.
     assert json.loads((tmp_path / "all" / "results.json").read_text())["members"].keys() == {"seed=1", name}
-    assert f"| {name} | " in (tmp_path / "all" / "members.md").read_text()
+    assert f"| {name} | " in succeed("report", str(tmp_path / "all"))
     member = [f"--workdir={tmp_path / 'all'}", f"--ensemble_member={name}"]
     succeed("text", "--mode=eval", *member)
     assert (tmp_path / "all" / "members" / name / "evaluation.json").exists()

@@ -79,12 +79,6 @@ def test_one_workdir_holds_all_members(base, whole):
     assert saved["members"] == [{"seed": 3}, {"seed": 4, RATE: 0.02, DROPOUT: 0.0}, {DROPOUT: 0.5}]
     assert saved["config"] == config_tree.to_dict(base[0])
     assert {record["member"] for record in read_metrics(folder)} == set(NAMES)
-    rows = [line.strip("| ").split(" | ") for line in (folder / "members.md").read_text().splitlines() if "|" in line]
-    for name, (member, valid, updates, test) in zip(NAMES, rows[2:], strict=True):
-        found = outcome.results["members"][name]
-        assert member == name and int(updates) == found["test"]["step"] == found["best_valid"]["step"]
-        assert float(valid) == pytest.approx(found["best_valid"]["bpc"], abs=0.006)
-        assert float(test) == pytest.approx(found["test"]["bpc"], abs=0.006)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,11 @@ import jax.numpy as jnp
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
-from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
 from txl_jax.runs.weights import load_state
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.environment import table
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.ensemble import Members
@@ -97,27 +95,6 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
 def in_order(member: Mapping[str, float]) -> dict[str, float]:
     """Sorts the differences of a member, so that its name does not depend on their order."""
     return {name: member[name] for name in (*ensemble_step.VARYING, *member) if name in member}
-
-
-def write_table(folder: str, results: Mapping[str, Any], measure: Measure) -> str:
-    """Writes members.md: the scores of all members, with the text, device and date. Returns its path."""
-
-    def value(scores: Mapping[str, float] | None) -> str:
-        return Totals(scores["loss"], 1).format(measure).split()[-1] if scores else ""
-
-    facts = f"{results['text']}; {results['device']}, {results['date']}"
-    rows = (
-        [name, value(found["best_valid"]), f"{found['test']['step']:,}", value(found["test"])]
-        for name, found in results["members"].items()
-    )
-    lines = [
-        f"{facts}. The test split was scored with the parameters of the best validation score.",
-        "",
-        *table(["member", f"best valid {measure}", "after updates", f"test {measure}"], rows),
-    ]
-    path = os.path.join(folder, "members.md")
-    storage.write(path, ("\n".join(lines) + "\n").encode())
-    return path
 
 
 def split_off(workdir: str, member: str, target: str) -> None:

@@ -89,7 +89,7 @@ def train_run(
     opening = _opening(built, corpus, readers[0]) + (weights.lines if weights else [])
     if members:
         opening.append(f"ensemble  {'; '.join(built.members.names)}: trained together, losses in this order")
-    outcome = Trainer(
+    return Trainer(
         built,
         run,
         corpus,
@@ -103,9 +103,6 @@ def train_run(
         verbose=verbose,
         stop_requested=stop_requested,
     ).train()
-    if members and outcome.results is not None:
-        print(f"table     {ensemble.write_table(run.path, outcome.results, corpus.vocabulary.measure)}", flush=True)
-    return outcome
 
 
 def train(
