@@ -95,23 +95,6 @@ def brief_number(number: float) -> str:
     return (f"{number:.0f}" if number >= 100 else f"{number:.3g}") + unit
 
 
-def brief_duration(seconds: float) -> str:
-    """Formats seconds with the two largest units.
-
-    >>> brief_duration(45), brief_duration(3723), brief_duration(200000)
-    ('45s', '1h 2m', '2d 7h')
-    """
-    if not math.isfinite(seconds):
-        return "unknown"
-    rest = round(seconds)
-    found: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
-        if count or found:
-            found.append(f"{count}{unit}")
-    return " ".join(found[:2]) or "0s"
-
-
 def duration(seconds: float) -> str:
     """Formats seconds as h:mm:ss, with days before that.
 

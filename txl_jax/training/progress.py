@@ -114,7 +114,7 @@ class Progress:
         each, memory = seconds / updates, self.device_memory()
         self.log.print(
             f"time      {environment.brief_number(each)} s per step, about "
-            f"{environment.brief_duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
+            f"{environment.duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
             "without evaluations" + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
         )
 
@@ -154,7 +154,7 @@ class Progress:
         if measured["host_wait_share"] >= _WORTH_A_COLUMN:
             columns.append(f"host wait {measured['host_wait_share']:.0%}")
         remaining = (self.steps - step) * measured["step_seconds"]
-        return [*columns, f"ETA {environment.brief_duration(remaining)}"]
+        return [*columns, f"ETA {environment.duration(remaining)}"]
 
     def _losses(self) -> list[str]:
         if self.members.names:
