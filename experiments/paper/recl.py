@@ -7,7 +7,7 @@ The runs must have the same vocabulary. The text is the first run's, or from --d
 scored token is predicted from exactly c tokens, encoded from an empty memory, for every c.
 --stride=s scores only every s-th token. It writes recl.md (table 8), recl.csv and recl.json (all
 gains), gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to
-resume, rerun the same command. Other ratios need no new scores.
+resume, rerun the same command.
 """
 
 import dataclasses
@@ -32,7 +32,10 @@ from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.storage import exists, make_folder, read, read_json, write, write_json
 
-# Table 8: r = 0.1, 0.5 and 1, of models trained on WikiText-103. The two groups are not comparable with each other.
+# The paper's.
+RATIOS = (0.1, 0.5, 1.0)  # r: fractions of the tokens, those with the largest loss.
+THRESHOLD = 0.01  # Smallest relative gain that counts.
+# Table 8, by ratio, of models trained on WikiText-103. The two groups are not comparable with each other.
 PAPER = {
     "Transformer-XL, 151M": (900, 800, 700),
     "QRNN": (500, 400, 300),
@@ -46,15 +49,13 @@ PAPER = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TextPlan):
-    """The models of the group, the contexts they are scored from, and the measure of gains."""
+    """The models of the group, and the contexts they are scored from."""
 
     workdirs: tuple[str, ...] = setting((), "Directories of the trained runs.", path=True)
     names: tuple[str, ...] = setting((), "Names of the runs. If empty, the names of their directories.")
     lengths: tuple[int, ...] = setting((100, 1000, 100), "Shortest context, longest, and step.")
     stride: int = setting(1, "Every s-th token is scored.", at_least=1)
     batch_size: int = setting(16, "Contexts per call.", at_least=1)
-    ratios: tuple[float, ...] = setting((0.1, 0.5, 1.0), "r: fractions of the tokens, those with the largest loss.")
-    threshold: float = setting(0.01, "Smallest relative gain that counts.", at_least=0)
     split: Split = setting(Split.TEST, "Split that is scored.")
     out: str = setting("", "Directory for losses, table and plots. Created if missing.", path=True, required=True)
 
@@ -72,8 +73,6 @@ class Plan(cli.TextPlan):
             "lengths must be the shortest context, the longest and the step of two or more contexts, such as "
             f"100,1000,100, got {','.join(map(str, self.lengths))}",
         )
-        are_fractions = self.ratios and all(0 < ratio <= 1 for ratio in self.ratios)
-        require(are_fractions, f"the ratios must be above 0 and at most 1, got {list(self.ratios)}")
 
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
@@ -110,11 +109,8 @@ def compare(
         load_to_score(each.config, corpus, each, log=lambda line: None)
     by_model = [_losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()]
     losses = {context: np.stack([found[context] for found in by_model]) for context in plan.contexts}
-    all_gains = {ratio: gains(losses, ratio=ratio) for ratio in plan.ratios}
-    lengths = {
-        name: [effective_length(all_gains[ratio][i], threshold=plan.threshold) for ratio in plan.ratios]
-        for i, name in enumerate(runs)
-    }
+    all_gains = {ratio: gains(losses, ratio=ratio) for ratio in RATIOS}
+    lengths = {name: [effective_length(all_gains[ratio][i]) for ratio in RATIOS] for i, name in enumerate(runs)}
     _write_results(lengths, all_gains, losses, corpus, plan)
     return lengths
 
@@ -124,7 +120,7 @@ def _losses_of(
 ) -> dict[int, np.ndarray]:
     """Returns the losses [n] of one model at every context length, from its files or computed.
 
-    Each length is a file, so that a stopped command resumes, and that other ratios and thresholds need no new scores.
+    Each length is a file, so that a stopped command resumes.
     """
     parts, step, params = load_to_score(run.config, corpus, run, log=print)
     folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
@@ -221,9 +217,9 @@ def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) 
     return float(np.minimum(baseline, losses)[where].mean(dtype=np.float64))
 
 
-def effective_length(steps: Sequence[Gain], *, threshold: float) -> int | None:
+def effective_length(steps: Sequence[Gain]) -> int | None:
     """Returns RECL, the context from which the next step gains less than the threshold, or None if no step does."""
-    return next((step.context for step in steps if step.relative < threshold), None)
+    return next((step.context for step in steps if step.relative < THRESHOLD), None)
 
 
 def _write_results(
@@ -241,7 +237,7 @@ def _write_results(
     facts = {"text": corpus.description, "split": plan.split, "tokens": n_scored, **environment.describe()}
     steps = [
         {"model": name, "ratio": ratio, **step._asdict()}
-        for ratio in plan.ratios
+        for ratio in RATIOS
         for name, of_model in zip(lengths, all_gains[ratio], strict=True)
         for step in of_model
     ]
@@ -254,18 +250,17 @@ def _write_results(
         [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
         for name, found in lengths.items()
     ]
-    if plan.ratios == Plan().ratios:
-        rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
-    page = "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in plan.ratios)], rows), ""])
+    rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
+    page = "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in RATIOS)], rows), ""])
     caption = (
         f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, contexts from "
         f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
-        f"{plan.threshold:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
+        f"{THRESHOLD:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
     )
     write(os.path.join(folder, "recl.md"), f"{caption}\n\n{page}".encode())
     print(f"\n{page}")
     if plots.can_draw():
-        ratio, title = min(plan.ratios), f"{corpus.name} ({plan.split})"
+        ratio, title = min(RATIOS), f"{corpus.name} ({plan.split})"
         by_model = zip(lengths, all_gains[ratio], strict=True)
         plots.curves(
             {name: {step.longer: step.perplexity for step in of_model} for name, of_model in by_model},
