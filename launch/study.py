@@ -57,9 +57,8 @@ def made(kind: str, table: Mapping[str, Any]) -> Any:
     wrong = f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got {dict(table)} (%s)"
     arguments = dict(table)
     name = arguments.pop("name", None)
-    if (
-        name == "TPESampler"
-    ):  # Else it would draw near the runs in progress; a seed would make all workers draw the same.
+    if name == "TPESampler":
+        # Otherwise it would sample near the runs in progress. A seed would make all workers sample the same values.
         arguments = {"constant_liar": True, "seed": None} | arguments
     with rephrased(wrong, AttributeError, TypeError, ValueError):
         return getattr(getattr(optuna, f"{kind}s"), name)(**arguments)

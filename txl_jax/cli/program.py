@@ -275,9 +275,11 @@ def main(
     with guarded():
         several = None if hosts == "each" else other_hosts.announced(other_hosts.environment())
         if several:  # One process by itself skips this.
-            found = f"{several.num_processes} processes (announced by {several.source})"
-            advice = "Start it once, outside of them"
-            require(hosts == "join", f"this command must run as a single process, got {found}. {advice}.")
+            require(
+                hosts == "join",
+                f"this command must run as a single process, got {several.num_processes} processes (announced by "
+                f"{several.source}). Start it once, outside of them.",
+            )
             other_hosts.join(several)
         act_on_notices()  # Of machines on Google Cloud, else nothing.
         made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))  # With one process `build_plan(plan)`.
@@ -306,7 +308,8 @@ def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) 
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
         own = [name for name in FLAGS if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name))]
         required = [flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required]
-        note, groups = _TRAINED if issubclass(plan, TrainedRun) else "", None if "--helpfull" in asked else groups
+        note = _TRAINED if issubclass(plan, TrainedRun) else ""
+        groups = None if "--helpfull" in asked else groups
         print(sys.modules["__main__"].__doc__ or "", help.help_text(own, groups, FLAGS, note, required), sep="\n")
         sys.exit(0)
     try:
@@ -430,9 +433,11 @@ def config_of_words(
 def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     """Raises `UserError` if the flags select the corpus of another command."""
     own, asked = defaults.data.corpus, config.data.corpus
-    advice = f"Run python -m experiments.{program_of(asked)}, or use a flagfile for {own}"
-    found = f"data.corpus must be {own} for this command, got {asked}"
-    require(program_of(asked) == program_of(own), f"{found}. {advice}.")
+    require(
+        program_of(asked) == program_of(own),
+        f"data.corpus must be {own} for this command, got {asked}. Run python -m experiments.{program_of(asked)}, or "
+        f"use a flagfile for {own}.",
+    )
 
 
 def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
@@ -531,12 +536,11 @@ def _with_text(model: Weights, data: DataConfig) -> Weights:
 def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     """Scores or continues the documents of a file. Only records go to standard output."""
     assert plan.input is not None
-    wrong_mode = f"--mode must be score or generate with --input, got {plan.mode}"
-    require(plan.mode in (Mode.SCORE, Mode.GENERATE), wrong_mode)
-    alone = "--input requires a single process. Start the command once."
+    has_records = plan.mode in (Mode.SCORE, Mode.GENERATE)
+    require(has_records, f"--mode must be score or generate with --input, got {plan.mode}")
     redirect = "Records go to standard output, which you can redirect with > FILE"
     require(plan.out is None, f"--out must not be set with --input, got {plan.out}. {redirect}.")
-    require(not distributed.is_multiprocess(), alone)
+    require(not distributed.is_multiprocess(), "--input requires a single process. Start the command once.")
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:
 
