@@ -4,15 +4,15 @@
     PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]   # replaces NAME.json; without a name, all
 
 What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the first updates, in
-which masks of dropout show; the tokens of every kind of draw; the order in which texts are read. Everything goes
-through the public names of `txl_jax`, its programs and its files, so that modules can be moved. Write the files again
-only for a change that is meant to change numbers, and say so in the commit.
+which masks of dropout show; and the tokens of every kind of draw. Everything goes through the public names of `txl_jax`
+and its files, so that modules can be moved. Write the files again only for a change that is meant to change numbers,
+and say so in the commit. The orders in which texts are read are in tests/data/test_segments.py; meshes and ensembles
+are compared with the runs of one device and of one member.
 
 Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so those runs have
 losses of their own.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -27,7 +27,6 @@ import jax
 import numpy as np
 
 import txl_jax
-from support import programs
 from support.tiny import enable_x64
 
 FOLDER = Path(__file__).parent
@@ -95,7 +94,6 @@ def text() -> bytes:
 
 
 def config(folder: Path, changes: dict[str, Any]) -> txl_jax.ExperimentConfig:
-    """Returns the settings of `BASE` with some changed, by dotted names."""
     file = folder / "text.txt"
     if not file.exists():
         file.write_bytes(text())
@@ -126,14 +124,13 @@ def summary(tree: Any) -> dict[str, Any]:
 
 
 def curves(workdir: Path) -> dict[str, Any]:
-    """Returns the losses and gradient norms of metrics.jsonl, by kind and member."""
+    """Returns the losses and gradient norms of metrics.jsonl, by kind."""
     found: dict[str, Any] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        name = " ".join(filter(None, (record["kind"], record.get("member"))))
         for key in ("loss", "grad_norm"):
             if key in record:
-                found.setdefault(f"{name} {key}", []).append(float(record[key]))
+                found.setdefault(f"{record['kind']} {key}", []).append(float(record[key]))
     return found
 
 
@@ -165,33 +162,6 @@ def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         return run(folder, {**changes, "model.dtype": "float64"})
 
 
-def on_eight_devices(folder: Path, *, name: str) -> dict[str, Any]:
-    """Returns what a case of `ON_A_MESH` finds in a process with eight devices."""
-    return json.loads(programs.on_eight_devices("-m", "anchors.record", "--on-a-mesh", name, str(folder)))
-
-
-def program(module: str, folder: Path, settings: dict[str, Any], *flags: str) -> None:
-    """Runs a program with these settings as flags."""
-    given = {"cache_dir": folder / "cache", "workdir": folder / "run", "data.file": folder / "text.txt"} | settings
-    words = [f"--{name}={_as_flag(value)}" for name, value in given.items() if name != "model.projection_init_std"]
-    code, _, errors = programs.run(module, *words, *flags)
-    assert code == 0, errors
-
-
-def _as_flag(value: Any) -> str:
-    return ",".join(map(_as_flag, value)) if isinstance(value, tuple) else "none" if value is None else str(value)
-
-
-def ensemble(folder: Path) -> dict[str, Any]:
-    """Trains two members that differ in seed, rate and dropout as one program."""
-    config(folder, {})
-    members = ("seed=1", "seed=2 optimizer.learning_rate=0.01 model.dropout.rate=0.3")
-    program("experiments.ensemble", folder, BASE, *(f"--ensemble_member={member}" for member in members))
-    return {"curves": curves(folder / "run")}
-
-
-EIGHT = _of("mesh", data=2, fsdp=2, tensor=2) | {"model.n_head": 4, "eval.batch_size": 4}
-EIGHT |= _of("train", batch_size=8, grad_accum_steps=2)
 # Of models that write: logits as far apart as those of a trained one, and as different after different prompts.
 WRITER = {"model.init_std": 0.8, "optimizer.learning_rate": 1e-6}
 LIMITS = {
@@ -222,45 +192,12 @@ def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, li
     return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
 
 
-def batches(folder: Path) -> dict[str, Any]:
-    """Returns the positions in the text that each kind of batch reads, in two epochs and a half."""
-    del folder
-    tokens = np.arange(50)
-    kinds: dict[str, Any] = {
-        "stream": {},
-        "rolled": {"roll": txl_jax.Roll.STREAM},
-        "rolled rows": {"roll": txl_jax.Roll.ROWS},
-        "sliding": {"stride": 2},
-        "sentences": {"sentence_starts": np.array([0, 3, 4, 11, 19, 20, 33, 41, 50])},
-        "own rows": {"roll": txl_jax.Roll.STREAM, "own": [0, 2]},
-    }
-    readers = {
-        name: txl_jax.training_segments(tokens, batch_size=3, segment_len=4, seed=9, **options)
-        for name, options in kinds.items()
-    }
-    found = {name: _lists(reader.segments(0, reader.n_segments * 5 // 2)) for name, reader in readers.items()}
-    for warmup in (0, 5):
-        reader = txl_jax.evaluation_segments(tokens, batch_size=3, segment_len=4, warmup_tokens=warmup)
-        found[f"evaluation after {warmup}"] = _lists(reader.segments(0, reader.n_segments + 1))
-    return found
-
-
-def _lists(segments: txl_jax.Segments) -> dict[str, Any]:
-    fields = segments._asdict().items()
-    return {name: np.asarray(array).astype(int).tolist() for name, array in fields if array is not None}
-
-
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{name: functools.partial(run, changes=changes) for name, changes in RUNS.items()},
     **{f"{name}_float64": functools.partial(run_float64, changes=RUNS[name]) for name in FLOAT64_RUNS},
-    "eight_devices": functools.partial(on_eight_devices, name="float32"),
-    "eight_devices_float64": functools.partial(on_eight_devices, name="float64"),
-    "ensemble": ensemble,
     "drawn": functools.partial(drawn, changes={}),
     "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
-    "batches": batches,
 }
-ON_A_MESH = {"float32": functools.partial(run, changes=EIGHT), "float64": functools.partial(run_float64, changes=EIGHT)}
 
 
 def tolerance(name: str) -> float:
@@ -282,17 +219,12 @@ def differences(found: Any, expected: Any, relative: float, path: str = "") -> I
 
 
 def main(option: str, *words: str) -> None:
-    """Prints what a case on a mesh finds, or writes the files of the cases that are named, or of all."""
-    if option == "--on-a-mesh":
-        name, folder = words
-        with contextlib.redirect_stdout(sys.stderr):
-            found = ON_A_MESH[name](Path(folder))
-        print(json.dumps(found))
-    elif option == "--write":
-        for name in words or CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                found = CASES[name](Path(folder))
-            (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    """Writes the files of the cases that are named, or of all."""
+    assert option == "--write", __doc__
+    for name in words or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            found = CASES[name](Path(folder))
+        (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compares the anchors: initial parameters, first losses, drawn texts and orders of reading.
+"""Compares the anchors: initial parameters, first losses and drawn texts.
 
 A difference means that somebody who trains or generates with the same seed gets other numbers than before.
 `record.py` has the reasons and writes them anew.
@@ -11,7 +11,7 @@ import pytest
 from anchors import record
 from support.cases import full_but
 
-SLOW = ("accumulated_float64", "adaptive_one_width", "eight_devices")
+SLOW = ("accumulated_float64", "adaptive_one_width")
 QUICK = [name for name in record.CASES if name not in SLOW]
 
 

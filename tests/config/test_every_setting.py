@@ -17,20 +17,7 @@ import pytest
 from support import drawn_run, hf_tokenizers, miniature, runs
 from support.cases import nightly_but
 from txl_jax.cli.flag_tree import SettingParser
-from txl_jax.config import (
-    CorpusName,
-    DataConfig,
-    DropoutConfig,
-    EvalConfig,
-    ExperimentConfig,
-    GenerateConfig,
-    InitVocabulary,
-    ModelConfig,
-    NormPlace,
-    OptimizerConfig,
-    TrainConfig,
-    config_tree,
-)
+from txl_jax.config import CorpusName, ExperimentConfig, InitVocabulary, config_tree
 from txl_jax.data import published
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
@@ -44,19 +31,29 @@ from txl_jax.runs.train import training_reader
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.step import init_params, init_state, make_train_step
 
-EVERY = dict.fromkeys(("log_every", "eval_every", "checkpoint_every"), 4)
+LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
+
+
+def parsed(group, words):
+    """Values by the names of settings in a group, of words that are written like flags."""
+    pairs = ((f"{group}.{name}".removeprefix("-."), value) for name, value in (word.split("=") for word in words))
+    return {name: SettingParser(LEAVES[name].type).parse(value) for name, value in pairs}
+
+
 # Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
-SIZES = {"n_layer": 2, "d_model": 12, "n_head": 2, "d_head": 5, "d_inner": 14, "d_embed": 16}
-CLUSTERS = {"cutoffs": (100, 200), "div_val": 2, "tie_projs": (False, True, True)}
-SPAN = {"steps": 8, "segments_per_call": 2, "segment_len": 7, "mem_len": 5, "clamp_len": 6, "same_length": True}
-BASE = ExperimentConfig(
-    model=ModelConfig(**SIZES, **CLUSTERS, dropout=DropoutConfig(attention=0.1), layer_norm=NormPlace.PRE),
-    data=DataConfig(corpus=CorpusName.TEXT, file="words.txt"),
-    optimizer=OptimizerConfig(warmup_steps=2),
-    train=TrainConfig(batch_size=2, **SPAN, **EVERY),
-    eval=EvalConfig(batch_size=2, segment_len=6, mem_len=9, clamp_len=4),
-    generate=GenerateConfig(length=4, top_k=10),
-)
+BASE_VALUES = """
+model n_layer=2 d_model=12 n_head=2 d_head=5 d_inner=14 d_embed=16 cutoffs=100,200 div_val=2
+model tie_projs=false,true,true dropout.attention=0.1 layer_norm=pre
+data corpus=text file=words.txt
+optimizer warmup_steps=2
+train batch_size=2 steps=8 segments_per_call=2 segment_len=7 mem_len=5 clamp_len=6 same_length=true
+train log_every=4 eval_every=4 checkpoint_every=4
+eval batch_size=2 segment_len=6 mem_len=9 clamp_len=4
+generate length=4 top_k=10
+"""
+BASE = ExperimentConfig()
+for group, *words in map(str.split, BASE_VALUES.strip().splitlines()):
+    BASE = config_tree.replace(BASE, parsed(group, words))
 
 
 @functools.cache
@@ -108,14 +105,12 @@ def eval_step(config):
 
 
 def batch(config):
-    """Tokens read by the first calls of training and evaluation."""
     training, evaluation = readers(config)
     calls = (training.segments(0, config.train.segments_per_call), evaluation.segments(0, 2))
     return jax.tree.map(np.ndarray.tolist, calls)
 
 
 def corpus(config):
-    """The text and its ids, or why it is refused."""
     try:
         read = read_corpus(config.data, ".")
     except (ValueError, OSError) as error:
@@ -128,7 +123,6 @@ def end_token(config):
 
 
 def epochs(config):
-    """Segments of the first two epochs of training."""
     read = read_corpus(config.data, ".")
     reader = training_reader(parts_of(config), read, config.seed)
     return jax.tree.map(np.ndarray.tolist, reader.segments(0, 2 * reader.n_segments))
@@ -177,9 +171,6 @@ PROBES = (init, first_weights, train_step, eval_step, batch, corpus, end_token, 
 PROBES = {probe.__name__: functools.cache(probe) for probe in (*PROBES, prompt, text)}
 
 
-# The settings
-
-
 # Lines of a probe, a group, and second values of its settings, written like flags, that must show in the probe.
 VALUES = r"""
 init - seed=5
@@ -215,12 +206,9 @@ scored eval average_checkpoints=2
 prompt generate prompt=one prompt_file=prompt.txt
 text generate length=5 stop=Q samples=3 temperature=0.1 top_k=2 top_p=0.05 seed=3
 """
-LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 SECOND = {}  # Probe and second value by the name of a setting. "Q" is the second token of the text.
 for probe_name, group, *words in map(str.split, VALUES.strip().splitlines()):
-    for name, value in (word.split("=") for word in words):
-        full = f"{group}.{name}".removeprefix("-.")
-        SECOND[full] = probe_name, SettingParser(LEAVES[full].type).parse(value)
+    SECOND |= {name: (probe_name, value) for name, value in parsed(group, words).items()}
 
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}

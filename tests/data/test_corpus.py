@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.encoded_text import in_blocks, joined, own_text, text_of
+from support.encoded_text import in_blocks, joined, own_text, text_of, words_of
 from support.miniature import arrange
 from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data import corpus, token_store
@@ -56,12 +56,6 @@ def poem(tmp_path):
     return {split: (str(tmp_path / split),) for split in lines}
 
 
-# Own text
-
-
-# Stores
-
-
 def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
     config = own_text(kind=Tokenizer.WORD, **poem)
     first = read(config)
@@ -77,24 +71,18 @@ def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
 # Names of folders on users' disks. A name that changes means that everyone's texts are encoded again (and published
 # corpora prepared again), and that the old copies stay behind unread. Change a name here only together with
 # `token_store.VERSION` or `PublishedText.VERSION`, because the same text now gives other ids or other records.
-OWN_TEXT = {"byte": "text-4747fc6c9b5d0b33", "char": "text-696bb075fb89086c", "word": "text-0174f7f569583f44"}
-PENN_TREEBANK = ["ptb-e45c1446c44263b6", "tfds/txl_ptb/1.0.0"]
+STORES = {"byte": "text-4747fc6c9b5d0b33", "char": "text-696bb075fb89086c", "word": "text-0174f7f569583f44"}
+STORES["ptb"] = "ptb-e45c1446c44263b6"
 PENN_TREEBANK_DIGEST = "9cea65498fdb6345a4cf7306b661a9c5863765a365ac91f88de7fac76ccfd8bd"
 
 
-@pytest.mark.parametrize("kind", OWN_TEXT)
-def test_the_folder_of_own_text_is_that_of_earlier_runs_in_the_cache_or_the_data(kind, poem, tmp_path):
-    for cache in (str(tmp_path / "cache"), None):
-        read_corpus(own_text(kind=kind, **poem), str(tmp_path / "data"), cache)
-    assert stores(tmp_path / "cache") == stores(tmp_path / "data" / "prepared") == [OWN_TEXT[kind]]
-
-
-def test_the_folders_of_a_published_corpus_are_those_of_earlier_runs(tmp_path, miniatures):
+def test_folders_are_those_of_earlier_runs_in_the_cache_or_the_data(poem, tmp_path, miniatures):
     arrange(tmp_path, CorpusName.PTB)
-    cache = tmp_path / "cache"
-    corpus = read_corpus(default_data(CorpusName.PTB), str(tmp_path / "data"), str(cache))
-    (records,) = cache.glob("tfds/txl_*/*/")
-    assert [*stores(cache), str(records.relative_to(cache))] == PENN_TREEBANK
+    published = default_data(CorpusName.PTB)
+    for cache_dir, cache in ((str(tmp_path / "cache"), tmp_path / "cache"), (None, tmp_path / "data" / "prepared")):
+        for config in (*(own_text(kind=kind, **poem) for kind in ("byte", "char", "word")), published):
+            corpus = read_corpus(config, str(tmp_path / "data"), cache_dir)
+        assert stores(cache) == sorted(STORES.values()) and (cache / "tfds" / "txl_ptb" / "1.0.0").is_dir()
     assert corpus.digest == PENN_TREEBANK_DIGEST
 
 
@@ -116,9 +104,6 @@ def test_what_changes_the_tokens_is_another_store(poem, tmp_path, read):
     (tmp_path / "train").write_text("another text\n")
     read(own_text(**poem))
     assert len(stores(tmp_path / "cache")) == len(changes) + 2
-
-
-# A given vocabulary, as of a run that scores
 
 
 def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
@@ -152,12 +137,14 @@ def test_penn_treebank_as_own_text(data_dir, read):
 # Vocabularies of a text
 
 
-def words(text, **fields):
-    return list(make_vocabulary(TokenizerConfig(kind=Tokenizer.WORD, **fields), text).words)
-
-
-def characters(text, **fields):
-    return make_vocabulary(TokenizerConfig(kind=Tokenizer.CHAR, **fields), text).characters
+def ranked(found, unknown, min_count):
+    """Tokens by count, and those of one count by first occurrence; rarer ones than `min_count` are the unknown."""
+    counts = collections.Counter(found)
+    kept = [token for token in counts if counts[token] >= min_count]
+    ranks = {token: (-counts[token], place) for place, token in enumerate(kept)}
+    of_unknown = sum(counts[token] for token in counts if token not in kept or token == unknown)
+    ranks[unknown] = (-of_unknown, ranks.get(unknown, (0, 99))[1])
+    return sorted(ranks, key=ranks.get)
 
 
 @pytest.mark.parametrize(("newlines", "symbols"), [(Newlines.KEEP, "\nabcxyé"), (Newlines.DROP, "abcxyé")])
@@ -168,44 +155,29 @@ def test_own_text_has_all_bytes_and_a_closed_alphabet_is_counted_over_all_splits
     assert closed == ByteVocabulary(bytes(sorted(symbols.encode())), newlines)
 
 
+WORDS_AND_ENDS = ["a ", "b ", "B\n", "c\r\n", "\n", "日本\t", "<unk> ", "<eos> ", "<S> "]
+
+
 @given(
-    texts=st.lists(st.lists(st.sampled_from(["a ", "b ", "B\n", "c\r\n", "\n", "日本\t", "<unk> "])).map("".join)),
+    texts=st.lists(st.lists(st.sampled_from(WORDS_AND_ENDS)).map("".join)),
     line_mark=st.sampled_from(LineMark),
     min_count=st.integers(1, 3),
     block=st.integers(1, 9),
 )
 @settings(max_examples=100)
-def test_words_are_ranked_by_count_and_first_occurrence(texts, line_mark, min_count, block):
-    found = [word for text in texts for word in text.split()]
-    counts = collections.Counter(found)
-    kept = [word for word in counts if counts[word] >= min_count]
-    rare = sum(counts[word] for word in counts if word not in kept)
-    ranks = {word: (-counts[word], place) for place, word in enumerate(kept)}
-    ranks["<unk>"] = (-(counts["<unk>"] if "<unk>" in kept else 0) - rare, ranks.get("<unk>", (0, 99))[1])
+def test_words_are_ranked_by_count_and_first_occurrence_after_the_mark(texts, line_mark, min_count, block):
     mark = {LineMark.EOS: ["<eos>"], LineMark.NONE: []}.get(line_mark, ["<S>"])
-    got = words(text_of(texts, block=block), line_mark=line_mark, min_count=min_count)
-    assert got == mark + sorted(ranks, key=ranks.get)
+    tokenizer = TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=min_count)
+    found = [word for text in texts for word in text.split() if word not in mark]
+    got = make_vocabulary(tokenizer, text_of(texts, block=block))
+    assert list(got.words) == mark + ranked(found, "<unk>", min_count)
 
 
-def test_an_unknown_word_and_a_mark_in_the_text_are_those_tokens():
-    assert words(text_of("a <unk> b <unk>\n")) == ["<eos>", "<unk>", "a", "b"]
-    assert words(text_of("a <eos> b <eos>")) == ["<eos>", "a", "b", "<unk>"]
-    assert words(text_of("a <S> b <eos>"), line_mark=LineMark.S) == ["<S>", "a", "b", "<eos>", "<unk>"]
-
-
-@given(texts=st.lists(st.text("abcA \n\r\\é日😀\N{LINE SEPARATOR}" + UNKNOWN)))
+@given(texts=st.lists(st.text("abcA \n\r\\é日😀\N{LINE SEPARATOR}" + UNKNOWN)), min_count=st.integers(1, 3))
 @settings(max_examples=100)
-def test_characters_are_ranked_by_count_and_first_occurrence(texts):
-    text = "".join(texts)
-    ranked = sorted(dict.fromkeys(text), key=lambda character: -text.count(character))
-    expected = ranked if UNKNOWN in ranked else [*ranked, UNKNOWN]
-    assert characters(text_of(texts)) == "".join(expected)
-
-
-def test_rarer_characters_count_for_the_unknown():
-    assert characters(text_of("aaabbcdé", "xxx", "yyyy"), min_count=2) == f"a{UNKNOWN}b"
-    assert characters(text_of("a\n"), min_count=1) == f"a\n{UNKNOWN}", "no newline is added where lines are not marked"
-    assert characters(text_of("ab")) == f"ab{UNKNOWN}"
+def test_characters_are_ranked_by_count_and_first_occurrence(texts, min_count):
+    got = make_vocabulary(TokenizerConfig(kind=Tokenizer.CHAR, min_count=min_count), text_of(texts, "xxx", "yyyy"))
+    assert got.characters == "".join(ranked("".join(texts), UNKNOWN, min_count))
 
 
 def given_words(path, content, line_mark=LineMark.EOS):
@@ -250,11 +222,7 @@ def test_a_split_without_a_target_is_named(split, poem, tmp_path, read):
 
 
 SETTINGS = {"tokenizer": "word", "min_count": 1}
-WORDS = ("the", "<eos>", "cat", "<unk>", "<S>", "sat")
-
-
-def make_words():
-    return WordVocabulary(WORDS)
+make_words = functools.partial(words_of, LineMark.EOS)
 
 
 def never(*args, **kwargs):
@@ -270,9 +238,6 @@ def assert_same(one, other):
     for split in SPLITS:
         np.testing.assert_array_equal(one.splits[split], other.splits[split], strict=True)
     np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
-
-
-# What is in a store
 
 
 def test_the_ids_of_each_split_are_mapped(tmp_path):
@@ -316,14 +281,11 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
         for line in lines:
             expected.append(expected[-1] + len(line) + marks)
     folder = tmp_path_factory.mktemp("store")
-    vocabulary = WordVocabulary(WORDS, line_mark)
+    vocabulary = words_of(line_mark)
     tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
     assert tokens.sentences.tolist() == expected
     assert expected[-1] == len(tokens.splits["train"])
     assert tokens.splits["train"].tolist() == joined(vocabulary.blocks(map(in_blocks, contents)))
-
-
-# When a store is opened again
 
 
 def test_the_same_text_and_settings_are_not_encoded_again(tmp_path, monkeypatch):
@@ -382,9 +344,6 @@ def test_ids_are_those_of_this_version(tmp_path):
     assert found.hexdigest()[:16] == GOLDEN[token_store.VERSION], (
         "the same text gives other tokens than before; if that is meant, raise token_store.VERSION and add its digest"
     )
-
-
-# Memory
 
 
 @pytest.mark.full

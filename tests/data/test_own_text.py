@@ -52,9 +52,6 @@ def five_files(tmp_path):
     return paths
 
 
-# One file
-
-
 @pytest.mark.parametrize("size", [40, 99, 100, 101, 1234567])
 def test_bytes_are_split_by_position(size, path):
     content = random.Random(size).randbytes(size)
@@ -109,9 +106,9 @@ def test_large_files_come_in_blocks(path):
     assert list(map(len, file.blocks())) == [BLOCK_BYTES, BLOCK_BYTES, 5]
     assert contents([file]) == content == contents([file]), "each time from the beginning"
     assert (part.size, part.offset) == (BLOCK_BYTES + 2, 7) and contents([part]) == content[7 : BLOCK_BYTES + 9]
-
-
-# A directory, and a pattern
+    os.truncate(path, BLOCK_BYTES)
+    with pytest.raises(UserError, match=rf"^{path}\b"):
+        contents([part])
 
 
 def splits_of(file, cache, **fields):
@@ -151,8 +148,6 @@ def test_one_or_two_files_of_a_directory_are_split_by_position(tmp_path):
             splits_of(folder / name, tmp_path / "cache")
 
 
-# JSON lines
-
 DOCUMENTS = ['Ein "Satz".\nZweite Zeile\n', "café 😀", "drei vier"] * 10
 
 
@@ -181,12 +176,11 @@ def test_documents_of_json_lines_end_as_the_reset_or_with_a_line(tmp_path, field
         assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith("another\nanother")
 
 
-NO_TEXTS = ["{", "7", '"text"', "[]", '{"other": "a"}', '{"text": 7}', '{"text": "\\ud800"}', b"\xff"]
+NO_TEXTS = [b"{", b"7", b'"text"', b"[]", b'{"other": "a"}', b'{"text": 7}', b'{"text": "\\ud800"}', b"\xff"]
 
 
 @pytest.mark.parametrize("bad", NO_TEXTS)
 def test_a_line_without_the_text_is_named_by_its_number(tmp_path, bad):
-    bad = bad if isinstance(bad, bytes) else bad.encode()
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "a b"}\n\n' + bad + b"\n")
     with pytest.raises(UserError, match=r"line 3 of .*d\.jsonl .*'text'.*--data\.json_field"):
         splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")
@@ -200,14 +194,9 @@ def test_only_own_text_has_json_lines(tmp_path):
             read_corpus(dataclasses.replace(config, json_field="text"), "nowhere", str(tmp_path / "cache"))
 
 
-# Files that hardly are text
-
-
-def as_utf_16(text):
-    return text.decode().encode("utf-16")
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, as_utf_16])
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress, lambda text: text.decode().encode("utf-16")]
+)
 def test_compressed_files_and_utf_16_are_found(tmp_path, pack):
     (tmp_path / "plain.txt").write_bytes(b"a plain text\n" * 99)
     (tmp_path / "packed.txt").write_bytes(pack(random.Random(0).randbytes(999).hex().encode()))
@@ -215,9 +204,6 @@ def test_compressed_files_and_utf_16_are_found(tmp_path, pack):
     corpus = read_corpus(own_text(file=str(tmp_path / "packed.txt")), "nowhere", str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"packed\.txt.*--data\.tokenizer\.kind=byte"):
         refuse_packed(corpus)
-
-
-# Three lists
 
 
 def test_patterns_expand_in_the_order_of_names(five_files, tmp_path):
@@ -248,9 +234,6 @@ def test_the_digest_depends_on_order_split_and_the_ends_of_files(five_files, tmp
     assert digests[0] == read_own_text(own_text(**arrangements[0])).digest
 
 
-# Files that are refused
-
-
 @pytest.mark.parametrize("bad", ["absent", "", "empty", "*.text"])
 def test_bad_files_are_named_with_their_flag(bad, five_files, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
@@ -263,27 +246,19 @@ def test_bad_files_are_named_with_their_flag(bad, five_files, tmp_path):
                 read_own_text(config)
 
 
-@pytest.mark.parametrize(
-    ("end", "n_empty"), [("\n\n", 1), ("\r\n\r\n", 1), (" \n \t\n\n", 2), ("\n" * 1000, 999), ("\n ", 1)]
-)
-def test_empty_lines_at_the_end_are_refused(end, n_empty, path):
-    path.write_text("first\n\nlast" + end, newline="")
+def test_empty_lines_at_the_end_are_refused_where_lines_have_a_meaning(path):
     lists = {"train": (__file__,), "valid": (__file__, str(path)), "test": (__file__,)}
-    for fields in ({"file": str(path)}, lists):
-        with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b"):
-            read_own_text(own_text(kind=Tokenizer.WORD, **fields))
-
-
-def test_other_ends_are_taken_and_empty_lines_without_meaning(path):
+    for end, n_empty in (("\n\n", 1), ("\r\n\r\n", 1), (" \n \t\n\n", 2), ("\n" * 1000, 999), ("\n ", 1)):
+        path.write_text("first\n\nlast" + end, newline="")
+        for fields in ({"file": str(path)}, lists):
+            with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b"):
+                read_own_text(own_text(kind=Tokenizer.WORD, **fields))
     path.write_text("first\n\nlast\n\n\n")
     for fields in ({}, {"kind": "char"}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}):
         assert b"".join(parts(read_own_text(own_text(file=str(path), **fields)))) == b"first\n\nlast\n\n\n"
     for end in ("", "\n", "\r\n", " \n", " \t"):
         path.write_text("first\n\n\nlast" + end, newline="")
         read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
-
-
-# Python's library
 
 
 def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkeypatch):
@@ -303,9 +278,6 @@ def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkey
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
     with pytest.raises(UserError, match=r"python311\.zip\b.*\.py\b"):
         read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
-
-
-# Bytes to text
 
 
 # Every kind of white space that cuts, one that does not, and characters of one to four bytes.

@@ -67,8 +67,6 @@ def refusal(name, tmp_path, error=ValueError):
     return str(caught.value)
 
 
-# Archives
-
 URL = "http://example.org/it.zip"
 MEMBERS = {"box/b.txt": b"bee" * 50_000, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
 LAYOUT = {"one": ("b.txt",), "two": ("box/a.txt", "box/c.txt")}
@@ -94,15 +92,13 @@ def unpacked_from(places, names):
     return found
 
 
-@pytest.mark.parametrize("prefix", ["", "./", "some/where/"])
-def test_files_are_found_by_the_ends_of_their_paths(prefix, tmp_path):
-    members = {f"{prefix}{name}": content for name, content in MEMBERS.items() if name != "c.txt"}
-    moved = opened(tmp_path, "moved.zip", members | {f"{prefix}box/not-b.txt": b"", f"{prefix}b.txt.old": b""})
-    found = fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}])
-    assert {part: [each.name for each in places] for part, places in found.items()} == {
-        "one": [f"{prefix}box/b.txt"],
-        "two": [f"{prefix}box/a.txt", f"{prefix}box/c.txt"],
-    }
+def test_files_are_found_by_the_ends_of_their_paths(tmp_path):
+    for prefix in ("", "./", "some/where/"):
+        names = ("box/b.txt", "box/a.txt", "box/c.txt", "box/not-b.txt", "b.txt.old")
+        moved = opened(tmp_path, "moved.zip", {f"{prefix}{name}": b"" for name in names})
+        found = fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}])
+        expected = {part: [f"{prefix}box/{name[-5:]}" for name in of_part] for part, of_part in LAYOUT.items()}
+        assert {part: [each.name for each in places] for part, places in found.items()} == expected
 
 
 def test_missing_files_and_two_that_could_be_meant_are_named(tmp_path):
@@ -134,6 +130,9 @@ def test_links_that_lead_out_and_devices_are_refused(tmp_path):
         write(tmp_path / "x.tar", link.tobuf() + bytes(1024))
         with pytest.raises(UserError, match=rf"x\.tar\b.*'box/link'.*{re.escape(repr(link.linkname)[1:-1])}"):
             open_archive(tmp_path / "x.tar")
+    link.type, link.linkname = tarfile.SYMTYPE, "a.txt"  # It stays inside.
+    write(tmp_path / "x.tar", link.tobuf() + miniature.archive("x.tar", MEMBERS))
+    assert [each.name for each in open_archive(tmp_path / "x.tar")] == list(MEMBERS)
 
 
 def read_all(path):
@@ -153,7 +152,12 @@ def test_an_archive_cut_anywhere_is_reported_as_damaged_or_lacking_a_file(file, 
             read_all(write(tmp_path / file, whole[:length]))
 
 
-# Counts
+def test_a_file_that_became_shorter_is_named(tmp_path):
+    places = open_archive(write(tmp_path / "a.txt", b"text"))
+    write(tmp_path / "a.txt", b"tex")
+    with pytest.raises(UserError, match=rf"{tmp_path}/a\.txt\b.*{URL}"):
+        unpacked_from(places, ["a.txt"])
+
 
 PIECES = st.sampled_from(["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"])
 
@@ -317,15 +321,12 @@ def test_a_damaged_cache(tmp_path):
         with pytest.raises(UserError, match=rf"{folder}\b"):
             contents(read(CorpusName.ENWIK8, tmp_path))
     path.write_bytes(whole)
-    for content in (b"", b"{"):
-        (folder / "dataset_info.json").write_bytes(content)
+    for name, content in itertools.product(("metadata.json", "dataset_info.json"), (b"", b"{")):
+        (folder / name).write_bytes(content)
         with contextlib.suppress(UserError):  # Never another text.
             assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
     shutil.rmtree(folder)
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
-
-
-# Downloads, from a server on this machine
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -339,12 +340,22 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path):
-    """A running server of the folder `served`, with its URL and the requests that it had."""
-    folder = tmp_path / "served"
-    folder.mkdir()
+def server(tmp_path, monkeypatch):
+    """A running server on this machine, with its URL and the requests that it had.
+
+    `serve` gives it a file, and `set_sources` makes files the sources of a corpus.
+    """
+    (folder := tmp_path / "served").mkdir()
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
-    running.folder, running.asked = folder, []
+
+    def serve(file, content):
+        write(folder / file, content)
+        return miniature.remote(file, content, running.url)
+
+    def set_sources(name, *sources):
+        monkeypatch.setitem(CORPORA, name, dataclasses.replace(miniature.corpus(name), sources=sources))
+
+    running.asked, running.serve, running.set_sources = [], serve, set_sources
     running.url = f"http://127.0.0.1:{running.server_port}/"
     threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
     yield running
@@ -352,35 +363,12 @@ def server(tmp_path):
     running.server_close()
 
 
-@pytest.fixture
-def source(server, monkeypatch):
-    """Serves files and makes them a corpus's sources."""
-
-    def set_sources(name, *sources):
-        monkeypatch.setitem(CORPORA, name, dataclasses.replace(miniature.corpus(name), sources=sources))
-
-    return set_sources
-
-
-def serve(server, file, content):
-    (server.folder / file).write_bytes(content)
-    return miniature.remote(file, content, server.url)
-
-
-PTB_FILES = {f"ptb.{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "files"),
-    [
-        *((name, {file: miniature.official(name)}) for name, file in miniature.OFFICIAL.items()),
-        (CorpusName.PTB, PTB_FILES),
-    ],
-    ids=lambda value: str(value)[:11],
-)
-def test_a_corpus_is_downloaded_once(name, files, server, source, tmp_path):
-    source(name, tuple(serve(server, file, content) for file, content in files.items()))
+@pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in miniature.NAMES), (CorpusName.PTB, False)])
+def test_a_corpus_is_downloaded_once(name, packed, server, tmp_path):
+    files = {f"ptb.{split}.txt": text for split, text in miniature.texts(name).items()}
+    files = {miniature.OFFICIAL[name]: miniature.official(name)} if packed else files
+    server.set_sources(name, tuple(server.serve(file, content) for file, content in files.items()))
     assert contents(read(name, tmp_path)) == miniature.texts(name)
     assert server.asked == [f"HEAD /{next(iter(files))}", *(f"GET /{file}" for file in files)]
     assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [f".txl_{name}.lock", f"txl_{name}"], "no copy is kept"
@@ -391,25 +379,25 @@ def test_a_corpus_is_downloaded_once(name, files, server, source, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dead", ["nothing listens", "not found", "other file", "other size", "no archive"])
-def test_the_next_source_is_taken(dead, server, source, tmp_path):
+def test_the_next_source_is_taken(dead, server, tmp_path):
     whole = miniature.official(CorpusName.ENWIK8)
-    good = serve(server, "enwik8.zip", whole)
+    good = server.serve("enwik8.zip", whole)
     bad = {
         "nothing listens": miniature.remote("enwik8.zip", whole),
         "not found": miniature.remote("absent.zip", whole, server.url),
-        "other file": dataclasses.replace(serve(server, "other.zip", b"x" * len(whole)), sha256=good.sha256),
-        "other size": Remote(serve(server, "short.zip", whole[:-1]).url, size=len(whole)),
-        "no archive": Remote(serve(server, "page.zip", b"<html>sign in</html>").url),
+        "other file": dataclasses.replace(server.serve("other.zip", b"x" * len(whole)), sha256=good.sha256),
+        "other size": Remote(server.serve("short.zip", whole[:-1]).url, size=len(whole)),
+        "no archive": Remote(server.serve("page.zip", b"<html>sign in</html>").url),
     }[dead]
-    source(CorpusName.ENWIK8, (bad,), (good,))
+    server.set_sources(CorpusName.ENWIK8, (bad,), (good,))
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
     assert "GET /enwik8.zip" in server.asked
     assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_enwik8.lock", "txl_enwik8"]
 
 
 @pytest.mark.full
-def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_path, monkeypatch):
-    source(CorpusName.PTB, (serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB)),))
+def test_a_download_outlives_a_failure_that_came_after_it(server, tmp_path, monkeypatch):
+    server.set_sources(CorpusName.PTB, (server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB)),))
 
     def full(self, block, **options):
         raise OSError(28, "No space left on device")
@@ -428,21 +416,18 @@ def test_a_download_outlives_a_failure_that_came_after_it(server, source, tmp_pa
 
 
 @pytest.mark.full
-def test_what_came_and_is_not_the_corpus(server, source, tmp_path):
+def test_what_came_and_is_not_the_corpus(server, tmp_path):
     """An unknown checksum lets it in, its content does not; the next start asks again instead of keeping it."""
     members = dict(miniature.files(CorpusName.PTB))
     members["./simple-examples/data/ptb.test.txt"] += b"more\n"
-    serve(server, "simple-examples.tgz", miniature.archive(".tgz", members))
-    source(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
+    server.serve("simple-examples.tgz", miniature.archive(".tgz", members))
+    server.set_sources(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
     known = CORPORA[CorpusName.PTB].facts["test"].tokens
     # The line that was added counts as a word and a line's end.
     with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{server.url}simple"):
         read(CorpusName.PTB, tmp_path)
-    serve(server, "simple-examples.tgz", miniature.official(CorpusName.PTB))
+    server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
-
-
-# The table: each name has a row, which is all that the rest of the project knows of it
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -87,7 +87,8 @@ def test_segments_with_a_stride_read_again_what_they_do_not_score(length, batch_
         seen.append(scored.tolist())
         # What is left out fills no stride.
         assert (length - 1) // batch_size - reader.tokens_per_epoch // batch_size < stride
-    assert rolled or seen[0] == seen[1]
+    starts = [1 + row * reader.tokens_per_epoch // batch_size for row in range(batch_size)]
+    assert rolled or (seen[0] == seen[1] and read.targets[0, :, 0].tolist() == starts)
 
 
 def turned(values, by):
@@ -166,7 +167,6 @@ def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, n_processes=st.integers(1, 4), first_step=st.integers(0, 20), data=st.data())
 def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, length, batch_size, segment_len):
-    """Whichever rows each has."""
     whole = make(kind, length, batch_size, segment_len)
     expected = whole.segments(first_step, 4)
     owners = np.array(data.draw(st.lists(st.integers(0, n_processes - 1), min_size=batch_size, max_size=batch_size)))
@@ -217,7 +217,23 @@ def test_settings_that_cannot_be():
             training_segments(numbered(50), **sizes).segments(first_step, count)
 
 
-# The order of an epoch
+class Untouchable(np.ndarray):
+    """Tokens that lie on disk: only places are taken of them."""
+
+    def take(self, places, **options):
+        self.taken = places.size
+        return np.zeros(places.shape, self.dtype)
+
+    def __getitem__(self, key):
+        raise AssertionError(f"read {key}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_places_asked_for_are_read(kind):
+    constructor, given_beside = KINDS[kind]
+    text = np.zeros(1000, np.uint8).view(Untouchable)
+    constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(2, 4)
+    assert text.taken == 4 * 3 * 7
 
 
 def shuffled(starts, seed):
@@ -234,7 +250,10 @@ def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
     starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
     whole = stream(shuffled(starts, 4), 1, starts[-1])
     monkeypatch.setattr(epoch_order, "CHUNK", chunk)
-    assert stream(shuffled(starts, 4), 1, starts[-1]) == whole
+    again = shuffled(starts, 4)
+    assert stream(again, 1, starts[-1]) == whole
+    monkeypatch.setattr(epoch_order, "random_permutation", None)  # The order of an epoch is kept.
+    assert stream(again, 1, starts[-1]) == whole
     for i in range(1, 20):
         wrong = starts.copy()
         wrong[i] = wrong[i - 1] - 1
@@ -260,9 +279,6 @@ def test_starts_are_one_axis_of_signed_integers_that_span_the_text(starts):
     starts = np.array(starts)
     with pytest.raises(ValueError, match=rf"\b10, got {starts.dtype} of shape {re.escape(str(starts.shape))}"):
         ShuffledSentences(starts, n_tokens=10, seed=0)
-
-
-# Segments that are made ahead
 
 
 SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.

@@ -30,30 +30,35 @@ CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
 
 
-THREE = (
-    ByteVocabulary.of(b"abc"),
-    CharacterVocabulary(f"a{UNKNOWN}é"),
-    WordVocabulary(("a", "<unk>", "<eos>")),
-)
+def test_decoding_takes_any_integers_and_names_a_foreign_one():
+    for vocabulary, expected in (
+        (ByteVocabulary.of(b"abc"), "caac"),
+        (CharacterVocabulary(f"a{UNKNOWN}é"), "éaaé"),
+        (WordVocabulary(("a", "<unk>", "<eos>")), "\na a \n"),
+    ):
+        for dtype in (np.uint8, np.int32, np.int64):
+            assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected
+        assert vocabulary.decode([]) == b""
+        for foreign in (-1, 3):
+            with pytest.raises(UserError, match=rf"\b0\b.*\b2\b.*{foreign}$"):
+                vocabulary.decode([0, foreign])
 
 
-@pytest.mark.parametrize(("vocabulary", "expected"), [*zip(THREE, ["caac", "éaaé", "\na a \n"], strict=True)])
-def test_decoding_takes_any_integers_and_names_a_foreign_one(vocabulary, expected):
-    for dtype in (np.uint8, np.int32, np.int64):
-        assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected
-    assert vocabulary.decode([]) == b""
-    for foreign in (-1, 3):
-        with pytest.raises(UserError, match=rf"\b0\b.*\b2\b.*{foreign}$"):
-            vocabulary.decode([0, foreign])
-
-
-def test_symbols_and_characters_must_be_distinct():
+def test_tokens_must_be_distinct_and_hold_the_unknown_and_the_mark():
     for symbols in (b"", b"ba", b"aa"):
         with pytest.raises(UserError, match=re.escape(str([*symbols]))):
             ByteVocabulary(symbols)
     for characters in ("", "abc", f"a{UNKNOWN}a"):
         with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{UNKNOWN}'.*\b{len({*characters})}\b"):
             CharacterVocabulary(characters)
+    for words, line_mark in (
+        ((), LineMark.NONE),
+        (("a", "<unk>", "a"), LineMark.NONE),
+        (("a", "<unk>"), LineMark.EOS),
+        *((("a", "<unk>", "<eos>"), mark) for mark in (LineMark.S, LineMark.DOUBLE_S)),
+    ):
+        with pytest.raises(UserError, match=MARKS.get(line_mark, "'<unk>'")):
+            WordVocabulary(words, line_mark)
 
 
 def test_what_an_unprompted_text_follows():
@@ -76,18 +81,12 @@ def test_the_id_of_unknown_tokens():
     assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
 
 
-# Text that comes back, and its bytes
-
-
-@given(content=st.binary(min_size=1), text=st.text(min_size=1))
-def test_bytes_and_characters_come_back_and_their_bytes_are_counted(content, text):
-    characters = CharacterVocabulary("".join(dict.fromkeys(text + UNKNOWN)))
-    own = text.encode().replace(UNKNOWN.encode(), b"")
-    for vocabulary, whole in ((ByteVocabulary.of(content), content), (characters, own)):
-        ids = vocabulary.encode(whole)
-        assert vocabulary.decode(ids) == whole and vocabulary.count_bytes(ids) == len(whole)
+@given(content=st.binary(min_size=1))
+def test_bytes_come_back_and_are_counted(content):
     own = ByteVocabulary.of(content)
-    assert own.symbols == bytes(sorted(set(content))) and own.encode(content).dtype == np.uint8, "ids are ranks"
+    ids = own.encode(content)
+    assert own.symbols == bytes(sorted(set(content))) and ids.dtype == np.uint8, "ids are ranks"
+    assert own.decode(ids) == content and own.count_bytes(ids) == len(content)
 
 
 @pytest.mark.parametrize("line_mark", LineMark)
@@ -153,9 +152,6 @@ def test_a_damaged_form_is_one_clear_error():
             loads(text, KINDS)
 
 
-# Bytes
-
-
 SIZES = st.integers(1, 9)
 
 
@@ -211,34 +207,22 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
     assert found == "".join("\n" if WORDS[token] == mark else f"{WORDS[token]} " for token in joined(blocks))
 
 
-@pytest.mark.parametrize(
-    ("line_mark", "ids"), [(LineMark.EOS, [0, 1, 2]), (LineMark.DOUBLE_S, [0, 4, 4, 2]), (LineMark.NONE, [0, 2])]
-)
-def test_the_end_of_a_prompt_is_open(line_mark, ids):
-    assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
+def test_the_end_of_a_prompt_is_open():
+    for line_mark, ids in ((LineMark.EOS, [0, 1, 2]), (LineMark.DOUBLE_S, [0, 4, 4, 2]), (LineMark.NONE, [0, 2])):
+        assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
     other = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
     assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], "the unknown word can be another"
 
 
-def test_words_must_be_distinct_and_hold_the_unknown_and_the_mark():
-    for words, line_mark in (
-        ((), LineMark.NONE),
-        (("a", "<unk>", "a"), LineMark.NONE),
-        (("a", "<unk>"), LineMark.EOS),
-        *((("a", "<unk>", "<eos>"), mark) for mark in (LineMark.S, LineMark.DOUBLE_S)),
-    ):
-        with pytest.raises(UserError, match=MARKS.get(line_mark, "'<unk>'")):
-            WordVocabulary(words, line_mark)
-
-
 @given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=st.integers(1, 9))
-def test_characters_are_known_or_replaced(characters, others, size):
+def test_characters_are_known_or_replaced_and_their_bytes_are_counted(characters, others, size):
     known = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
     vocabulary, text = CharacterVocabulary(known), others + characters
     ids = joined(vocabulary.blocks([in_blocks(text.encode(), size)]))
     seen = "".join(c if c in known else "\N{REPLACEMENT CHARACTER}" for c in text)
     assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
     assert vocabulary.decode(ids).decode() == seen
+    assert vocabulary.count_bytes(ids) == (0 if UNKNOWN in seen else len(text.encode()))
 
 
 def test_lower_case_characters():
@@ -255,33 +239,32 @@ END = "<|endoftext|>"
 SAMPLES = ("Once upon a time\n", "the café  was\tshut.\n", "\n", "  indented\n", "日本 😀\n", END, "\n\n\n", "x" * 40)
 
 
-@pytest.fixture(scope="module")
-def own():
-    return SubwordVocabulary(made.byte_level())
-
-
-@pytest.fixture(scope="module")
-def package():
-    return tokenizers.Tokenizer.from_str(made.byte_level())
+OWN, PACKAGE = SubwordVocabulary(made.byte_level()), tokenizers.Tokenizer.from_str(made.byte_level())
 
 
 @given(lines=st.lists(st.sampled_from(SAMPLES)), size=st.integers(1, 30))
-def test_the_ids_are_those_of_the_package_in_blocks_too(own, package, lines, size):
+def test_the_ids_are_those_of_the_package_in_blocks_too(lines, size):
     text = "".join(lines)
-    expected = package.encode(text, add_special_tokens=False).ids
-    assert own.encode(text.encode()).tolist() == joined(own.blocks([in_blocks(text.encode(), size)])) == expected
-    assert own.encode(b"one").dtype == np.uint16 and own.size == package.get_vocab_size() == made.SIZE
-    assert (own.mark, own.unknown_id, own.kind, own.start.tolist()) == (None, None, "hf", [0])
+    expected = PACKAGE.encode(text, add_special_tokens=False).ids
+    assert OWN.encode(text.encode()).tolist() == joined(OWN.blocks([in_blocks(text.encode(), size)])) == expected
+    assert OWN.encode(b"one").dtype == np.uint16 and OWN.size == PACKAGE.get_vocab_size() == made.SIZE
+    assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "hf", [0])
 
 
 @given(text=st.text())
-def test_every_text_comes_back_also_token_by_token(own, text):
-    ids = own.encode(text.encode())
-    assert own.decode(ids) == text.encode() and own.count_bytes(ids) == len(text.encode())
-    assert b"".join(own.decode([token]) for token in ids) == text.encode()
+def test_every_text_comes_back_also_token_by_token(text):
+    ids = OWN.encode(text.encode())
+    assert OWN.decode(ids) == text.encode() and OWN.count_bytes(ids) == len(text.encode())
+    assert b"".join(OWN.decode([token]) for token in ids) == text.encode()
 
 
-def test_what_is_for_other_uses_has_no_effect(package):
+def test_ids_may_lack_a_token():
+    gapped = SubwordVocabulary(made.byte_level().replace('"!":1', f'"!":{made.SIZE}'))
+    assert gapped.size == made.SIZE + 1 and gapped.names()[1] == gapped.decode([1]) == b""
+    assert gapped.encode(b"one!").tolist() == [*OWN.encode(b"one"), made.SIZE]
+
+
+def test_what_is_for_other_uses_has_no_effect():
     changed = tokenizers.Tokenizer.from_str(made.byte_level())
     changed.enable_truncation(max_length=3)
     changed.enable_padding(length=50)
@@ -289,7 +272,7 @@ def test_what_is_for_other_uses_has_no_effect(package):
     changed.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A {END}", special_tokens=[(END, 0)])
     text = "".join(SAMPLES)
     for _ in range(3):
-        assert SubwordVocabulary(changed.to_str()).encode(text.encode()).tolist() == package.encode(text).ids
+        assert SubwordVocabulary(changed.to_str()).encode(text.encode()).tolist() == PACKAGE.encode(text).ids
 
 
 def test_pieces_of_words_are_spelt_as_in_a_text():
@@ -304,9 +287,6 @@ def test_pieces_of_words_are_spelt_as_in_a_text():
     assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [made.ALPHABET.index("Ċ")]
     pieces = SubwordVocabulary(made.word_pieces())
     assert pieces.start.tolist() == [0] and pieces.names()[pieces.unknown_id] == b" [UNK]"
-
-
-# Trained here
 
 
 TEXT = "".join(made.TEXT)
@@ -345,30 +325,24 @@ def test_what_cannot_be_trained_on_is_named():
         train([in_blocks(b"ab\xff", 9)], size=290)
 
 
-# The saved form
-
-
-def test_the_saved_form_is_two_lines_and_keeps_the_file(own):
+def test_the_saved_form_is_two_lines_and_keeps_the_file():
     for content in (made.byte_level(), made.byte_level(pretty=True), made.byte_level().replace("<|", "\\u003c|")):
         vocabulary = SubwordVocabulary(content)
         text = dumps(vocabulary)
         assert text.count("\n") == 2
         assert loads(text, KINDS) == vocabulary and loads(text, KINDS).content == content
-    assert digest(own) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
-    title, content = dumps(own).splitlines()
+    assert digest(OWN) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
+    title, content = dumps(OWN).splitlines()
     for damaged in ("", "{}", content[: len(content) // 2]):
         with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
             loads(f"{title}\n{damaged}\n", KINDS)
 
 
-# What cannot be used
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"])
-def test_what_is_no_tokenizer_is_named(tmp_path, content):
-    (tmp_path / "old.model").write_bytes(content)
-    with pytest.raises(UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"):
-        given_tokenizer(str(tmp_path / "old.model"))
+def test_what_is_no_tokenizer_is_named(tmp_path):
+    for content in (b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
+        (tmp_path / "old.model").write_bytes(content)
+        with pytest.raises(UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"):
+            given_tokenizer(str(tmp_path / "old.model"))
 
 
 def test_a_character_that_would_vanish_is_refused_with_the_file():

@@ -73,7 +73,6 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(workdir, tmp_path_factory):
-    """The exported model, of two rows."""
     target = tmp_path_factory.mktemp("exported") / "model"
     export_model(workdir.path, target, rows=2)
     return target

@@ -21,7 +21,6 @@ ONE_BILLION = ["<S>", "the", "<UNK>", "of"]
 
 
 def attributes(words=WORDS, **more) -> dict:
-    """The attributes of a Vocab of the release."""
     counts = collections.Counter(dict.fromkeys(words, 3))
     ids = collections.OrderedDict((word, token) for token, word in enumerate(words))
     return {"counter": counts, "special": ["<eos>"], "idx2sym": list(words), "sym2idx": ids, "delimiter": None} | more
@@ -44,7 +43,6 @@ def test_a_tokenizer_of_hugging_face(write, tmp_path):
 
 @torch_bytes.by_format
 def test_a_corpus_of_the_pytorch_release(write, tmp_path):
-    """It has its encoded text too."""
     vocab = Object(Name("vocabulary", "Vocab"), attributes(lower_case=True))
     whole = {"dataset": "ptb", "vocab": vocab, "train": np.arange(50)}
     write(tmp_path / "cache.pt", Object(Name("data_utils", "Corpus"), whole))
@@ -60,7 +58,6 @@ class Vocab:
 
 
 def test_a_corpus_of_the_tensorflow_release(tmp_path):
-    """A plain pickle with arrays."""
     vocab = Vocab(**attributes(ONE_BILLION, lower_case=False))
     whole = Vocab(dataset="lm1b", vocab=vocab, train=["a"], valid=np.arange(9))
     (tmp_path / "cache.pkl").write_bytes(pickle.dumps(whole, 2))

@@ -173,24 +173,6 @@ def test_a_state_changes_no_function_and_no_class_of_ours():
     assert type(made) is Record and made.symbol == Symbol("evil", "Evil") and made.state[1]["symbol"] == 1
 
 
-VALID = [
-    pickle.dumps({"a": [1, 2.5, ("b", None)], "v": Vocab(), "o": collections.OrderedDict(x={1, 2})}, p)
-    for p in PROTOCOLS
-]
-
-
-@quick
-@hypothesis.given(strategies.sampled_from(VALID) | strategies.binary(max_size=200), strategies.data())
-def test_a_damaged_pickle_is_read_or_refused(data, draw):
-    """Bytes are changed, and the end is cut off."""
-    changed = bytearray(data)
-    for _ in range(draw.draw(strategies.integers(0, 4)) if data else 0):
-        changed[draw.draw(strategies.integers(0, len(changed) - 1))] = draw.draw(strategies.integers(0, 255))
-    end = draw.draw(strategies.integers(0, len(changed)))
-    with contextlib.suppress(UserError):
-        load(bytes(changed[:end]))
-
-
 @pytest.mark.parametrize(
     "data",
     [

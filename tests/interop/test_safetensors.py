@@ -1,18 +1,21 @@
-"""Tests of safetensors files: written and read again, by the package too, and damaged ones."""
+"""Tests of safetensors files: written and read again, by the package too, damaged ones, and the memory it takes."""
 
 import json
 import re
 import tracemalloc
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from support import foreign
 from txl_jax.errors import CheckpointError
-from txl_jax.interop import leaves
+from txl_jax.interop import leaves, portable
 from txl_jax.interop import safetensors as ours
 from txl_jax.interop.leaves import Leaf
+from txl_jax.runs import convert as conversion
 from txl_jax.runtime.storage import sha256
 
 TENSORS = {
@@ -49,14 +52,35 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
     check_equal(ours.read(path), theirs)
 
 
-def test_one_array_at_a_time_is_in_memory(tmp_path):
-    size = 1 << 20
-    drawn = {str(i): Leaf((size,), np.dtype(np.uint8), lambda _: np.ones(size, np.uint8)) for i in range(16)}
-    tracemalloc.start()
-    ours.write(tmp_path / "a", drawn)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 3 * size
+def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(tmp_path, monkeypatch):
+    """From Hugging Face's format and back. Losses, of the source and of the result, need all parameters."""
+    config, params = foreign.make("hf", d_model=512, n_head=8, d_head=64, d_inner=512)
+    foreign.huggingface_folder(tmp_path / "theirs", config, params)
+    whole, largest = (of([leaf.nbytes for leaf in jax.tree.leaves(params)]) for of in (sum, max))
+    before, losses, place, peaks, live = live_bytes(), conversion._losses, portable.place, [], []
+    del params
+
+    def losses_with_peak(*given, **options):
+        peaks.append(tracemalloc.get_traced_memory()[1])  # Before JAX compiles.
+        return losses(*given, **options)
+
+    def placed(*given):
+        found = place(*given)
+        live.append(live_bytes() - before)
+        return found
+
+    monkeypatch.setattr(conversion, "_losses", losses_with_peak)
+    monkeypatch.setattr(portable, "place", placed)
+    for source, target, to_format in (("theirs", "ours", "native"), ("ours", "back", "huggingface")):
+        tracemalloc.start()
+        paths = tmp_path / source, tmp_path / target
+        conversion.convert(*paths, to_format=conversion.TargetFormat(to_format), log=lambda line: None)
+        tracemalloc.stop()
+    assert max(peaks[::2]) < 4 * largest < 0.6 * whole and max(live) < 1.1 * whole
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):

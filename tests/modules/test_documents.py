@@ -29,6 +29,17 @@ def text(segment_len):
     return tokens
 
 
+def reader(model, variables, same_length):
+    """(tokens, targets, memory) -> (nats, memory), compiled."""
+
+    @jax.jit
+    def read(tokens, targets, memory):
+        hidden, memory = model.apply(variables, tokens, memory, same_length=same_length)
+        return model.apply(variables, hidden, targets, method=model.nll), memory
+
+    return read
+
+
 def alone(model, variables, tokens, lengths):
     """Nats [B, T] of a loop over rows and documents, each read by itself from an empty memory, cut where segments end.
 
@@ -36,13 +47,7 @@ def alone(model, variables, tokens, lengths):
     """
     segment_len, mem_len, same_length = lengths
     plain = tiny.make(**{**model, "end_token": None})
-
-    @jax.jit
-    def nats_of(tokens, targets, memory):
-        hidden, memory = plain.apply(variables, tokens, memory, same_length=same_length)
-        return plain.apply(variables, hidden, targets, method=plain.nll), memory
-
-    found = np.zeros((len(tokens), tokens.shape[1] - 1))
+    nats_of, found = reader(plain, variables, same_length), np.zeros((len(tokens), tokens.shape[1] - 1))
     for row, ids in enumerate(tokens):
         memory = None
         for first in range(len(ids) - 1):
@@ -61,13 +66,8 @@ def alone(model, variables, tokens, lengths):
 def streamed(made, variables, tokens, lengths):
     """Nats [B, T] of the training model, over segments with a memory."""
     segment_len, mem_len, same_length = lengths
-
-    @jax.jit
-    def read(tokens, targets, memory):
-        hidden, memory = made.apply(variables, tokens, memory, same_length=same_length)
-        return made.apply(variables, hidden, targets, method=made.nll), memory
-
-    return tiny.over_segments(read, made.init_memory(batch_size=len(tokens), mem_len=mem_len), tokens, segment_len)[0]
+    memory = made.init_memory(batch_size=len(tokens), mem_len=mem_len)
+    return tiny.over_segments(reader(made, variables, same_length), memory, tokens, segment_len)[0]
 
 
 def cached(made, variables, tokens, lengths):

@@ -1,13 +1,29 @@
-"""Tests the table from logical axes to the mesh, and that eight devices give one device's numbers."""
+"""Tests the table from logical axes to the mesh, that eight devices give one device's numbers, and meshes over slices.
 
+A mesh over several slices of TPUs crosses them along its outermost axis only. The ambient mesh constrains a layer's
+activations to where rows, heads and inner width belong.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 
-from support import eight_devices
+from support import eight_devices, tiny
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
+from txl_jax.inference import forward
+from txl_jax.inference.prepare import prepare_params
 from txl_jax.runs.build import build
+from txl_jax.sharding import axes
+from txl_jax.sharding import mesh as mesh_module
+from txl_jax.sharding.activations import constrain
 
 
 @pytest.mark.parametrize(
@@ -176,3 +192,132 @@ def test_a_mesh_attends_as_one_device_does(parts, on_eight_devices):
     for name, differences in found.items():
         assert len(differences) == (7 if name.startswith("training") else 1)
         assert max(differences) < 2e-5, name
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU, as far as jax needs one to make a mesh."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    process_index: int = 0
+
+
+def chips(num_slices):
+    """Chips of 4 x 4 slices, with those of different slices mixed."""
+    places = [(index, (index % 4, index // 4, 0)) for index in reversed(range(16))]
+    return [Chip(16 * number + index, number, place) for index, place in places for number in range(num_slices)]
+
+
+def grid(devices, **sizes):
+    slices = mesh_module._slices(devices)
+    shape = mesh_module._shape(MeshConfig(**sizes), len(devices), num_slices=len(slices))
+    return mesh_module._device_grid(slices, shape)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 16}, {"fsdp": 4, "tensor": 4}, {"fsdp": 2, "tensor": 4}])
+def test_only_data_crosses_slices(sizes):
+    found = np.vectorize(lambda chip: chip.slice_index)(grid(chips(2), **sizes))
+    assert found.shape[1:] == (sizes.get("fsdp", 1), sizes.get("tensor", 1)) and found.size == 32
+    half = len(found) // 2
+    assert (found[:half] == 0).all() and (found[half:] == 1).all()
+
+
+def test_within_a_slice_the_mesh_is_that_of_one_slice():
+    of_one, of_two = (sorted(chips(n), key=lambda chip: chip.id) for n in (1, 2))
+    one = mesh_utils.create_device_mesh((2, 8, 1), of_one, allow_split_physical_axes=True)
+    two = grid(of_two, fsdp=8)
+    places = np.vectorize(lambda chip: chip.coords[:2], otypes=[object])
+    assert (places(two[:2]) == places(one)).all() and (places(two[2:]) == places(one)).all()
+
+
+def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
+    found = grid(chips(2), data=7)
+    assert found.shape == (14, 1, 1)
+    assert [chip.slice_index for chip in found.flat] == [0] * 7 + [1] * 7
+    assert len({chip.id for chip in found.flat}) == 14
+
+
+def test_sizes_that_do_not_fit_the_slices_are_refused():
+    with pytest.raises(UserError, match=r"\b31 devices\b.*\b2 slices\b"):
+        grid(chips(2)[1:])
+    with pytest.raises(UserError, match=r"\b2 x 16 x 1\b.*\b16 devices\b"):
+        grid(chips(2), data=2, fsdp=16)
+
+
+def test_a_mesh_without_devices_may_be_over_slices_too():
+    assert tuple(sharding.abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
+    assert sharding.num_slices(sharding.make_mesh(MeshConfig())) == 1
+
+
+MESH = sharding.abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
+FLAGS = {"clamp_len": None, "same_length": False, "deterministic": True}
+
+
+def constrained(function, *arguments):
+    """The mesh axes that a traced program constrains arrays to, loops included, and how many arrays."""
+    found = tiny.equations(jax.make_jaxpr(function)(*arguments))
+    specs = (each.params["sharding"].spec for each in found if each.primitive.name == "sharding_constraint")
+    return collections.Counter(map(tuple, specs))
+
+
+def expected(rows, *, outputs=1, heads=4, inner=1):
+    """Outputs [B, L, D]; queries, keys, values and what is attended [B, H, L, E]; inner states [B, L, F]."""
+    return {(rows, None, None): outputs, (rows, "tensor", None, None): heads, (rows, None, "tensor"): inner}
+
+
+@pytest.mark.parametrize(("batch_size", "rows"), [(8, ("data", "fsdp")), (6, None)])
+def test_layers_of_training_and_of_inference(batch_size, rows):
+    """Rows that do not divide, as the one row of a published evaluation, are replicated."""
+    model, tokens = tiny.make(), jnp.zeros((batch_size, 2), jnp.int32)
+    with sharding.use_mesh(MESH):
+        variables, memory = tiny.variables(model), model.init_memory(batch_size=batch_size, mem_len=4)
+        found = constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
+        assert found == expected(rows)  # In the loop over layers.
+        weights = prepare_params(variables["params"], model, segment_len=2, mem_len=4, clamp_len=0)
+        ring = forward.init_cache(weights, batch_size=batch_size, mem_len=4, segment_len=2)
+        found = constrained(lambda *both: forward.forward(weights, *both), tokens, ring)
+    assert found == expected(rows, outputs=tiny.N, heads=3 * tiny.N, inner=tiny.N)
+
+
+@pytest.mark.parametrize("mesh", [None, MESH])
+def test_names_are_checked_with_and_without_a_mesh(mesh):
+    x = jnp.zeros((4, 2))
+    with sharding.use_mesh(mesh):
+        with pytest.raises(ValueError, match="'bach'"):
+            jax.eval_shape(lambda x: constrain(x, "bach", None), x)
+        with pytest.raises(ValueError, match="one logical name per axis"):
+            jax.eval_shape(lambda x: constrain(x, axes.BATCH), x)
+
+
+def on_thread(function):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_one_device_is_left_alone():
+    mesh = sharding.make_mesh(MeshConfig(data=1))
+    jitted = jax.jit(lambda x: x + 1)
+    assert sharding.bind_mesh(mesh, jitted) is jitted
+    with sharding.use_mesh(mesh):
+        assert sharding.ambient_mesh() is None
+    model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
+    variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
+    assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
+
+
+def test_a_thread_has_a_mesh_in_bound_functions_only():
+    def shards():
+        return sharding.num_batch_shards(), sharding.num_vocab_shards()
+
+    shards.lower = shards.eval_shape = shards
+    bound, x = sharding.bind_mesh(MESH, shards), np.arange(8.0)
+    with sharding.use_mesh(MESH):
+        assert shards() == (4, 2) and sharding.vocab_axis() == "tensor"
+        assert on_thread(sharding.ambient_mesh) is None and on_thread(shards) == (1, 1)
+        assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
+    assert on_thread(lambda: (bound(), bound.lower(), bound.eval_shape())) == ((4, 2),) * 3

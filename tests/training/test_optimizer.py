@@ -1,4 +1,7 @@
-"""Tests the learning-rate schedule against its formula, and update rules against numpy and optax."""
+"""Tests the learning-rate schedule, update rules against numpy and optax, and the mean of the weights.
+
+The mean: by hand, in the training step, and when it begins.
+"""
 
 import math
 
@@ -20,6 +23,7 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.config.training import ADAM_B1
+from txl_jax.training import weight_averaging
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
 PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
@@ -172,10 +176,22 @@ def is_decayed(params):
     }
 
 
+def muon():
+    """Muon for the layers' matrices in the tree of `unstacked`, and Adam for the rest."""
+
+    def rule(path, leaf):
+        return "muon" if path[0].key.startswith(("query", "output")) or path[-1].key == "inner_kernel" else "adam"
+
+    adam = optax.adamw(RATE, weight_decay=0.3, mask=is_decayed)
+    rules = {"muon": optax.contrib.muon(RATE, consistent_rms=0.2, weight_decay=0.3), "adam": adam}
+    return optax.partition(rules, lambda params: jax.tree.map_with_path(rule, params))
+
+
 PEERS = {
     OptimizerName.LAMB: lambda: optax.lamb(RATE, eps=1e-8, weight_decay=0.3, mask=is_decayed),
     OptimizerName.ADAFACTOR: lambda: optax.adafactor(RATE, weight_decay_rate=0.3 * RATE, weight_decay_mask=is_decayed),
     OptimizerName.LION: lambda: optax.lion(RATE, weight_decay=0.3, mask=is_decayed),
+    OptimizerName.MUON: muon,
 }
 
 
@@ -188,28 +204,63 @@ def test_updates_are_those_of_optax_on_each_layers_matrices(name, x64):
     tiny_run.assert_close([*map(unstacked, found)], expected, rtol=1e-9, atol=1e-12)
 
 
-def orthogonalized(matrix):
-    """Five steps of Newton and Schulz, as Jordan et al. give them."""
-    x = matrix / np.linalg.norm(matrix)
-    x = x if matrix.shape[0] <= matrix.shape[1] else x.T
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+WEIGHTS = [1.0, 5.0, 2.0, 8.0, 4.0, 6.0]
 
 
-def test_muon_orthogonalizes_each_layers_matrices_and_adam_moves_the_rest(x64):
-    params, grads = drawn(0), drawn(1)
-    optimizer = make_optimizer(of_rate(OptimizerName.MUON))
-    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-    found, grads = unstacked(updates), unstacked(grads)
-    for i in range(N):
-        pairs = {name: (found[f"{name} {i}"], grads[f"{name} {i}"]) for name in ("query", "output")}
-        pairs["kernel"] = tuple(tree[f"feed_forward {i}"]["inner_kernel"] for tree in (found, grads))
-        for mine, gradient in pairs.values():
-            expected = -RATE * 0.2 * np.sqrt(max(gradient.shape)) * orthogonalized(np.asarray(gradient))
-            np.testing.assert_allclose(mine, expected, rtol=1e-8, atol=1e-10)
-            assert np.sqrt(np.mean(np.square(mine))) == pytest.approx(0.2 * RATE, rel=0.25)
-        mine, gradient = (tree[f"feed_forward {i}"]["inner_bias"] for tree in (found, grads))
-        np.testing.assert_allclose(mine, -RATE * gradient / (np.abs(gradient) + 1e-8), rtol=1e-5)
-    np.testing.assert_allclose(found["table"], -RATE * np.sign(grads["table"]), rtol=1e-3)
+def exponential(least: float) -> list[float]:
+    """All updates count alike until each has this weight."""
+    found = [0.0]
+    for count, weight in enumerate(WEIGHTS, start=1):
+        found.append(found[-1] + max(1 / count, least) * (weight - found[-1]))
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "begin_at", "expected"),
+    [
+        # After two updates: the third weight is the first that counts; before that, the weights themselves.
+        ({"start_step": 2}, None, [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])]),
+        ({"start_step": 0, "ema_decay": 0.75}, None, exponential(0.25)),
+        ({"nt_asgd_patience": 5}, 4, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0]),
+    ],
+    ids=["uniform", "exponential", "begun later"],
+)
+def test_means_by_hand(settings, begin_at, expected):
+    """After each of six updates to `WEIGHTS`."""
+    config = AverageConfig(**settings)
+    average, found = weight_averaging.init({"w": jnp.zeros(())}, config), []
+    for step, weight in enumerate(WEIGHTS):
+        if step == begin_at:
+            average = weight_averaging.begin(average, step)
+        average = weight_averaging.add(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
+        found.append(average.params["w"])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_mean_begins_once_and_of_an_ensemble_one_members():
+    average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
+    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
+    begun = weight_averaging.begin(both, 7, 1)
+    assert not weight_averaging.has_begun(begun, 0) and weight_averaging.has_begun(begun, 1)
+    assert begun.begun.tolist() == [average.begun, 7]
+
+
+def test_it_is_due_when_validation_stops_improving():
+    for losses, due in (
+        ([5.0], False),
+        ([5.0, 4.0, 3.0, 6.0], False),  # Of three before, all are among the last three.
+        ([5.0, 6.0, 6.0, 6.0, 5.5], True),
+        ([5.0, 6.0, 6.0, 6.0, 4.9], False),
+        ([4.0, 3.0, 2.0, 1.0, 3.5], False),  # Better than the 4 of long ago.
+    ):
+        assert weight_averaging.is_due(losses, 3) is due, losses
+
+
+def test_the_step_keeps_the_mean_of_its_updates():
+    state, _ = tiny_run.train(7, average__start_step=4)
+    # Each update's parameters, from a run that stops there.
+    each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 8)]
+    expected = np.mean([params["embedding"]["table_0"] for params in each], axis=0)
+    np.testing.assert_allclose(state.average.params["embedding"]["table_0"], expected, rtol=1e-5, atol=1e-7)
+    assert np.abs(expected - state.params["embedding"]["table_0"]).max() > 1e-4

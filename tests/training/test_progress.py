@@ -63,13 +63,10 @@ def test_a_line_sums_up_its_updates():
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
     assert re.search(r"\b4/8\b.*\b1s$", log.lines[0])
-
-
-def test_the_last_update_is_reported_between_multiples():
-    log = Log()
-    add(progress(log, steps=3, log_every=2), range(3))
-    assert [record["step"] for record in log.records] == [2, 3]
-    assert log.records[1]["loss"] == pytest.approx(62 / 20)
+    short = Log()
+    add(progress(short, steps=3, log_every=2), range(3))
+    assert [record["step"] for record in short.records] == [2, 3], "the last update is reported between multiples"
+    assert short.records[1]["loss"] == pytest.approx(62 / 20)
 
 
 @pytest.mark.parametrize("stopped_after", [3, 4, 5])  # Within an interval, at its end, and after it.

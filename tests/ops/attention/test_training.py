@@ -32,56 +32,51 @@ def tpu(query=16, key=128, kernel="mosaic_gather"):
 UNEVEN, SMALL, WHOLE = tiled(5, 11), tiled(4, 8), tiled(6, 64)
 STORED = Implementation("stored")
 # Rows see all M slots, heads have the width 8, and there are u, v and position keys, if nothing else is said.
-CASES = {
-    "tiled: uneven tiles": {"by": UNEVEN},
+QUICK = {
     "tiled: part-filled, whole rows": {"by": WHOLE, **ROWS},
     "tiled: window": {"by": UNEVEN, "window": 7, **ROWS},
-    "tiled: window of one key": {"by": UNEVEN, "window": 1},
     "tiled: one query": {"by": SMALL, "L": 1},
-    "tiled: no memory": {"by": SMALL, "M": 0},
-    "tiled: odd head width": {"by": SMALL, "E": 41},
-    "tiled: Shaw's terms and scores": {"by": SMALL, "names": (*SHAW, "position_score")},
     "tiled: all terms": {"by": SMALL, "names": NAMES},
     "tiled: no positions": {"by": UNEVEN, "names": ABSOLUTE},
-    "tiled: dropout, whole rows": {"by": WHOLE, "rate": 0.3},
     "tiled: dropout, rows in groups": {"by": tiled(4, 9), "rate": 0.3, **ROWS},
-    "tiled: both sides": {"by": UNEVEN, "causal": False},
     "tiled: both sides, lengths": {"by": UNEVEN, **PADDED},
-    "tiled: both sides, whole rows": {"by": WHOLE, **PADDED, "names": NAMES},
-    "tiled: both sides, window, no memory": {"by": SMALL, **PADDED, "window": 4, "M": 0},
-    "tiled: lengths of a causal segment": {"by": UNEVEN, **PADDED, "causal": True},
     "stored: window, part-filled, dropout": {"by": STORED, "window": 7, **ROWS, "rate": 0.3},
-    "stored: one query": {"by": STORED, "L": 1},
-    "stored: no memory, u only": {"by": STORED, "M": 0, "E": 41, "names": NAMES[:5]},
-    "stored: Shaw's terms and scores": {"by": STORED, "names": (*SHAW, "position_score"), "rate": 0.2},
     "stored: all terms": {"by": STORED, "names": NAMES, "rate": 0.3},
     "stored: scores only": {"by": STORED, "names": SCORES, "window": 5},
     "stored: no positions": {"by": STORED, "names": ABSOLUTE, "rate": 0.3},
     "stored: both sides, lengths": {"by": STORED, **PADDED, "names": NAMES, "rate": 0.3},
-    "stored: both sides, window": {"by": STORED, "causal": False, "window": 4, "names": SCORES},
     "stored: documents": {"by": STORED, **ROWS, "documents": True},
-    "reference: both sides, lengths": {"by": REFERENCE, **PADDED},
     "tpu: uneven tiles": {"by": tpu(kernel="mosaic_roll"), "L": 40, "M": 100, "valid": [100, 5], "E": 16},
     "tpu: two strips, dropout": {"by": tpu(160, 256), "L": 150, "M": 30, "E": 41, "rate": 0.3},
     "tpu: window and memory": {"by": tpu(), "L": 40, "M": 130, "valid": [130, 60], "window": 70, "rate": 0.5},
-    "tpu: one query, u only": {"by": tpu(), "L": 1, "M": 3, "names": NAMES[:5]},
-    "tpu: one key": {"by": tpu(), "L": 1, "M": 0},
     "tpu: wide heads": {"by": tpu(32), "L": 24, "M": 8, "E": 160},
     "tpu: no positions": {"by": tpu(), "L": 40, "M": 100, "valid": [70, 0], "names": ABSOLUTE, "rate": 0.2},
     "tpu: Shaw's terms": {"by": tpu(), "L": 40, "M": 100, "names": SHAW, "rate": 0.2},
     "tpu: both sides, padding": {"by": tpu(), "L": 140, "M": 0, "causal": False, "lengths": [131, 0], "rate": 0.1},
+}
+# These join two of the kinds above, or tile them otherwise.
+MORE = {
+    "tiled: uneven tiles": {"by": UNEVEN},
+    "tiled: window of one key": {"by": UNEVEN, "window": 1},
+    "tiled: no memory": {"by": SMALL, "M": 0},
+    "tiled: odd head width": {"by": SMALL, "E": 41},
+    "tiled: Shaw's terms and scores": {"by": SMALL, "names": (*SHAW, "position_score")},
+    "tiled: dropout, whole rows": {"by": WHOLE, "rate": 0.3},
+    "tiled: both sides": {"by": UNEVEN, "causal": False},
+    "tiled: both sides, whole rows": {"by": WHOLE, **PADDED, "names": NAMES},
+    "tiled: both sides, window, no memory": {"by": SMALL, **PADDED, "window": 4, "M": 0},
+    "tiled: lengths of a causal segment": {"by": UNEVEN, **PADDED, "causal": True},
+    "stored: one query": {"by": STORED, "L": 1},
+    "stored: no memory, u only": {"by": STORED, "M": 0, "E": 41, "names": NAMES[:5]},
+    "stored: Shaw's terms and scores": {"by": STORED, "names": (*SHAW, "position_score"), "rate": 0.2},
+    "stored: both sides, window": {"by": STORED, "causal": False, "window": 4, "names": SCORES},
+    "reference: both sides, lengths": {"by": REFERENCE, **PADDED},
+    "tpu: one query, u only": {"by": tpu(), "L": 1, "M": 3, "names": NAMES[:5]},
+    "tpu: one key": {"by": tpu(), "L": 1, "M": 0},
     "tpu: both sides, window": {"by": tpu(), "L": 40, "M": 100, "causal": False, "window": 20},
     "tpu: all terms": {"by": tpu(), "L": 40, "M": 100, "valid": [100, 40], "E": 64, "rate": 0.2},
 }
-# One of each kind. The others join two of them, or tile them otherwise.
-QUICK = (
-    *("tiled: part-filled, whole rows", "tiled: window", "tiled: one query", "tiled: all terms", "tiled: no positions"),
-    *("tiled: dropout, rows in groups", "tiled: both sides, lengths"),
-    *("stored: window, part-filled, dropout", "stored: all terms", "stored: scores only", "stored: no positions"),
-    *("stored: both sides, lengths", "stored: documents"),
-    *("tpu: uneven tiles", "tpu: two strips, dropout", "tpu: window and memory", "tpu: no positions"),
-    *("tpu: Shaw's terms", "tpu: both sides, padding", "tpu: wide heads"),
-)
+CASES = QUICK | MORE
 OF_EACH = {"tiled": "tiled: part-filled, whole rows", "stored": "stored: all terms", "tpu": "tpu: one key"}
 
 
