@@ -90,6 +90,9 @@ def test_a_trained_model_scores_texts_as_its_log_probabilities_add_up(run):
     workdir, corpus = run
     model, tokens = txl_jax.load(workdir.path), corpus.vocabulary.encode(TEXT[:40])[None]
     assert model.step == drawn_run.STEP and model.vocabulary == corpus.vocabulary
+    assert re.fullmatch(
+        rf"<.*transformer_xl, 2 layers.* byte tokens, step {drawn_run.STEP} .*{workdir.path}.*>", repr(model)
+    )
     [found] = model.score([TEXT[:40]])
 
     def read(tokens, targets, memory):

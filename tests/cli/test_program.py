@@ -75,9 +75,10 @@ def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, m
     assert code == 0 and (plan.lengths, plan.from_, plan.member) == ((3, 4), str(tmp_path / "here"), ("a=1,2", "b"))
     assert job.words == ["word"] and job.flagfile == "mine"
     assert job.places == {"from": "", "member": "", "lengths": "mine.flags, line 1: "}
+    assert start("--from=x", "--lengths=", run=pytest.fail)[0] == 1, "the plan is checked before anything is run"
 
 
-def test_the_config_is_the_flags_over_the_defaults(start):
+def test_the_config_is_the_flags_over_the_defaults(start, capsys):
     defaults = config_tree.replace(ExperimentConfig(), {"eval.mem_len": 7})
     configs = []
 
@@ -90,6 +91,9 @@ def test_the_config_is_the_flags_over_the_defaults(start):
     assert own == config_tree.replace(defaults, {"model.n_layer": 2})
     assert (flagfile.model.n_layer, flagfile.model.d_model, flagfile.eval.mem_len) == (2, 410, 640)
     assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
+    words = ["--from=x", "--flagfile=small", "--train.steps=50"]
+    assert start(*words, run=lambda plan, job: job.config() and None, config=defaults)[0] == 0
+    assert "--optimizer.warmup_steps was 100 and is now 5" in capsys.readouterr().out, "a study prints its notes"
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
@@ -418,6 +422,25 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_
     line = capsys.readouterr().out
     assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
     assert kept_in(str(tmp_path / "a-typo")) and os.listdir(tmp_path) == ["file"]
+
+
+COMPILE = """
+import jax
+from txl_jax import cli
+from txl_jax.cli import program
+jax.monitoring.register_event_listener(lambda name, **_: "cache_hits" in name and print("hit"))
+program._MIN_COMPILE_SECONDS = 0
+cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
+"""
+
+
+@pytest.mark.full
+def test_a_second_start_reads_what_the_first_compiled(tmp_path):
+    command = [sys.executable, "-c", COMPILE, f"--data_dir={tmp_path}"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
+    first, second = (subprocess.check_output(command, env=kept, cwd=ROOT, text=True).split() for _ in range(2))
+    assert (first, second) == (["2"], ["hit", "2"])
+    assert list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
 
 
 # Flags that are made from the config tree, and how a command line becomes a config

@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from support import drawn_run, programs
 from txl_jax.cli import program as program_lib
 from txl_jax.config import GenerateConfig
 from txl_jax.runs.convert import convert
+from txl_jax.runtime import stop
 
 SHORT = programs.steps(2, every=2)
 
@@ -48,7 +50,9 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     flags = [*own_text, *SHORT, f"--data_dir={own_text[-1].partition('=')[2]}/data", "--compilation_cache=off"]
-    succeed("text", *flags, "--workdir=../run")
+    out = succeed("text", *flags, "--workdir=../run")
+    commands = ["experiments.text --mode=generate --workdir=", "experiments.report "]
+    assert all(f"python -m {command}{tmp_path / 'run'}\n" in out for command in commands), "what to do next"
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
@@ -95,14 +99,22 @@ def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
     assert trained_on["description"] in out and "949" in out, "both texts are named"
     assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
+    succeed("text", "--mode=eval", f"--workdir={undisturbed}", f"--data_dir={tmp_path}", "--eval.mem_len=8")
+    assert (tmp_path / "prepared" / "tokens").is_dir(), "a data folder that is given brings its own cache"
+    assert json.loads((undisturbed / "evaluation.json").read_text())["eval"]["mem_len"] == 8
 
 
 @pytest.mark.full
-def test_a_group_of_runs_is_compared(undisturbed, own_text, tmp_path):
-    succeed("text", *own_text, *SHORT, "--model.network=lstm", f"--workdir={tmp_path / 'lstm'}")
-    group = [f"--workdirs={undisturbed},{tmp_path / 'lstm'}", "--names=ours,LSTM", f"--out={tmp_path / 'recl'}"]
+def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
+    for program, flags, made in (
+        ("attention", ["--heads=0.1", f"--out={tmp_path}"], tmp_path / "attention.md"),
+        ("continuation", ["--generate.length=5", "--context=40"], undisturbed / "continuation.md"),
+        ("context_length", ["--lengths=32,8", "--split=test"], undisturbed / "context_length.csv"),
+    ):
+        assert str(made.parent) in succeed(f"paper.{program}", f"--workdir={undisturbed}", *flags) and made.exists()
+    group = [f"--workdirs={undisturbed},{undisturbed}", "--names=ours,again", f"--out={tmp_path / 'recl'}"]
     out = succeed("paper.recl", *group, "--lengths=4,12,4", "--stride=200")
-    assert "| LSTM | " in out and (tmp_path / "recl" / "recl.json").exists()
+    assert "| again | " in out and (tmp_path / "recl" / "recl.json").exists()
 
 
 @pytest.mark.full
@@ -277,3 +289,11 @@ def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"the\ncaf\xe9\n")
     assert re.search(r"line 2 of .*prompts\.txt.*0xe9", use("generate", drawn[0], *flags, code=1))
     assert "--out" in use("generate", drawn[0], *flags, f"--out={tmp_path}", code=1)
+
+
+def test_a_stop_ends_a_file_of_documents_after_a_complete_record(drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(stop, "_stop_requested", threading.Event())
+    stop.request_stop("a test")
+    (tmp_path / "in.txt").write_text("the cat\n" * 9)
+    code, out, err = run("text", "--mode=score", f"--workdir={drawn[0]}", f"--input={tmp_path / 'in.txt'}")
+    assert code == 143 and "stopped" in err and json.loads(out)["index"] == 0

@@ -194,7 +194,13 @@ def failing_with(error):
     return plant
 
 
+def not_a_number(monkeypatch):
+    real = kernels.dot
+    monkeypatch.setattr(kernels, "dot", lambda *args: jax.numpy.nan * real(*args))
+
+
 FAULTS = {
+    "nan": (not_a_number, "is wrong"),
     "mask": (wrong_mask, "is wrong"),
     "gradient": (wrong_gradient, "its gradient of value differs from the reference by 1.0e+00"),
     "compiler": (failing_with(NotImplementedError("no such product\nin Mosaic")), "compile or run: no such product"),
@@ -257,6 +263,25 @@ def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
     monkeypatch.setattr(cached, "skew_from", lambda *args: -real(*args))
     monkeypatch.setattr(first_contact, "_findings", {})
     assert "its output differs" in first_contact.compare(FUSED, OVER_A_CACHE).sentence
+
+
+ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scores are 0.
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        dataclasses.replace(SHORT, dtype="bfloat16", dropout=True, window=6),
+        dataclasses.replace(SHORT, has_position_score=True, **ONE_KEY),
+        dataclasses.replace(OVER_A_CACHE, has_position_score=True, n_positions=0, cache_dtype="bfloat16"),
+    ],
+    ids=["narrow", "one key", "cache"],
+)
+def test_sound_paths_of_xla_are_within_the_tolerance(problem):
+    """A path that were found wrong by mistake would be replaced, or end the run."""
+    inputs = first_contact.make_inputs(problem, [1, 0, 2])
+    for path in (Implementation("stored"), Implementation("tiled", tile=SMALL)):
+        assert first_contact.describe_error(*first_contact.largest_difference(path, problem, inputs), problem) == ""
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import txl_jax
-from support import drawn_run
+from support import drawn_run, hf_tokenizers
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.ready_ids import find_tokens
+from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
@@ -115,6 +116,7 @@ def test_a_stop_is_a_token_or_the_text_of_several():
         (ByteVocabulary(b"\n a"), " \\n", b" \n"),
         (words(LineMark.EOS), "the cat", b"the cat "),
         (words(LineMark.EOS), "the\\n", b"the \n"),
+        (SubwordVocabulary(hf_tokenizers.byte_level()), "a", b"a"),  # It may be inside of a token.
     ):
         assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
 

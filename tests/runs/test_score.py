@@ -15,6 +15,7 @@ from support import drawn_run, runs, tiny_model, tiny_run
 from txl_jax.config import Tokenizer
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import NonFiniteError, UserError
+from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
 from txl_jax.runs.score import InputFormat, Interrupted, documents, evaluate_splits, open_input
 
@@ -95,6 +96,17 @@ def test_a_stop_writes_nothing(run, tmp_path):
     with pytest.raises(Interrupted, match="valid"):
         evaluate_splits(config, corpus, workdir, stop_requested=lambda: True)
     assert not Path(workdir.path, "evaluation.json").exists()
+
+
+def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch):
+    clock, logged = iter([100, 119, 120, 121, 145]), []  # At the start, and at each call.
+    monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
+    reported = {"unit": "segment", "measure": Measure.BPC, "log": logged.append, "stop_requested": lambda: False}
+    with score_job.progress_bar("a text", 50, **reported) as show:
+        for done in (5, 10, 15, 20):
+            show(done, Totals(nats=np.log(2) * done, tokens=done))
+    expected = [("20%", "1.0000", "0:01:20"), ("40%", "1.0000", "0:01:08")]
+    assert [tuple(re.findall(r"[\d.:]+[\d%]", line)) for line in logged] == expected
 
 
 def unescaped(text):

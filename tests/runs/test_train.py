@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import runs, tiny, tiny_run
+from support import runs, tiny, tiny_model, tiny_run
 from support.runs import numbers, stop_after
 from txl_jax import flops
 from txl_jax.config import DType, config_tree
@@ -23,7 +23,7 @@ from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.generate import generate_text
+from txl_jax.runs.generate import generate_text, make_sampler
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run
 from txl_jax.runs.train import steps_in
@@ -308,6 +308,16 @@ def test_the_training_program_does_not_grow_with_the_layers():
     assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
 
 
+def test_a_second_sample_compiles_nothing(caplog):
+    made = tiny_run.parts()
+    sample, params = make_sampler(made, tiny_model.VOCABULARY), jax.device_put(tiny_run.params(made.model))
+    first, negative = sample(params, lambda: False), jax.tree.map(jax.numpy.negative, params)
+    caplog.clear()
+    with jax.log_compiles():
+        assert sample(negative, lambda: False) != first
+    assert not [line for line in caplog.messages if line.startswith("Compiling")]
+
+
 def test_cutoffs_that_do_not_fit_the_vocabulary_are_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"model\.cutoffs\D*\b5,13\b\D*\b13\b"):
         tiny_run.parts(model__cutoffs=(5, 13))
@@ -327,11 +337,13 @@ def loop(steps, hooks, events, *, bad_call=None):
     around = {"progress": mock.Mock(add=add), "hooks": [hook(*each) for each in hooks.items()], "log": RunLog(None)}
     span = {"first_step": 0, "steps": steps, "segments_per_call": 2, "stop_requested": lambda: False}
     run_updates(0, lambda state, segments: (state, events.append("call")), lambda done: done, **around, **span)
+    return around["progress"]
 
 
 def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_run_before_it():
     events = []
-    loop(10, {"eval": 4, "save": 6}, events)
+    progress = loop(10, {"eval": 4, "save": 6}, events)
+    assert progress.exclude.call_count == 5 and progress.waited.call_count == 6, "the time of hooks, and for segments"
     first = "call, call, metrics 0, metrics 2, eval 4, call, metrics 4, save 6"
     assert ", ".join(events) == f"{first}, call, metrics 6, eval 8, call, metrics 8, eval 10, save 10"
     events = []

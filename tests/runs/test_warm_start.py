@@ -16,8 +16,10 @@ from txl_jax.config import InitVocabulary, Tokenizer, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
+from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
+from txl_jax.training.hooks import Hook
 
 TEXTS = {
     "old": b"the cat sat on the mat and the dog sat on the cat " * 40,
@@ -150,6 +152,28 @@ def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
     assert "resuming" in capfd.readouterr().out
     assert resumed.results["test"] == whole.results["test"] and resumed.results["warm_start"] == record
     assert json.loads(Path(workdir.path, "config.json").read_text())["warm_start"] == record
+
+
+@pytest.mark.full
+def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
+    """New words are drawn by the member's own seed, and a member that is split off keeps the record."""
+    old, old_corpus = text_of("old", **WORDS)
+    _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
+    config, corpus = text_of("new", init_from=str(tmp_path / "old"), **WORDS)
+    states, members = [], [{"seed": 1}, {"seed": 2}]
+    keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
+    still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30})
+    runs.train(still, corpus, tmp_path / "both", members=members, hooks=[keep], stop_requested=lambda: True)
+    ours, loaded = (params["embedding"]["table_0"] for params in (states[0], tiny_run.params(parts.model)))
+    theirs = old_corpus.vocabulary.words
+    for place, word in enumerate(corpus.vocabulary.words):
+        first, second = ours[:, place]
+        if word in theirs:
+            np.testing.assert_allclose([first, second], [loaded[theirs.index(word)]] * 2, rtol=1e-6)
+        else:
+            assert np.abs(first - second).max() > 1e-3
+    split_off(tmp_path / "both", "seed=2", tmp_path / "alone")
+    assert Run.read(tmp_path / "alone").weights == Run.read_all(tmp_path / "both").weights
 
 
 def test_weights_that_changed_before_the_first_checkpoint_are_refused(text_of, tmp_path):

@@ -191,6 +191,17 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
     assert read_appended(path) == text
 
 
+@pytest.mark.full
+def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
+    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
+    with RunLog(bucket).open() as log:
+        for text in ("one", "two"):
+            log.print(text)
+            log._wait()
+            assert read_appended(bucket / "log.txt").endswith(f"{text}\n".encode())
+        assert parts(bucket / "log.txt") == ["000001"]
+
+
 def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
     written, go_on, sealed = {}, threading.Event(), threading.Event()

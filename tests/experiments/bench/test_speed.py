@@ -1,11 +1,14 @@
-"""Tests of the speed benchmark: its settings, its tasks, its table and its record."""
+"""Tests of the speed benchmarks, of a model and of the server: settings, tasks, timing and tables."""
 
+import functools
 import types
 
+import numpy as np
 import pytest
 
-from experiments.bench import speed
+from experiments.bench import serving, speed, timing
 from experiments.bench.speed import Peer, Plan
+from experiments.bench.timing import Task
 from support import tiny, tiny_run
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig, config_tree
 from txl_jax.errors import UserError
@@ -17,6 +20,21 @@ CONFIG = ExperimentConfig(
     eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5),
     generate=GenerateConfig(samples=3, top_k=5),
 )
+
+
+def test_tasks_are_timed_in_turns_and_compared_call_by_call():
+    order = []
+    ours, peer = (Task(name, tokens, functools.partial(order.append, name)) for name, tokens in (("a", 16), ("b", 8)))
+    timing.time_in_turns([ours, peer], warmup=1, calls=3)
+    assert order == list("abababab") and len(ours.seconds) == len(peer.seconds) == 3
+    ours.seconds, peer.seconds = [1.0, 2.0, 4.0], [4.0, 5.0, 8.0]
+    assert (ours.cells, ours.speedups(peer), ours.speedup(peer)) == (["8", "4", "16"], [8.0, 5.0, 4.0], 5.0)
+
+
+def test_tokens_follow_the_power_law():
+    expected = np.cumsum((np.arange(tiny.V) + 3.7) ** -1.1)
+    counts = np.bincount(timing.draw_tokens(tiny.V, 100_000), minlength=tiny.V)
+    np.testing.assert_allclose(np.cumsum(counts) / 100_000, expected / expected[-1], atol=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +94,15 @@ def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(compon
     assert training.flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
     with pytest.raises(UserError, match=r"eval\.stride\D*\b2\b"):
         speed.evaluation(strided)
+
+
+@pytest.mark.full
+def test_rows_of_a_server_and_one_row_are_timed(capsys):
+    small = {"model.n_layer": 1, "model.d_model": 8, "model.n_head": 2, "model.d_head": 4, "model.d_inner": 8}
+    config = config_tree.replace(serving.DEFAULTS, small | {"eval.mem_len": 9, "model.cutoffs": (5, 9)})
+    serving.run(serving.Plan(rows=3, calls=2), types.SimpleNamespace(config=lambda: config))
+    lines = capsys.readouterr().out.splitlines()
+    table = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
+    assert [line[1] for line in table] == ["rows", "3", "1"]
+    assert all(float(cell.replace(",", "")) > 0 for line in table[1:] for cell in line[2:5])
+    assert lines[-1].startswith("3 rows: ") and lines[-1].endswith("one request at a time")

@@ -1,12 +1,15 @@
-"""Tests studies of a run in a bucket: what they write there is what they write on a disk."""
+"""Tests studies and scores of a run in a bucket: what they write there is what they write on a disk."""
 
 import io
 
 import numpy as np
 import pytest
 
-from experiments.paper import attention, context_length, continuation
+from experiments.paper import attention, context_length, continuation, recl
+from support import programs
 from txl_jax.config import config_tree
+from txl_jax.errors import UserError
+from txl_jax.runs import score
 from txl_jax.runtime.storage import names, read
 
 
@@ -24,3 +27,20 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
     assert (bucket / "maps" / "average.png").read_bytes().startswith(b"\x89PNG")
     with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
+    plan = recl.Plan(lengths=(2, 4, 2), stride=9, out=str(bucket / "recl"))
+    recl.compare({"ours": workdir, "again": workdir}, corpus, plan)
+    assert set(names(plan.out)) == {"recl.json", "recl.csv", "recl.md", "gains.png", "context.png", "losses"}
+
+
+@pytest.mark.full
+def test_scores_and_reports_are_written_and_inputs_read_there_too(make_run, bucket, tmp_path):
+    config, corpus, workdir = make_run(bucket, text_folder=tmp_path)
+    score.evaluate_splits(config, corpus, workdir)
+    score.score_tokens(config, corpus, workdir)
+    assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < set(names(workdir.path))
+    with score.open_input(f"{workdir.path}/scores-test.tsv") as file:
+        assert len(file.readlines()) == len(corpus.test)
+    with pytest.raises(UserError, match=r"gs://.*--input"):
+        score.open_input(str(bucket / "missing.txt"))
+    code, _, err = programs.run("experiments.report", workdir.path, f"--out={bucket / 'report'}")
+    assert code == 0 and {"report.md", "report.csv"} <= set(names(bucket / "report")), err
