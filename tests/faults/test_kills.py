@@ -2,8 +2,6 @@
 
 import functools
 import random
-import re
-import shutil
 
 import pytest
 
@@ -89,14 +87,3 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
         assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
         assert_nothing_left_over(place, name)
     print(f"seed {fault_seed}: {landed} kills in {runs} runs")
-
-
-@pytest.mark.full
-def test_a_killed_run_whose_newest_checkpoint_is_empty_goes_on_from_the_one_before(place, undisturbed):
-    assert place.train("damaged", fault="kill", at="os.rename *latest/24.orbax-checkpoint-tmp*").end().code == KILLED
-    newest = place.workdir("damaged") / "checkpoints" / "latest" / "18"
-    shutil.rmtree(newest)
-    newest.mkdir()
-    out = finished(place.train("damaged")).out
-    assert str(newest) in out and re.search(r"resum\w+\D*\b12\b", out)
-    assert_equal_runs(place.workdir("damaged"), undisturbed)

@@ -4,12 +4,10 @@ MARKS is a descriptor that takes a line per mark: "ready" once everything is imp
 begins. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
 be repeated:
 
-fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), "clock" (from then on the clock is wrong), or
-        "pause" (it waits for a file to appear)
+fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), or "clock" (from then on the clock is wrong)
 at      when: a pattern, as of the shell, of a file operation such as "os.rename */config.json"
 count   which of the operations that match, from 1
 jump    for "clock": by how many seconds it is wrong
-go_on   for "pause": the file
 largest for "full": the number of bytes that a file may have; 0: none
 
 Python reports its file operations to audit hooks, before they are done; those of other languages it does not report.
@@ -50,7 +48,7 @@ def main() -> None:
     for name, (owner, attribute) in PHASES.items():
         setattr(owner, attribute, marked(getattr(owner, attribute), mark, f"+{name}"))
     for fault in json.loads(faults):
-        sys.addaudithook(AuditHook(fault, mark))
+        sys.addaudithook(AuditHook(fault))
     mark("ready")
     runpy.run_module(f"experiments.{program}", run_name="__main__", alter_sys=True)
 
@@ -67,9 +65,8 @@ def marked(function, mark, name):
 class AuditHook:
     """An audit hook that waits for the operation of a fault, and then makes it."""
 
-    def __init__(self, plan, mark):
+    def __init__(self, plan):
         self.plan = plan
-        self.mark = mark
         self.left = plan.get("count", 1)
 
     def __call__(self, event: str, args: tuple) -> None:
@@ -88,11 +85,6 @@ class AuditHook:
         """A limit on the size of files stops every thread, whatever the language, as a full disk would."""
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.plan.get("largest", 0), hard))
-
-    def pause(self) -> None:
-        self.mark("paused")
-        while not os.path.exists(self.plan["go_on"]):
-            time.sleep(0.01)
 
     def clock(self) -> None:
         """The time of day jumps, and with it that of every file of the run; clocks that only ever go on do not."""
