@@ -40,14 +40,6 @@ def runs(tmp_path_factory):
     return found
 
 
-def own_nats(model, text, context=""):
-    """The nats of each token of a text after a context, or after the start token, from the probabilities."""
-    before = model.encode(context) if context else model.vocabulary.start
-    ids = np.concatenate([before, model.encode(text)])[None]
-    logprobs, _ = model.log_probabilities(ids[:, :-1], model.init_memory(1))
-    return -np.take_along_axis(np.asarray(logprobs, np.float64), ids[:, 1:, None], axis=-1)[0, :, 0][len(before) - 1 :]
-
-
 def greedy(model, prompt, length):
     return model.generate([prompt], GenerateConfig(length=length, temperature=0.0, top_k=None))[0]
 
@@ -85,11 +77,12 @@ def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
     harness = get_model("txl_jax").create_from_arg_string(f"path={runs[kind]}", {"batch_size": 2, "device": None})
     assert isinstance(harness, lm_eval_model.HarnessModel)
     rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS)))
-    np.testing.assert_allclose(rolling, [-own_nats(model, text).sum() for text in DOCUMENTS], rtol=1e-5)
+    first = int(model.vocabulary.start[0])
+    np.testing.assert_allclose(rolling, [-each.nats for each in model.score(DOCUMENTS, first=first)], rtol=1e-5)
     pairs = [("the cat", " sat on the mat"), ("", "the dog"), ("the dog ", greedy(model, "the dog ", 5))]
     found = harness.loglikelihood(requests("loglikelihood", *pairs))
-    for (context, continuation), (logprob, _) in zip(pairs, found, strict=True):
-        np.testing.assert_allclose(logprob, -own_nats(model, continuation, context).sum(), rtol=1e-5)
+    expected = [each.logprob for each in model.score_continuations(pairs)]
+    np.testing.assert_allclose([logprob for logprob, _ in found], expected, rtol=1e-5)
     assert [is_greedy for _, is_greedy in found] == [False, False, True]
 
 
