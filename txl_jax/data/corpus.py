@@ -78,8 +78,8 @@ def read_corpus(
         corpus = _encoded(config, _read_text(config, files_in, cache), cache / "tokens", vocabulary)
     for split in SPLITS:
         size = len(getattr(corpus, split))  # The first token is only an input, no target.
-        needs = f"the {split} split of {corpus.description} must have at least 2 tokens, got {size}"
-        require(size >= 2, f"{needs}. Pass a longer text.")
+        needs = f"the {split} split must have at least 2 tokens, got {size} ({corpus.description})"
+        require(size >= 2, f"{needs}. Pass a longer text, or each split by itself.")
     return dataclasses.replace(
         corpus,
         data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),

@@ -141,9 +141,8 @@ class IdVocabulary(Vocabulary):
 def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
     """Returns the token ids [T] of a document. Raises `UserError`, with a text's `name`, if it has no ids."""
     if isinstance(document, str | bytes):
-        content = _bytes(document)
-        with rephrased(f"{name or f'the text {content[:40]!r}'} cannot be read by this model: %s", ValueError):
-            return vocabulary.encode(content)
+        with rephrased(f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError):
+            return vocabulary.encode(_bytes(document))
     ids = np.asarray(document)
     is_ids = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
     require(is_ids, f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")

@@ -86,9 +86,13 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
     if unknown is None:
         return Found(None, None, [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"])
     vocabulary = WordVocabulary(tuple(symbols), mark, lower_case, unknown)
+    case = " and put in lower case" if lower_case else ""
     marks = f"lines end with {MARKS[mark]}" if mark in MARKS else "lines are not marked"
-    note = f"words are separated by white space, like in the model's tokenized training corpus, and {marks}"
-    return Found(vocabulary, None, [note])
+    notes = [
+        f"text is split only at white space{case}: tokenize it like the model's training corpus",
+        f"words that are not in the vocabulary become {unknown}, and {marks}",
+    ]
+    return Found(vocabulary, None, notes)
 
 
 def _bytes_of(symbols: list[str]) -> list[int] | None:

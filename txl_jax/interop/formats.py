@@ -87,7 +87,9 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
         params = _in_order(params, order, config)
     if vocabulary is None:
         vocabulary = IdVocabulary(vocab_size)
-        notes.append("the tokens are named by their ids. To use a vocabulary, put it next to the weights")
+        notes.append(
+            "tokens are named by their ids. For words, put the vocabulary next to the weights and convert again"
+        )
     config = dataclasses.replace(config, compat=_compat(format, facts))
     whole = dataclasses.replace(ExperimentConfig(), model=config, eval=eval_config)
     return Model(format, ModelInfo(whole, vocabulary, 0, f"converted from the {format} format"), params, notes)

@@ -95,7 +95,7 @@ def convert(
         for note in _WRITE[to_format](folder, read.info, read.leaves) or []:
             log(f"note      {note}")
         size = sum(map(storage.size, folder.iterdir())) / 1e6
-        log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back")
+        log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to compare all of it")
         difference = _verify(read, folder, to_format)
         if to_format is not TargetFormat.NATIVE:  # Afterwards: what was verified is what the other program will read.
             portable.write_record(folder, read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values()))
