@@ -7,7 +7,8 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
 Each row is a run in a directory of --out, trained with the flagfile's settings as changed by
 its row, and then scored on the validation split at each of --lengths and at the attention length of
 training. As in the paper, "init" is the score at the attention length of training, "best" the best
-score at any length, and the length next to it the shortest that reaches it. To resume, rerun the
+score at any length, and the length next to it the shortest that reaches it. The scores can take
+longer than the training: pass few --lengths and a large --eval.batch_size. To resume, rerun the
 same command. It writes ablation.md, a table with the paper's numbers, ablation.csv and
 ablation.json.
 """
@@ -276,10 +277,10 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
     write(f"{path}.csv", csv_file(columns, [{name: record[name] for name in columns} for record in records]))
     test_text = ", on the test split" if plan.table == Table.LM1B else ""
     caption = (
-        f"Table {plan.table} in miniature or in full: {corpus.description}, validation {measure.value}; mean over "
-        'seeds (standard deviation, number of seeds); "vs. first row" is best minus the first row\'s best, '
-        f"seed by seed; windows of models without recurrence score {plan.stride} tokens each, or their length; "
-        f"{facts['device']}, {facts['date']}. The paper's numbers are for the full size{test_text}."
+        f"The models of table {plan.table} on {corpus.description}: validation {measure.value}, mean over seeds "
+        '(standard deviation, number of seeds). "vs. first row" is best minus the first row\'s best, seed by seed. '
+        f"Windows of models without recurrence score {plan.stride} tokens each, or their length. "
+        f"{facts['device']}, {facts['date']}. The paper's numbers are for its own model and corpus{test_text}."
     )
     lines = [caption, "", *_by_row(found, rows, measure), ""]
     lines += [f"Validation {measure.value} by attention length:", "", *_by_length(found, rows, measure), ""]

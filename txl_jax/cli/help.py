@@ -11,7 +11,7 @@ from txl_jax.config.experiment import preset_names
 
 _WIDEST = 36  # After a longer `--name=default` the help starts on the next line.
 _PROGRAM, _HOSTS = "command", "multiple hosts"
-_FLAGFILE = ("--flagfile=NAME", "Published configuration (listed below), or file with one flag per line.")
+_FLAGFILE = ("--flagfile=NAME", "Configuration (listed below), or file with one flag per line.")
 # Groups of flags whose name does not begin with the group's.
 _GROUPS = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "compat": "model"}
 _GROUPS |= dict.fromkeys(other_hosts.FLAG_NAMES, _HOSTS)
@@ -45,8 +45,8 @@ def help_text(
     for group in shown:
         lines += ["", f"{group}:", *_table(found[group], width)]
     if "seed" in flag_values:
-        published = f"Published configurations: {', '.join(preset_names())}"
-        lines += ["", *textwrap.wrap(published, width, subsequent_indent="  ")]
+        configurations = f"Configurations: {', '.join(preset_names())}"
+        lines += ["", *textwrap.wrap(configurations, width, subsequent_indent="  ")]
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ class Plan(Config):
     compilation_cache: str | None = setting(
         None,
         "Directory that caches compiled functions for later starts. By default 'compilation' in cache_dir, for one "
-        "process. off disables the cache.",
+        "process of a command that has a cache_dir. off disables the cache.",
     )
 
     stopped: ClassVar[str] = "rerun the same command to resume"  # Printed when a signal ends the command.
@@ -125,7 +125,7 @@ class TimedPlan(Plan):
 
     minutes: float | None = setting(
         None,
-        "Minutes to train, including evaluations. Sets train.steps at the first start, by the measured speed.",
+        "Minutes to train and evaluate, not to compile. Sets train.steps at the first start, by the measured speed.",
         above=0,
     )
 
@@ -151,6 +151,7 @@ class TimedPlan(Plan):
         """
         if self.minutes is None or not run.is_new:
             return config
+        print("speed     compiling, then timing some steps, to set train.steps by --minutes", flush=True)
         steps, seconds = steps_in(60 * self.minutes, config, corpus)
         warmup = config.optimizer.warmup_steps
         if job.places.get(_WARMUP) != "":

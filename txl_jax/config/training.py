@@ -179,8 +179,9 @@ class TrainConfig(Recurrence, prefix="train."):
         )
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
             is_multiple = getattr(self, name) % self.segments_per_call == 0
-            self.expect(is_multiple, f"{name} segments_per_call", "The former must be a multiple of the latter")
-        comes_after = "The former must be a multiple of the latter, because samples follow evaluations"
+            advice = f"Make {name} a multiple of segments_per_call"
+            self.expect(is_multiple, f"{name} segments_per_call", advice)
+        comes_after = "Make sample_every a multiple of eval_every, because samples follow evaluations"
         self.expect((self.sample_every or 0) % self.eval_every == 0, "sample_every eval_every", comes_after)
 
 

@@ -227,7 +227,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         ]
 
     def _refuse(self, refused: list[str]) -> None:
-        advice = "Restore them, or pass another --workdir."
+        advice = "To resume, omit these flags. To train a new run, pass another --workdir."
         require(not refused, f"{self.path} contains a run with other settings: {'; '.join(refused)}. {advice}")
 
     def record(

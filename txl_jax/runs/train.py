@@ -176,7 +176,7 @@ def steps_in(
     train, reader = config.train, training_reader(built, corpus, config.seed)
     step, state = built.compile_step().program, built.init_state()
     times = [clock()]  # The start, and the end of each call.
-    while len(times) < 4 or times[-1] - times[1] < _SECONDS_TO_TIME:
+    while len(times) < 3 or times[-1] - times[1] < _SECONDS_TO_TIME:
         segments = reader.segments((len(times) - 1) * train.segments_per_call, train.segments_per_call)
         state, metrics = step(state, built.place(segments, batch_size=train.batch_size))
         jax.block_until_ready(metrics)
@@ -188,10 +188,12 @@ def steps_in(
     validation = per_token * len(corpus.valid[: config.eval.valid_tokens])
     # The last update is evaluated too, whether it is a multiple of eval_every or not.
     scoring = validation + per_token * len(corpus.test)
-    steps = int((seconds - scoring) / (each + validation / train.eval_every))
+    of_step = each + validation / train.eval_every
+    steps = int((seconds - scoring) / of_step)
     steps -= steps % train.segments_per_call
-    found = f"an update takes {each:.3g} s, and scoring the validation and test splits {scoring:.3g} s"
-    require(steps > 0, f"{seconds / 60:g} minutes are too few to train: {found}. Pass more minutes.")
+    found = f"a step takes {each:.3g} s, and scoring the validation and test splits {scoring:.3g} s"
+    advice = f"Pass at least {math.ceil((scoring + 100 * of_step) / 60)} minutes for 100 steps, or a smaller model."
+    require(steps > 0, f"{seconds / 60:g} minutes are too few to train: {found}. {advice}")
     return steps, each
 
 

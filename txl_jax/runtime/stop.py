@@ -41,7 +41,7 @@ def request_stop(reason: str) -> None:
     """
     _stop_requested.set()
     everywhere = distributed.is_multiprocess()
-    _print_now(reason, "stopping", everywhere)
+    _print_now(reason, "saving and stopping", everywhere)
     if everywhere:
         os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
 
@@ -49,7 +49,7 @@ def request_stop(reason: str) -> None:
 def request_save(reason: str) -> None:
     """Makes the next `save_requested` true. Call it from any thread."""
     _save_requested.set()
-    _print_now(reason, "continuing", distributed.is_multiprocess())
+    _print_now(reason, "saving and continuing", distributed.is_multiprocess())
 
 
 def save_requested() -> bool:
@@ -117,8 +117,8 @@ class StopRequest:
 
 def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None:
     """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
-    when = "with all processes" if everywhere else "as soon as this step is done"
-    os.write(2, f"{reason}: saving and {what} {when}{more}\n".encode())
+    when = "with all processes" if everywhere else "after this step"
+    os.write(2, f"{reason}: {what} {when}{more}\n".encode())
 
 
 def act_on_notices() -> None:
