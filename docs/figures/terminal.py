@@ -1,8 +1,8 @@
 """Draws docs/terminal.svg: a run of the quickstart that is killed, and the same command again.
 
-    python docs/figures/terminal.py runs/terminal
+    python docs/figures/terminal.py
 
-Needs rich (flax installs it), and twice the quickstart's time. What the second start prints again is left out.
+Needs rich, which flax installs. Lines that the second start prints again are omitted.
 """
 
 import io
@@ -17,7 +17,8 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 COLUMNS = 112
-KILLED_AFTER = "step 1100/"  # The beginning of a line. Step 1,000 has a checkpoint.
+COMMAND = "python -m experiments.quickstart --train.steps=600 --train.checkpoint_every=100 --train.eval_every=200"
+KILLED_AFTER = "step 400/"  # The beginning of a line.
 PROGRESS = re.compile(r"step \d+/|(test|with|without)\b.*%")
 STYLES = {
     r"^\$.*": "bold white",
@@ -27,9 +28,10 @@ STYLES = {
 }
 
 
-def output(command: list[str], *, killed_after: str | None = None) -> list[str]:
-    """Runs a command and returns its lines, after a line that begins with `killed_after` those of `kill -9`."""
+def output(*, killed_after: str | None = None) -> list[str]:
+    """Runs the command and returns its lines. After one that begins with `killed_after` it is killed."""
     lines = []
+    command = [sys.executable, *COMMAND.split()[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
             lines.append(line.rstrip())
@@ -39,13 +41,10 @@ def output(command: list[str], *, killed_after: str | None = None) -> list[str]:
     return lines
 
 
-def main(workdir: str) -> None:
+def main() -> None:
     """Runs the command twice and writes the picture."""
-    command = [sys.executable, "-m", "experiments.quickstart", f"--workdir={workdir}"]
-    prompt = "$ python -m experiments.quickstart"
-    first = output(command, killed_after=KILLED_AFTER)
-    second = output(command)
-    lines = [prompt, *first, "", prompt, *(line for line in second if line not in first)]
+    first, second = output(killed_after=KILLED_AFTER), output()
+    lines = [f"$ {COMMAND}", *first, "", f"$ {COMMAND}", *(line for line in second if line not in first)]
     shown: list[str] = []
     for is_progress, group in itertools.groupby(lines, lambda line: bool(PROGRESS.match(line))):
         found = list(group)
@@ -63,4 +62,4 @@ def main(workdir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
