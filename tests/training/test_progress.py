@@ -62,7 +62,7 @@ def test_a_line_sums_up_its_updates():
     assert (first["kind"], first["step"], second["step"]) == ("train", 4, 8)
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
-    assert re.search(r"\b4/8\b.*\b1s$", log.lines[0])
+    assert re.search(r"\b4/8\b.*\b0:00:01$", log.lines[0])
     short = Log()
     add(progress(short, steps=3, log_every=2), range(3))
     assert [record["step"] for record in short.records] == [2, 3], "the last update is reported between multiples"
@@ -138,7 +138,7 @@ def test_what_a_record_measures():
 def test_the_time_of_a_run_is_forecast_by_its_first_steps():
     """The first update is left out, the next two take 4 s, and 997 are left; hooks take none of it."""
     [line] = [line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")]
-    assert "2 s per step" in line and "33m 14s" in line and "997 steps" in line
+    assert "2 s per step" in line and "0:33:14" in line and "997 steps" in line
     assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]  # Too short to time.
 
 
