@@ -34,7 +34,7 @@ def output(*, killed_after: str | None = None) -> list[str]:
     command = [sys.executable, *COMMAND.split()[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
-            lines.append(line.rstrip())
+            lines.append(line.rstrip().replace(f"{Path.cwd()}/", ""))
             if killed_after and line.startswith(killed_after):
                 process.kill()
                 return [*lines, "Killed"]
