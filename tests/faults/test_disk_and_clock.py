@@ -1,6 +1,6 @@
 """Tests a disk that fills up, and a clock that jumps.
 
-Of a full disk: one sentence, nothing that was there is lost, and with space again the same numbers. A time of day that
+A full disk gives one error, nothing that was there is lost, and with space again the same numbers. A time of day that
 jumps changes no number.
 """
 
@@ -54,7 +54,7 @@ HOUR, DAY = 3600, 86400
 
 @pytest.mark.full
 def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
-    """Times of files jump with it, so that after the first jump the newest checkpoint is the oldest by them.
+    """Times of files jump with it, so that after the first jump the latest checkpoint is the oldest by them.
 
     The first jump comes while arrays are being written: Orbax gives a save 20 minutes by this clock, unless its options
     have another limit.

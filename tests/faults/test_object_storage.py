@@ -87,7 +87,7 @@ def start(tmp_path, storage):
 
 
 def test_one_of_two_processes_is_killed(start, storage, fault_seed, tmp_path):
-    """Each process once, at a drawn write; the third start ends. In a folder sums are made in the same order."""
+    """Each process once, at a drawn write; the third start ends. In a directory sums are made in the same order."""
     rng, workdir = random.Random(fault_seed), Remote(f"gs://{BUCKET}/two-processes")
     assert [code for code, _, _ in processes.finish(start(tmp_path / "undisturbed"))] == [0, 0]
     for victim in (1, 0):

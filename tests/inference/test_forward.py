@@ -171,7 +171,7 @@ LONGEST = 60
 
 
 def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
-    """The likeliest token after each position of a text read at once, where a query sees its last `window` keys."""
+    """The most likely token after each position of a text read at once, where a query sees its last `window` keys."""
     padded = np.zeros((1, LONGEST), np.int32)  # One program for all; no position sees what follows it.
     padded[0, : len(tokens)] = tokens
     model = tiny.make(dtype=DType.FLOAT64)

@@ -135,7 +135,7 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
     tokens = tiny.text(3 * L + 1)
-    tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row of the first alone.
+    tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row only of the first.
     model = TransformerXL(dataclasses.replace(config, compat=tiny.compat_config("hf")), V)
     ours = list(our_segments(model, params, span, tokens))
     theirs = list(peer_segments(torch, peer, tokens))

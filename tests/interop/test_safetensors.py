@@ -1,4 +1,4 @@
-"""Tests of safetensors files: written and read again, by the package too, damaged ones, and the memory it takes."""
+"""Tests of safetensors files: written and read again, by the package too, corrupted ones, and the memory it takes."""
 
 import json
 import re
