@@ -48,32 +48,28 @@ from txl_jax.runtime.storage import is_remote
 
 COMPRESSORS = {"zlib -9": lambda data: zlib.compress(data, 9), "lzma -9": lambda data: lzma.compress(data, preset=9)}
 
-POSITIONS_TOKENS = 200_000  # Of the test split, scored again with memory for the losses at each position.
-
 
 class Comparison(NamedTuple):
-    """Bits per byte."""
+    """Bits per byte of the test split."""
 
-    bits: dict[str, float]  # Of the test split, by name: the compressors, and the model without and with memory.
-    by_position: dict[str, list[float]]  # The model's two, at each of the L positions of a segment, in a part of it.
+    bits: dict[str, float]  # By name: the compressors, and the model without and with memory.
+    by_position: dict[str, list[float]]  # The model's two, at each of the L positions of a segment.
 
 
-def compare(config: ExperimentConfig, corpus: Corpus, run: Run, *, with_memory: float) -> Comparison:
-    """Compresses the test split, and scores it without memory. `with_memory` is its score with memory, in bits."""
+def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
+    """Compresses the test split, and scores it without and with memory."""
     text, lengths = corpus.vocabulary.decode(corpus.test), config.eval
     found = Comparison({name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}, {})
     without, memory = f"without memory (segments of {lengths.segment_len})", f"with a memory of {lengths.mem_len}"
-    no_memory = {"eval.mem_len": 0, "eval.same_length": False}
-    for name, changes, tokens in (without, no_memory, corpus.test), (memory, {}, corpus.test[:POSITIONS_TOKENS]):
+    reader = evaluation_segments(corpus.test, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
+    scored_LxSxB = np.moveaxis(reader.scored(0, reader.n_segments), -1, 0)
+    for name, changes in (without, {"eval.mem_len": 0, "eval.same_length": False}), (memory, {}):
         components = build_for(config_tree.replace(config, changes), corpus.vocabulary)
         _, params = load_parameters(components, run, log=print)
-        nats = np.zeros(len(tokens), np.float32)
-        found.bits[name] = score(components, params, tokens, name=name, log=print, token_nats=nats).bpc
-        reader = evaluation_segments(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
-        scored_LxSxB = np.moveaxis(reader.scored(0, reader.n_segments), -1, 0)
+        nats = np.zeros(len(corpus.test), np.float32)
+        found.bits[name] = score(components, params, corpus.test, name=name, log=print, token_nats=nats).bpc
         means = (nats[scored[scored > 0]].mean(dtype="float64") for scored in scored_LxSxB)
         found.by_position[name] = [float(mean) / math.log(2) for mean in means]
-    found.bits[memory] = with_memory
     return found
 
 
@@ -140,7 +136,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     if not outcome.finished or outcome.results is None:
         return None
     trained = Run.read(plan.workdir)
-    found = compare(config, corpus, trained, with_memory=outcome.results["test"]["bpc"])
+    found = compare(config, corpus, trained)
     print("\nbits per byte of the test split")
     for name, bpc in found.bits.items():
         print(f"  {name:<32} {bpc:.3f}")
