@@ -146,9 +146,8 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         title = "Transformer-XL on Python's standard library"
         records = read_metrics(trained.path)
         plots.learning_curve(records, path, title=title, levels=levels, by_position=found.by_position)
-        print(f"picture {path}\n")
-    else:
-        print("no picture: matplotlib is not installed (pip install '.[plots]')\n")
+        print(f"picture {path}")
+    print()
     generate_text(config, trained)
     place = shlex.quote(plan.workdir)
     print(

@@ -95,9 +95,9 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 
 def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
     """Draws the lines, with bands of one standard deviation around means. Returns whether there is a figure."""
+    if not lines:
+        print("no figure: no scores have been recorded yet")
     if not lines or not plots.can_draw():
-        reason = "matplotlib is not installed (pip install '.[plots]')" if lines else "no scores have been recorded yet"
-        print(f"no figure: {reason}")
         return False
     means = {name: {step: statistics.fmean(found) for step, found in line.items()} for name, line in lines.items()}
     best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]

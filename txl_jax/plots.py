@@ -17,8 +17,11 @@ UNITS = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}
 
 
 def can_draw() -> bool:
-    """Returns whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    """Returns whether matplotlib is installed, or prints a line that nothing is drawn."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print("no figure: matplotlib is not installed (pip install '.[plots]')")
+    return found
 
 
 def learning_curve(

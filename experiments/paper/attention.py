@@ -262,7 +262,6 @@ def _write(
     write_json(os.path.join(folder, "attention.json"), record)
     write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
     if not plots.can_draw():
-        print("no plots: matplotlib is not installed (pip install '.[plots]')")
         return
     title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
     _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")

@@ -86,7 +86,6 @@ def score_lengths(
         distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(list(rows[0]), rows)))
     print(f"results   {table}")
     if not distributed.broadcast_from_primary(plots.can_draw):
-        print("no figure: matplotlib is not installed (pip install '.[plots]')")
         return found
     picture = f"{trained.outputs}/context_length.png"
     how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"

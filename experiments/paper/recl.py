@@ -271,8 +271,6 @@ def _write_results(
         )
         path, ylabel = os.path.join(folder, "context.png"), plots.UNITS[measure]
         plots.curves(means, path, title=title, xlabel="context length (tokens)", ylabel=ylabel)
-    else:
-        print("no plots: matplotlib is not installed (pip install '.[plots]')")
     print(f"results   {os.path.join(folder, 'recl.md')}")
 
 

@@ -305,8 +305,7 @@ def main(
 def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
     """Parses the command line. Exits with 2 after an error message, and with 0 after --help."""
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
-        if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
         own = [name for name in FLAGS if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name))]
         required = [flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required]
         note = _TRAINED if issubclass(plan, TrainedRun) else ""
@@ -385,9 +384,7 @@ class Job:
 
         return distributed.run_on_all(over_trained)
 
-    def trained(
-        self, check: Callable[[ExperimentConfig], Any] = lambda config: None
-    ) -> tuple[ExperimentConfig, Corpus, Run]:
+    def trained(self, check: Callable[[ExperimentConfig], Any]) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan: its settings with the flags applied, its text, and the run itself.
 
         `check` is called with the settings, before the text is read.

@@ -96,8 +96,8 @@ class Step:
         self._init: Callable[..., KVCache] = components.jit(self._init_rows, static_argnums=1)
         self._write = components.jit(decode.decode_block, static_argnames=("count", "top"), donate_argnums=1)
         self._read = components.jit(_read_row, donate_argnums=1)
-        self._put: Callable[..., KVCache] = components.jit(decode.put_row, donate_argnums=0)
-        self._take: Callable[..., KVCache] = components.jit(decode.take_row)
+        self.put: Callable[..., KVCache] = components.jit(decode.put_row, donate_argnums=0)
+        self.take: Callable[..., KVCache] = components.jit(decode.take_row)
 
     def prepare_params(self, params: Any) -> Weights:
         """Prepares the parameters for reading and for writing."""
@@ -147,14 +147,6 @@ class Step:
         numbers = np.int32(row), np.int32(count), np.bool_(scored)
         cache, scores = self._read(weights.segment, cache, given, targets, *numbers)
         return cache, Scores(*(np.asarray(each)[:count] for each in scores))
-
-    def put(self, cache: KVCache, row: int, state: KVCache) -> KVCache:
-        """Returns the cache with `state` [1, ..] in a row. The cache is donated."""
-        return self._put(cache, np.int32(row), state)
-
-    def take(self, cache: KVCache, row: int) -> KVCache:
-        """Returns a copy of a row's cache, [1, ..]."""
-        return self._take(cache, np.int32(row))
 
     def normal_position(self, position: int) -> int:
         """Returns the smallest position of the same slots and number of visible ones."""
