@@ -51,12 +51,6 @@ def open_folder(name: str, *, drive: bool) -> Path:
     return folder
 
 
-def device_line() -> str:
-    """Describes JAX's devices: number, kind and platform."""
-    device = jax.devices()[0]
-    return f"{jax.device_count()} x {device.device_kind} ({device.platform})"
-
-
 def device_settings() -> dict[str, object]:
     """Returns settings of a small model for these devices: none on a CPU, a larger bfloat16 model on TPU and GPU."""
     if jax.default_backend() == "cpu":

@@ -103,8 +103,6 @@ def draw(
     The corpus may differ from the run's text if its vocabulary is the same. Returns mean probabilities [N, H, A]. After
     `Interrupted` nothing is written.
     """
-    plan.validate()
-    plan.check(config)
     parts, step, params = load_to_score(config, corpus, trained, log=print)
     length, mem_len = config.eval.segment_len, config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])

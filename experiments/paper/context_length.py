@@ -69,7 +69,6 @@ def score_lengths(
     The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` the rows so far are
     written.
     """
-    plan.validate()
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=print)
     vocabulary, tokens = corpus.vocabulary, getattr(corpus, plan.split)

@@ -62,7 +62,6 @@ def write(
 
     The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` nothing is written.
     """
-    plan.validate()
     check_can_generate(config)
     tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
     last = len(tokens) - context - length

@@ -103,7 +103,6 @@ def compare(
     Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
     finished scores are kept.
     """
-    plan.validate()
     scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.
         load_to_score(each.config, corpus, each, log=lambda line: None)

@@ -105,10 +105,11 @@ def test_the_shortest_length_that_is_as_good():
     assert ablation._summarize(config, scores, Measure.BPC) == (5.0, 5.0, L + M, scores)
 
 
-def test_nothing_to_do_is_refused(base, tmp_path):
-    for others, named in (({"seeds": (1, 1)}, r"1, 1"), ({"lengths": (0,)}, r"\[0\]")):
-        with pytest.raises(UserError, match=named):
-            run(base, plan_of(SHAW, **others), tmp_path)
+def test_nothing_to_do_is_refused(base):
+    with pytest.raises(UserError, match="1, 1"):
+        plan_of(SHAW, seeds=(1, 1)).validate()
+    with pytest.raises(UserError, match=r"\[0\]"):
+        plan_of(SHAW, lengths=(0,)).check(base[0])
     for changes, named in (({"model.network": Network.LSTM}, "lstm"), ({"train.mem_len": 0}, r"train\.mem_len")):
         with pytest.raises(UserError, match=named):
             plan_of(SHAW).check(config_tree.replace(base[0], changes))

@@ -118,14 +118,13 @@ def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
     for others, pattern in (
         ({"tokens": 12}, r"\b12\b.*\b9\b"),
         ({"positions": (3,)}, r"\b10\b.*\b54\b.*\b3\b"),
-        ({"heads": ("2.0",)}, r"\b0\b.*\b1\b.*\b2\.0\b"),
     ):
         with pytest.raises(ValueError, match=pattern):
             draw(run, tmp_path / "a", **others)
     assert not (tmp_path / "a").exists()
 
 
-def test_models_without_such_a_memory_are_refused():
+def test_models_without_such_a_memory_or_head_are_refused():
     for changes, pattern in (
         ({"model.network": Network.LSTM}, r"\blstm\b"),
         ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
@@ -133,3 +132,5 @@ def test_models_without_such_a_memory_are_refused():
     ):
         with pytest.raises(ValueError, match=pattern):
             Plan().check(config_tree.replace(tiny_run.CONFIG, changes))
+    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*\b2\.0\b"):
+        Plan(heads=("2.0",)).check(tiny_run.CONFIG)
