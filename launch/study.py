@@ -254,10 +254,8 @@ class Worker:
             before = trials.get(place)
             folder = os.path.join(self._sweep.out, before.user_attrs.get("run", place) if before else place)
             if not is_held(folder):  # Else by a training that saves, as its worker has died.
-                params = before.params if before else dict(self._sweep.queue[place])
-                of = {name: self._sweep.space[name] for name in params}
-                how: dict[str, Any] = {"params": params, "distributions": of, "user_attrs": {"place": place}}
-                self._study.add_trial(optuna.create_trial(state=TrialState.WAITING, **how))
+                params = dict(before.params if before else {}) | dict(self._sweep.queue[place])
+                self._study.enqueue_trial(params, user_attrs={"place": place})
                 return True
         return False
 
