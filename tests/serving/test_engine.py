@@ -71,18 +71,6 @@ def test_a_prompt_is_read_once_for_all_its_samples(made, length):
     assert all(content(result)[4][: length - 1] == alone[4][: length - 1] for result in results)
 
 
-def test_many_texts_begin_from_one_session_which_stays_as_it_is(made):
-    session = made.store.create("me")
-    written = run(made, Prompt(ids(50), 17), begin(made, session)).tokens()
-    state = session.state
-    for more in (NOTHING, ids(20, seed=9)):
-        results = submit_all(made, Prompt(more, 9, n=5), state=state)[1]
-        whole = np.concatenate([ids(50), written, more]).astype(np.int32)
-        alone = submit_all(made, Prompt(whole, 9, n=5))[1]
-        assert [each.wait().tokens() for each in results] == [each.wait().tokens() for each in alone]
-    assert session.state is state and not session.busy
-
-
 def test_reading_yields_to_rows_that_write(made, monkeypatch):
     """Two segments of a tenth of a second are read between two calls that write, of three prompts in turn."""
     calls, read, write = [], made.step.read, made.step.write

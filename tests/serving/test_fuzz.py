@@ -13,9 +13,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from support.http_server import ask, events, in_its_own_process, open_files, resident_mib, wait_idle
+from support.http_server import ask, check_as_before, events, in_its_own_process, resources, wait_idle
 from support.serving import SECONDS
-from support.waiting import wait_until
 from txl_jax.serving.engine import Limits
 
 FEW, SESSIONS = Limits(body_bytes=5000, tokens=100, new_tokens=20, choices=6), 3
@@ -102,18 +101,11 @@ def fuzz(port, examples):
     return statuses
 
 
-def check_as_before(process, before):
-    wait_until(lambda: open_files(process) <= before[1])
-    memory, files = resident_mib(process), open_files(process)
-    print(f"the server's memory {before[0]} MiB, then {memory} MiB; open files {before[1]}, then {files}")
-    assert memory <= 1.05 * before[0]
-
-
 @pytest.mark.nightly(part="long")
 def test_many_requests_at_random():
     with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
         fuzz(port, 1000)
-        before, start = (resident_mib(process), open_files(process)), time.monotonic()
+        before, start = resources(process), time.monotonic()
         statuses = fuzz(port, 10_000)
         print(dict(sorted(statuses.items())), f"{time.monotonic() - start:.0f} s;", end=" ")
         assert sum(statuses.values()) >= 10_000
@@ -136,6 +128,6 @@ def test_requests_made_from_its_schema(tmp_path):
             return found.stdout
 
         send(50)
-        before = resident_mib(process), open_files(process)
+        before = resources(process)
         print(re.findall("[0-9,]+ generated", send(500)), end=" ")
         check_as_before(process, before)

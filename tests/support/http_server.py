@@ -136,12 +136,18 @@ class Program:
         return self.process.returncode, errors
 
 
-def resident_mib(process: subprocess.Popen) -> int:
-    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+def resources(process: subprocess.Popen) -> tuple[int, int]:
+    """The memory of a process in MiB, and the number of files that it has open."""
+    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20, len(os.listdir(f"/proc/{process.pid}/fd"))
 
 
-def open_files(process: subprocess.Popen) -> int:
-    return len(os.listdir(f"/proc/{process.pid}/fd"))
+def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
+    """Asserts that a server has given back the files and nearly all of the memory that it used since."""
+    wait_until(lambda: resources(process)[1] <= before[1])
+    memory, files = resources(process)
+    print(f"the server's memory {before[0]} MiB, then {memory} MiB; open files {before[1]}, then {files}")
+    assert memory <= 1.05 * before[0]
 
 
 if __name__ == "__main__":

@@ -80,12 +80,10 @@ class Result:
         return Scores(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
-def submit_all(
-    made: Engine, prompt: Prompt, session: Session | None = None, *, state=EMPTY, seconds=SECONDS, start=True
-):
+def submit_all(made: Engine, prompt: Prompt, session: Session | None = None, *, seconds=SECONDS, start=True):
     """The job of a prompt, and the result of each sample to wait for."""
     results = [Result() for _ in range(prompt.n)]
-    state = session.state if session else state
+    state = session.state if session else EMPTY
     job = Job(prompt, lambda sample, event: results[sample].sink(event), time.monotonic() + seconds, session, state)
     if start:
         made.submit([job])
