@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.full_disk import largest_file
 from support.tiny_run import assert_equal
 from support.waiting import wait_until
 from txl_jax.errors import CheckpointError, UserError
@@ -274,19 +273,6 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
 
 
 # Trouble
-
-
-def test_full_disk(two_steps, open_checkpoints):
-    state = {"x": jax.random.normal(jax.random.key(0), (300_000,))}
-    with open_checkpoints() as checkpoints:
-        refused = pytest.raises(CheckpointError, match=r"\bstep 300\b.*latest \(File too large\)")
-        with largest_file(100_000), refused:
-            checkpoints.save(300, state, {})
-            checkpoints.wait()
-        assert_restores(checkpoints, 200)
-        checkpoints.save(300, make_state(300), {})
-        checkpoints.wait()
-    assert step_names(two_steps) == ["100", "200", "300"]
 
 
 def no_space(path):
