@@ -21,7 +21,6 @@ from support.cases import full_but
 from txl_jax.cli import flag_tree
 from txl_jax.config import config_tree
 from txl_jax.config.experiment import preset_names
-from txl_jax.recurrence import Segments
 from txl_jax.runs.build import build
 from txl_jax.training.step import make_train_step
 
@@ -122,14 +121,10 @@ def test_size_is_the_published_one(name):
 @pytest.mark.parametrize("name", full_but(["wt103_base"], FLAGFILES))
 def test_training_step_fits_together_at_full_size(name):
     made = parts(name)
-    train = made.config.train
-    shape = (train.segments_per_call, train.batch_size, train.segment_len)
-    tokens = jax.ShapeDtypeStruct(shape, "int32")
-    segments = Segments(tokens, tokens, jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct(shape[:2], "bool"))
     step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-    state, metrics = jax.eval_shape(step, made.abstract_state, segments)
+    state, metrics = jax.eval_shape(step, made.abstract_state, made.abstract_segments(made.config.train))
     assert jax.tree.map(kind, state) == jax.tree.map(kind, made.abstract_state)
-    assert {kind(metric) for metric in metrics} == {((train.segments_per_call,), "float32")}
+    assert {kind(metric) for metric in metrics} == {((made.config.train.segments_per_call,), "float32")}
 
 
 def kind(array):

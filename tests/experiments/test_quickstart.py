@@ -1,10 +1,10 @@
-"""Tests the quickstart's comparison, and its steps for a time."""
+"""Tests the quickstart's comparison."""
 
 import numpy as np
 import pytest
 
 from experiments import quickstart
-from support import drawn_run, programs
+from support import drawn_run
 from txl_jax.config import config_tree
 from txl_jax.runs import score
 from txl_jax.runs.build import build_for
@@ -27,9 +27,3 @@ def test_bits_by_position_are_the_means_over_all_segments(tmp_path):
         by_hand = [nats[1:][position == each].mean() / np.log(2) for each in range(5)]
         assert found.by_position[name] == pytest.approx(by_hand, rel=1e-6) and found.bits[name] == totals.bpc
     assert list(found.bits)[:2] == list(quickstart.COMPRESSORS)
-
-
-def test_steps_and_minutes_are_not_both_given(tmp_path):
-    words = ["--minutes=1", "--train.steps=10", f"--workdir={tmp_path / 'run'}"]
-    code, _, errors = programs.run("experiments.quickstart", *words)
-    assert code == 1 and "--minutes" in errors and "--train.steps" in errors
