@@ -4,7 +4,6 @@ import errno
 import gzip
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 
@@ -32,8 +31,7 @@ def succeed(program, *flags):
 
 @pytest.fixture(scope="module")
 def own_text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 12_000)))
+    path = programs.write_words(tmp_path_factory.mktemp("text"), 12_000)
     return [*programs.TINY, *programs.steps(100, every=50), f"--data.file={path}", f"--cache_dir={path.parent}"]
 
 
@@ -142,10 +140,8 @@ def test_first_mistakes_are_answered_in_one_line(tmp_path):
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file"]),
         ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
         ("text", ["--data.file=WORK/none", "--workdir=WORK"], 1, ["WORK/none"]),
-        ("text", ["--workdir=WORK", "--model.n_layr=3"], 2, ["model.n_layr", "model.n_layer"]),
         ("text", ["--workdir=WORK", "word"], 2, ["'word'"]),
         ("convert", ["--to=WORK/new"], 1, ["--from is required"]),
-        ("paper.recl", ["--workdirs=WORK", "--out=WORK", "--lengths=3,x"], 2, ["'x'"]),
         ("text", ["--workdir=WORK", "--mode=generate"], 1, ["WORK", "config.json"]),
     ):
         got, _, err = run(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags))
@@ -253,20 +249,10 @@ def test_a_model_that_may_only_be_read_is_evaluated_and_generates(drawn, read_on
     assert set(content(out)) == {"evaluation.json", "sample-seed0.txt", "scores-valid.tsv", "scores-test.tsv"}
 
 
-def test_a_portable_folder_has_the_scores_and_the_text_of_its_run(drawn, portable, tmp_path):
-    workdir = shutil.copytree(drawn[0], tmp_path / "run")
-    results = []
-    for model in (workdir, portable):
-        out = tmp_path / f"{model.name}-out"
-        use("eval", model, *drawn[1], f"--out={out}")
-        use("generate", model, "--generate.prompt=the cat", f"--out={out}")
-        results.append((json.loads((out / "evaluation.json").read_text()), (out / "sample-seed0.txt").read_text()))
-    (ours, text), (theirs, same) = results
-    assert text == same and ours["text_sha256"] == theirs["text_sha256"]
-    assert [ours[split] for split in ("valid", "test")] == [theirs[split] for split in ("valid", "test")]
-    assert "--data.file" in use("eval", portable, code=1), "no text is named by a portable folder"
+def test_a_portable_folder_names_no_text_and_cannot_be_trained_in(drawn, portable):
+    assert "--data.file" in use("eval", portable, code=1)
     assert "tokenizer" in use("eval", portable, *drawn[1], "--tokenizer=byte", code=1)
-    assert "--init_from" in use("train", portable, *drawn[1], code=1), "a portable folder cannot be trained in"
+    assert "--init_from" in use("train", portable, *drawn[1], code=1)
 
 
 def test_an_out_that_cannot_be_written_to_is_refused_and_training_has_none(drawn, tmp_path):

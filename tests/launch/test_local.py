@@ -10,7 +10,7 @@ import time
 import pytest
 
 from launch import local as local_module
-from support import ROOT
+from support import ROOT, processes
 
 
 def local(*arguments, **kwargs):
@@ -21,11 +21,8 @@ def local(*arguments, **kwargs):
 
 
 def finish(process):
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+    [ended] = processes.finish([process])
+    return ended
 
 
 @pytest.mark.full

@@ -17,7 +17,8 @@ import pytest
 
 from launch import sweep
 from support import ON_PATH, ROOT
-from support.sweep_worker import FILE, TINY, check_each_trained_once, make_words, starts, trials
+from support.programs import write_words
+from support.sweep_worker import FILE, TINY, check_each_trained_once, starts, trials
 from support.waiting import wait_until
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
@@ -157,7 +158,7 @@ def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_worke
 
 @pytest.mark.nightly(part="postgres")
 def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
-    make_words(tmp_path)
+    write_words(tmp_path, 12_000)
     content = MODELS.replace("WORK", str(tmp_path))
     pruned = content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
     workers = start_workers(pruned, REAL_TRAININGS="1")

@@ -1,41 +1,29 @@
-"""Tests sweeps: the runs of a file, random search, mistakes, tables, and a study of real trainings."""
+"""Tests sweeps: the runs of a file, random search, mistakes, tables, and a study of a real training."""
 
 import csv
 import json
 import math
-import os
 import re
 import shlex
-import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch import sweep
-from support import ROOT, recorded_run, runs
-from support.sweep_worker import TINY, make_words
-from support.waiting import wait_until
+from support import programs, recorded_run, runs
+from support.sweep_worker import TINY
 from txl_jax.config import config_tree
-from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
 
 SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
-QUICK = """
-import sys
-from launch import study, sweep
-study.GRACE_SECONDS, study.POLL_SECONDS = 3, 0.2
-sys.exit(sweep.main(sys.argv))
-"""
 
 
 @pytest.fixture
 def write(tmp_path):
     """Writes the file of a sweep, on tiny runs unless given others; returns its path."""
-    make_words(tmp_path)
+    programs.write_words(tmp_path, 12_000)
 
     def make(text, base=TINY):
         (tmp_path / "sweep.toml").write_text(base.replace("WORK", str(tmp_path)) + text)
@@ -101,10 +89,7 @@ def test_values_become_flags_after_the_flagfile(write):
         ("[sampler]\nname = 'TPESampler'\n[grid]\nseed = [1]\n", r"sampler.*no range"),
         ("[sampler]\nname = 'Tpe'\n[grid]\nseed = [1]\n", r"sampler.*'Tpe'"),
         ("[pruner]\nname = 'MedianPruner'\nsteps = 3\n[grid]\nseed = [1]\n", r"pruner.*'steps'"),
-        (
-            SAMPLED + "[grid]\ntrain.steps = [3]\n",
-            r"train\.steps\D*\b3\b",
-        ),
+        (SAMPLED + "[grid]\ntrain.steps = [3]\n", r"train\.steps\D*\b3\b"),
         ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"random\.samples\b.*\b0\b"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"lower number first.*\[0\.5, 0\]"),
@@ -162,41 +147,6 @@ def test_commands_are_printed_for_a_shell_and_for_skypilot(write, capsys, monkey
     assert shlex.split(run) == ["python", "-m", "launch.sweep", str(path), *shared]
 
 
-def table(folder):
-    """The rows of results.csv, by run."""
-    with open(folder / "results.csv", newline="") as file:
-        return {row["run"]: row for row in csv.DictReader(file)}
-
-
-@pytest.mark.full
-def test_a_real_training_whose_worker_is_killed_ends_as_if_nothing_had_happened(write):
-    """Its worker dies by SIGKILL, the training ends with it, and the same command resumes it, bit for bit."""
-    path = write("[grid]\nseed = [1]\ntrain.checkpoint_every = [100]\n")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-
-    def start(name):
-        command = [sys.executable, "-c", QUICK, str(path), f"--out={path.parent / name}"]
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    def finish(process):
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output.decode()
-
-    finish(start("undisturbed"))
-    killed, folder = start("out"), path.parent / "out" / "seed=1+checkpoint_every=100"
-    wait_until(lambda: len(list((folder / "checkpoints" / "latest").glob("[0-9]*"))) > 1)  # The first one is complete.
-    killed.kill()
-    killed.communicate()
-    finish(start("out"))
-    [step] = map(int, re.findall(r"(?m)^resuming\D*(\d+)", (folder / "sweep.log").read_text()))
-    assert 0 < step < 1200
-    alone = path.parent / "undisturbed" / "seed=1+checkpoint_every=100"
-    assert runs.numbers(folder) == runs.numbers(alone)
-    assert table(path.parent / "out")["seed=1+checkpoint_every=100"]["state"] == "finished"
-    results = [json.loads((each / "results.json").read_text()) for each in (folder, alone)]
-    assert results[0]["test"] == results[1]["test"] and results[0]["best_valid"] == results[1]["best_valid"]
-
-
 @pytest.mark.full
 def test_a_study_whose_runs_are_in_a_bucket(write, bucket, tmp_path, capsys):
     path = write(
@@ -231,60 +181,41 @@ def test_states_are_read_from_the_folders(write):
     assert state() == "not started"
 
 
-@pytest.mark.parametrize(
-    ("text", "finished"),
-    [
-        ("{", False),
-        ('{"steps": 1200, "eval": EVAL}', True),
-        ('{"steps": 600, "eval": EVAL}', False),  # Of the same run, before it was given more steps.
-        ('{"steps": 1200, "eval": {"eval.mem_len": 64}}', False),
-    ],
-)
-def test_damaged_results_and_those_of_other_settings_are_none(write, text, finished):
+def record(run, config, **results):
+    """Records a run with a config and its results, in place of a training."""
+    runs.record(run.folder, config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
+    results = {"steps": config.train.steps, "eval": config_tree.to_dict(config.eval)} | results
+    (Path(run.folder) / "results.json").write_text(json.dumps(results))
+
+
+def test_damaged_results_and_those_of_other_settings_are_none(write):
+    """Those of 600 steps are of the same run, before it was given more."""
     run = read(write("[grid]\nseed = [1]\n"))[0]
-    words = WordVocabulary(("<eos>", "one", "<unk>"))
-    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, words))
-    evaluation = json.dumps(config_tree.to_dict(run.config.eval))
-    (Path(run.folder) / "results.json").write_text(text.replace("EVAL", evaluation))
-    assert (run.results is not None) == finished
+    record(run, run.config)
+    assert run.results is not None
+    for changes in ({"steps": 600}, {"eval": {"eval.mem_len": 64}}):
+        record(run, run.config, **changes)
+        assert run.results is None
+    (Path(run.folder) / "results.json").write_text("{")
+    assert run.results is None
 
 
 def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
-    """A flagfile's sizes yield to those of the weights, and its warm-up to a short training or to the record."""
+    """A flagfile's sizes yield to those of the weights, which the record has."""
     small = 'program = "text"\nflagfile = "small"\n[base]\ndata.file = "WORK/words.txt"\n'
-
-    def read_one(text):
-        return read(write(f"[[runs]]\nname = 'a'\n{text}", base=small))[0]
-
-    run = read_one("train.steps = 100\n")
-    assert run.config.optimizer.warmup_steps == 10
-    words = WordVocabulary(("<eos>", "one", "<unk>"))
-    info, results = TextInfo("text", "own text", "d" * 64, words), Path(run.folder) / "results.json"
-    runs.record(run.folder, run.config, info)
-    results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
-    assert run.results is not None
-    longer = read_one("train.steps = 200\n")
-    assert longer.config == config_tree.replace(run.config, {"train.steps": 200}) and longer.results is None
-    shutil.rmtree(run.folder)
-    tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
-    runs.record(run.folder, config_tree.replace(tuned.config, {"model.n_layer": 2, "model.n_head": 3}), info)
-    results.write_text(json.dumps({"steps": 100, "eval": config_tree.to_dict(run.config.eval)}))
-    tuned = read_one("init_from = 'weights'\ntrain.steps = 100\n")
+    path = write("[grid]\ninit_from = ['weights']\n", base=small)
+    [run] = read(path)
+    record(run, config_tree.replace(run.config, {"model.n_layer": 2, "model.n_head": 3}))
+    [tuned] = read(path)
     assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (2, 3) and tuned.results is not None
 
 
 def test_a_run_that_diverged_has_ended_and_says_so(write):
     run = read(write("[grid]\nseed = [1]\n"))[0]
-    runs.record(run.folder, run.config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
-    scores = {"best_valid": {"loss": 5.0}, "test": {"loss": 30.0}}
-    results = {"steps": 1200, "eval": config_tree.to_dict(run.config.eval), **scores}
-    (Path(run.folder) / "results.json").write_text(json.dumps(results))
+    record(run, run.config, best_valid={"loss": 5.0}, test={"loss": 30.0})
     row = run.row([])
-    assert (
-        run.end(0, 1.0, pruned=False) == row["state"] == "diverged"
-        and row["test"] == math.inf
-        and row["best_valid"] < 150
-    )
+    assert run.end(0, 1.0, pruned=False) == row["state"] == "diverged"
+    assert row["test"] == math.inf and row["best_valid"] < 150
 
 
 # Random search
@@ -320,7 +251,8 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     recorded_run.make(tmp_path / "half", seed=3, done=500)
     words = ["sweep", "--table", str(tmp_path / "slurm"), str(tmp_path / "half"), f"--out={tmp_path / 'tables'}"]
     assert sweep.main(words) == 0
-    rows = table(tmp_path / "tables")
+    with open(tmp_path / "tables" / "results.csv", newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 training steps"
     for run in read_runs([str(tmp_path / "slurm")]):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])

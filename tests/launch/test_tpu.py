@@ -10,11 +10,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from support import ROOT, shell
+from support.processes import wait_for
 
 FAKES = ROOT / "tests" / "launch" / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
@@ -39,17 +39,6 @@ def call(cloud, *words, **environment):
 def program(cloud, text):
     (cloud / "program").write_text(f"#!/usr/bin/env bash\nset -eu\n{text}")
     (cloud / "program").chmod(0o755)
-
-
-def wait_until(condition, process):
-    """Returns when it holds; kills the process if that takes half a minute."""
-    for _ in range(1500):
-        if condition():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    process.kill()
-    pytest.fail(f"it never came to that: {process.communicate()}")
 
 
 def is_running(cloud):
@@ -174,14 +163,14 @@ def test_watch_waits_while_a_host_is_maintained(cloud):
     """The program has the same notice, saves and exits with 143; afterwards the host may have rebooted."""
     program(cloud, "trap 'exit 143' TERM\nwhile [ ! -e \"$FAKE/over\" ]; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
-    wait_until(lambda: is_running(cloud), watching)
+    wait_for(lambda: is_running(cloud), [watching])
     (cloud / "host1" / "maintenance").write_text("TERMINATE_ON_HOST_MAINTENANCE\n")
     for host in ("host0", "host1"):
         os.kill(int((cloud / host / "pid").read_text()), signal.SIGTERM)
     log = cloud / "host.log"
     begins = log.read_text().count("\nsystemd-run ")
     polls = log.read_text().count("ExecMainStatus")
-    wait_until(lambda: log.read_text().count("ExecMainStatus") > polls + 8, watching)
+    wait_for(lambda: log.read_text().count("ExecMainStatus") > polls + 8, [watching])
     assert log.read_text().count("\nsystemd-run ") == begins, "it is not started before the maintenance is over"
     for name in ("pid", "status", "maintenance"):  # A reboot.
         (cloud / "host1" / name).unlink()
@@ -195,7 +184,7 @@ def test_watch_waits_while_a_host_is_maintained(cloud):
 def test_watch_ends_when_the_run_is_stopped(cloud):
     program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
-    wait_until(lambda: is_running(cloud), watching)
+    wait_for(lambda: is_running(cloud), [watching])
     code, _, err = call(cloud, "stop", "one", "--zone=z")
     assert code == 0, err
     _, err = watching.communicate(timeout=60)
@@ -257,12 +246,12 @@ def test_a_host_that_was_replaced_is_installed_again(cloud):
     """One of two hosts comes back empty: the run is stopped on the other, and begins again on both."""
     program(cloud, 'trap "exit 143" TERM\nwhile [ ! -e "$FAKE/replaced" ]; do sleep 0.02; done\n')
     watching = watch(cloud, wait=False)
-    wait_until(lambda: is_running(cloud), watching)
+    wait_for(lambda: is_running(cloud), [watching])
     pid = int((cloud / "host1" / "pid").read_text())
     (cloud / "host1").rename(cloud / "host1-gone")
     (cloud / "host1").mkdir()
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: (cloud / "gcloud.log").read_text().count(" scp ") == 2, watching)
+    wait_for(lambda: (cloud / "gcloud.log").read_text().count(" scp ") == 2, [watching])
     (cloud / "replaced").touch()
     out, err = watching.communicate(timeout=60)
     assert watching.returncode == 0, out + err

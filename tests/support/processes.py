@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 from launch.local import process_environments
 from support import ON_PATH, ROOT
@@ -22,6 +23,15 @@ def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **va
         )
         for number, environment in enumerate(announced)
     ]
+
+
+def wait_for(condition, started, *, seconds=SECONDS):
+    """Returns once the condition holds; ends the processes and shows what they printed if one ends before."""
+    end = time.monotonic() + seconds
+    while not condition():
+        running = time.monotonic() < end and all(process.poll() is None for process in started)
+        assert running, finish(started)
+        time.sleep(0.02)
 
 
 def finish(started, *, seconds=SECONDS):

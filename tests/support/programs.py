@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from absl import flags
 
@@ -28,6 +30,13 @@ TINY = [  # A run of seconds.
 def steps(count: int, *, every: int) -> list[str]:
     """Returns the flags of a run of so many steps that logs, evaluates and saves every so many."""
     return [f"--train.steps={count}", *(f"--train.{name}_every={every}" for name in ("log", "eval", "checkpoint"))]
+
+
+def write_words(folder: Path, count: int) -> Path:
+    """Writes a text of so many words, of which there are four; returns its path."""
+    text = " ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], count))
+    (folder / "words.txt").write_text(text)
+    return folder / "words.txt"
 
 
 def config_of(defaults: ExperimentConfig, *words: str, base: ExperimentConfig | None = None) -> ExperimentConfig:

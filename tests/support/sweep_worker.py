@@ -11,7 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import optuna
 import sqlalchemy
 
@@ -71,10 +70,6 @@ train.eval_every = 100
 train.checkpoint_every = 600
 eval = { batch_size = 4, segment_len = 16, mem_len = 32 }
 """
-
-
-def make_words(folder):
-    (folder / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three"], 12_000)))
 
 
 FILE = """
