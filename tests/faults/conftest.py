@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from support import miniature
+from support import ON_PATH, miniature
 from support.compiled_programs import cache_in
-from support.faults import ROOT, Place, finished
+from support.faults import Place, finished
 from txl_jax.config import CorpusName
 
 
@@ -17,8 +17,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     (folder / "data").mkdir()
     (folder / "data" / miniature.OFFICIAL[CorpusName.PTB]).write_bytes(miniature.official(CorpusName.PTB))
-    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONFAULTHANDLER": "1"}
-    return Place(folder, environment | cache_in(folder / "compiled"))
+    return Place(folder, ON_PATH | {"PYTHONFAULTHANDLER": "1"} | cache_in(folder / "compiled"))
 
 
 @pytest.fixture(scope="session")

@@ -8,22 +8,17 @@ import shutil
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from support import BUCKET, programs
 from support.compiled_programs import cache_in
-from support.faults import NIGHTLY, assert_equal_runs
+from support.faults import NIGHTLY, SAVED, assert_equal_runs, command_of_two
 from support.hosts import PORT, SERVER, Hosts
-from support.processes import finish
+from support.processes import finish, wait_for
 from support.remote import Remote
-from support.waiting import wait_until
 from txl_jax.cli import other_hosts
 
 pytestmark = NIGHTLY
-SAVED, STEPS = 4, 12
-TINY = [*programs.TINY, *programs.steps(STEPS, every=2), "--train.eval_every=6", f"--train.checkpoint_every={SAVED}"]
-TINY += ["--model.dropout.rate=0.2", "--train.batch_size=8", "--eval.batch_size=8"]
 MOMENT = 15  # Seconds in which a process that knows of a loss has ended.
 OUTAGE, PATIENCE = 60, 900  # Seconds.
 
@@ -44,16 +39,11 @@ def hosts(storage, tmp_path_factory):
 def start(hosts, storage, tmp_path_factory):
     """Starts a run, or resumes it, on both hosts."""
     folder = tmp_path_factory.mktemp("text")
-    text = folder / "words.txt"
-    text.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))
+    programs.write_words(folder, 2_000)
     url = f"http://{SERVER}:{PORT}"
-    reached = storage.environment | {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
-
-    def start(workdir):
-        flags = [*TINY, f"--data.file={text}", f"--cache_dir={folder}", f"--workdir={workdir}"]
-        return hosts.start("-m", "experiments.text", *flags, **cache_in(folder / "compiled"), **reached)
-
-    return start
+    variables = storage.environment | {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
+    variables |= cache_in(folder / "compiled")
+    return lambda workdir: hosts.start(*command_of_two(folder, workdir), **variables)
 
 
 def assert_end_well(started):
@@ -74,8 +64,7 @@ def run(request, start, storage, undisturbed):
     name = request.node.name.translate({ord("["): "-", ord("]"): None})  # With brackets no run resumes.
     started = start(workdir := Remote(f"gs://{BUCKET}/{name}"))
     saved = f"{name}/checkpoints/latest/{SAVED}/digests.json"
-    wait_until(lambda: saved in storage.names() or None not in [process.poll() for process in started], PATIENCE)
-    assert [process.poll() for process in started] == [None, None], finish(started)
+    wait_for(lambda: saved in storage.names(), started, seconds=PATIENCE)
     yield workdir, started
     storage.calm()
     if any(process.returncode for process in started):

@@ -40,7 +40,7 @@ OF_ENSEMBLE += ["open *latest/24/.digests.json*"]
 def kill_at_each(moments, name, train, place, undisturbed):
     """Kills a start at each moment, and lets the next one end."""
     for at in moments:
-        assert train(name, fault="kill", at=at).end().code == KILLED, f"no kill at {at}"
+        assert train(name, fault="kill", at=at).end().returncode == KILLED, f"no kill at {at}"
     finished(train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
     assert_nothing_left_over(place, name)
@@ -78,8 +78,8 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
             for _ in range(min(KILLS_PER_RUN, kills - landed)):
                 last = rng.choice([OPERATIONS // 5, OPERATIONS])  # Else hardly any would come while a text is prepared.
                 ended = act(name, fault="kill", at=f"*{name}/*", count=rng.randint(1, last)).end()
-                if ended.code != KILLED:  # It ended before.
-                    assert ended.code == 0, ended.err
+                if ended.returncode != KILLED:  # It ended before.
+                    assert ended.returncode == 0, ended.stderr
                     break
                 landed += 1
             finished(act(name))

@@ -5,12 +5,11 @@ In one process, and in two of four devices each, of which one is killed and both
 
 import random
 
-import numpy as np
 import pytest
 
 from support import BUCKET, processes, programs
 from support.compiled_programs import cache_in
-from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, finished
+from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, command_of_two, finished
 from support.remote import Remote
 from support.waiting import wait_until
 
@@ -39,7 +38,7 @@ def killed_at(storage, victim, number):
     """Kills a start at its write of this number; returns whether it came so far."""
     victim.wait_for("ready")
     storage.kill_at_write(victim.pid, number)
-    code = victim.end().code
+    code = victim.end().returncode
     assert code == (KILLED if storage.killed else 0)
     storage.calm()
     return code == KILLED
@@ -68,22 +67,12 @@ def test_kills_and_errors(wanted, runs, storage, undisturbed, fault_seed):
     print(f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal")
 
 
-TINY = [*programs.TINY, *programs.steps(12, every=2), "--train.eval_every=6", "--train.checkpoint_every=4"]
-TINY += ["--model.dropout.rate=0.2", "--train.batch_size=8", "--eval.batch_size=8"]
-
-
 @pytest.fixture
 def start(tmp_path, storage):
     """Starts a run, or resumes it, in two processes that have eight devices together."""
-    text = tmp_path / "words.txt"
-    text.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))
-    compiled = cache_in(tmp_path / "compiled")
-
-    def start(workdir):
-        flags = [*TINY, f"--data.file={text}", f"--cache_dir={tmp_path}", f"--workdir={workdir}"]
-        return processes.start("-m", "experiments.text", *flags, **compiled, **storage.environment)
-
-    return start
+    programs.write_words(tmp_path, 2_000)
+    variables = cache_in(tmp_path / "compiled") | storage.environment
+    return lambda workdir: processes.start(*command_of_two(tmp_path, workdir), **variables)
 
 
 def test_one_of_two_processes_is_killed(start, storage, fault_seed, tmp_path):

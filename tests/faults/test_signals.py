@@ -23,11 +23,11 @@ FAST = ("compiling", "testing")
 
 def assert_stopped(ended, code, step, name="SIGTERM"):
     """One answer on the error stream, one line on the other; or, without a handler, neither."""
-    assert ended.code == code
-    assert "Traceback" not in ended.err
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
     if code != UNANSWERED:
-        assert ended.err.startswith(f"{name}: ") and ended.err.count("\n") == 1, ended.err
-        assert re.match(rf"stopped\D*\b{step}\b", ended.out.splitlines()[-1])
+        assert ended.stderr.startswith(f"{name}: ") and ended.stderr.count("\n") == 1, ended.stderr
+        assert re.match(rf"stopped\D*\b{step}\b", ended.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("phases", few_or_all(FAST, PHASES))
