@@ -35,9 +35,7 @@ TOLERANCE = 1e-10
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 2_000)))
-    return path
+    return programs.write_words(tmp_path_factory.mktemp("text"), 2_000)
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +59,6 @@ def undisturbed(start, tmp_path_factory):
     return workdir
 
 
-def wait_for_sample(workdir, step, started):
-    until = time.monotonic() + processes.SECONDS
-    while not (workdir / "samples" / f"step-{step}.txt").exists():
-        running = time.monotonic() < until and all(process.poll() is None for process in started)
-        assert running, processes.finish(started)
-        time.sleep(0.02)
-
-
 def assert_same_run(workdir, expected):
     found, wanted = read_metrics(workdir), read_metrics(expected)
     for record, other in zip(found, wanted, strict=True):
@@ -90,7 +80,7 @@ def assert_same_run(workdir, expected):
 def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(undisturbed, start, tmp_path):
     """A signal to the second process saves the same step in both; one process goes on from it."""
     started = start(2, tmp_path)
-    wait_for_sample(tmp_path, 4, started)
+    processes.wait_for((tmp_path / "samples" / "step-4.txt").exists, started)
     started[1].send_signal(signal.SIGTERM)
     (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
     assert (code_0, code_1, out_1) == (143, 143, "") and "Traceback" not in err_0 + err_1, err_0 + err_1
