@@ -41,8 +41,6 @@ def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
         ({"model.attention": "reference"}, ("reference", "reference")),
     ):
         assert run.attention_for(config_tree.replace(run.config, changes)) == Implementations(*kept)
-    run.attention = {"training": "fused triton 64x64", "evaluation": "fused cudnn"}
-    assert run.attention_for(run.config) == Implementations("auto", "auto"), "kernels that are gone"
 
 
 def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
@@ -121,11 +119,10 @@ def start_again(workdir, config, corpus):
 
 @pytest.mark.full
 def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
-    for gone in ("fused mosaic_roll 128x256", "fused triton 64x64", "fused cudnn"):
-        rewrite(stopped, {"training": gone, "evaluation": "tiled 4x8"})
-        [line] = start_again(stopped, CONFIG, corpus)
-        assert f"training was {gone} and is now tiled 4x8 " in line and "evaluation" not in line
-        assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    rewrite(stopped, {"training": "fused mosaic_roll 128x256", "evaluation": "tiled 4x8"})
+    [line] = start_again(stopped, CONFIG, corpus)
+    assert "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line and "evaluation" not in line
+    assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
     tiles.refusal = "the head width is 4, below 8"
     [line] = start_again(stopped, CONFIG, corpus)
     assert "training was tiled 4x8 and is now reference, " in line

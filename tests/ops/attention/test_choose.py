@@ -24,8 +24,6 @@ WRITTEN = [
 def test_implementations_are_written_and_read():
     for implementation in WRITTEN:
         assert Implementation.parse(str(implementation)) == implementation
-    for gone in ("fused triton 64x64", "fused cudnn"):  # Kernels of earlier versions.
-        assert Implementation.parse(gone) is None
     wrong = ("", "tiled 128x", "reference  128x128", "tiled", "tiled 0x128", "fused 16x16", "fused mosaic_roll")
     for text in (*wrong, "other 8x8"):
         with pytest.raises(ValueError, match="not an attention implementation"):

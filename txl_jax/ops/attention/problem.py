@@ -8,7 +8,6 @@ import jax
 
 PATHS = ("reference", "tiled", "stored", "fused")
 KERNELS = ("mosaic_roll", "mosaic_gather")
-_GONE = re.compile(r"fused (triton( \d+x\d+)?|cudnn)")  # Kernels for GPUs, which records up to commit 624573f name.
 
 # Queries, position keys and scores, as `cached_attention` describes them. Keys, and what is stored, may be `Int8`.
 Position = tuple[jax.Array, Any, jax.Array | None] | None
@@ -107,10 +106,8 @@ class Implementation:
         return " ".join(str(word) for word in words if word is not None)
 
     @classmethod
-    def parse(cls, text: str) -> "Implementation | None":
-        """Returns the implementation in a string, or None for a removed kernel. Raises `ValueError` for others."""
-        if _GONE.fullmatch(text):
-            return None
+    def parse(cls, text: str) -> "Implementation":
+        """Returns the implementation in a string. Raises `ValueError` if it is not one."""
         found = re.fullmatch(r"(\w+)(?: ([a-z]\w*?))??(?: (\d+)x(\d+))?( interpreted)?", text)
         if not found:
             raise ValueError(f"{text!r} is not an attention implementation such as 'tiled 128x256'")
