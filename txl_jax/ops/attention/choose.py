@@ -8,7 +8,6 @@ from txl_jax.ops.attention.problem import PATHS, REFERENCE, Implementation, Prob
 from txl_jax.ops.attention.tpu import geometry as tpu
 
 AUTO = "auto"
-_STORED = Implementation("stored")
 # Reading the KV cache is all the work then, and the reference converts it while it reads.
 _ONE_TOKEN = "a single token has nothing to tile"
 _DOCUMENTS = "only the reference and stored have a mask for documents that are kept apart (data.reset_at)"
@@ -94,7 +93,7 @@ def _choose_fastest(problem: Problem, without: Collection[str]) -> tuple[Impleme
     if problem.platform in ("tpu", "gpu"):
         if problem.cached or "stored" in without:
             return REFERENCE, instead
-        return _STORED, f"{instead}, and stored moves fewer scores than the reference"
+        return _make("stored", problem), f"{instead}, and stored moves fewer scores than the reference"
     if problem.documents:
         return REFERENCE, _DOCUMENTS
     if not tiles_are_faster(problem):

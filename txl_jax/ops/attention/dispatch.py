@@ -1,13 +1,7 @@
 """The entry to attention: checks the arguments, and runs the chosen implementation over the shards of the ambient mesh.
 
-    reference  whole scores [B, H, L, K] (`reference.py`): the definition of correct
-    tiled      XLA loops over tiles of the scores (`tiled/`), on any platform
-    stored     plain XLA with its own backward pass (`stored.py`), in training on any platform; "auto" takes it on
-               GPUs, because it moves fewer scores than the reference
-    fused      Pallas kernels for TPUs (`tpu/`)
-
-All give the same numbers up to rounding, and draw the same dropout masks. The others are imported when they are first
-used: Pallas takes a while.
+All paths give the same numbers up to rounding, and draw the same dropout masks. Those other than the reference are
+imported when they are first used: Pallas takes a while.
 """
 
 import functools
@@ -66,10 +60,11 @@ def attention(
     check.operands_fit(operands, visibility)
     dropout = check.dropout_of(dropout, query.shape[1])
     # In a run `runs.build` has chosen; its choice stays if it can serve this call.
-    implementation = choose.resolve(implementation, describe(operands, visibility, dropout))
+    call = describe(operands, visibility, dropout)
+    implementation = choose.resolve(implementation, call)
     if implementation.path == "reference":
         return reference.attention(operands, visibility, dropout)
-    compute, shards = _of_training(implementation), shards_of(*query.shape[:2])
+    compute, shards = _function_of(implementation, call), shards_of(*query.shape[:2])
     if shards is None:
         return compute(operands, visibility, dropout)
 
@@ -115,10 +110,11 @@ def cached_attention(
     """
     operands = CachedOperands(query, key, value, ring, position)
     check.cached_operands_fit(operands, visibility)
-    implementation = choose.resolve(implementation, describe_cached(operands, visibility))
+    call = describe_cached(operands, visibility)
+    implementation = choose.resolve(implementation, call)
     if implementation.path == "reference":
         return reference.cached_attention(operands, visibility)
-    compute = _of_inference(implementation)
+    compute = _function_of(implementation, call)
     operands = jax.tree.map(  # The other implementations multiply floating-point numbers only.
         lambda array: array.dequantize(query.dtype) if isinstance(array, Int8) else array,
         operands,
@@ -132,33 +128,26 @@ def cached_attention(
     return shard_map(compute, in_specs=specs, out_specs=shards.by_both())(operands, visibility)
 
 
-def _of_training(implementation: Implementation) -> Callable[[Operands, Visibility, Dropout | None], jax.Array]:
-    """Returns the function of a path other than the reference."""
+def _function_of(implementation: Implementation, call: Problem) -> Callable[..., jax.Array]:
+    """Returns the function of a path other than the reference, of operands, visibility and, in training, dropout."""
     if implementation.path == "stored":
         from txl_jax.ops.attention.stored import stored_attention
 
         return stored_attention
     options: dict[str, Any] = {"tile": implementation.tile}
     if implementation.path == "tiled":
-        from txl_jax.ops.attention.tiled.training import tiled_attention
+        from txl_jax.ops.attention.tiled import cached, training
 
-        return functools.partial(tiled_attention, **options)
-    from txl_jax.ops.attention.tpu.kernels import tpu_attention
+        tiled: Any = cached.tiled_cached_attention if call.cached else training.tiled_attention
+        return functools.partial(tiled, **options)
+    from txl_jax.ops.attention.tpu import cached as cached_kernel
+    from txl_jax.ops.attention.tpu import kernels
 
-    options |= {"kernel": implementation.kernel, "interpret": implementation.interpret}
-    return functools.partial(tpu_attention, **options)
-
-
-def _of_inference(implementation: Implementation) -> Callable[..., jax.Array]:
-    """Returns the function with the arguments of `cached_attention`, `implementation` aside."""
-    options: dict[str, Any] = {"tile": implementation.tile}
-    if implementation.path == "tiled":
-        from txl_jax.ops.attention.tiled.cached import tiled_cached_attention
-
-        return functools.partial(tiled_cached_attention, **options)
-    from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
-
-    return functools.partial(tpu_cached_attention, **options, interpret=implementation.interpret)
+    options["interpret"] = implementation.interpret
+    if call.cached:
+        return functools.partial(cached_kernel.tpu_cached_attention, call, **options)
+    options["kernel"] = implementation.kernel
+    return functools.partial(kernels.tpu_attention, call, **options)
 
 
 # The part of a call that one device of the ambient mesh computes: rows over data x fsdp, heads over tensor.

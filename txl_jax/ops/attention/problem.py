@@ -18,11 +18,11 @@ class Operands(NamedTuple):
     """The arrays of attention over [memory; segment], or their gradients. Missing arrays are None."""
 
     query: Any  # [B, H, L, E]
-    key: jax.Array  # [B, H, K, E], memory first.
-    value: jax.Array  # [B, H, K, E]
+    key: Any  # [B, H, K, E], memory first.
+    value: Any  # [B, H, K, E]
     position_key: Any = None  # [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`).
-    content_bias: jax.Array | None = None  # [H, E], u.
-    position_bias: jax.Array | None = None  # [H, E], v.
+    content_bias: Any = None  # [H, E], u.
+    position_bias: Any = None  # [H, E], v.
     position_score: Any = None  # [H, P], added before the division by sqrt(E).
 
 

@@ -59,15 +59,16 @@ def arrays_on(device, dtype):
 def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positions=True):
     n_head, length, _, width, _ = TRAINING[preset]
     device = devices_of(chip)[0]
-    problem = Problem("tpu", device.device_kind, dtype, batch, *TRAINING[preset])
     visibility = Visibility(arrays_on(device, jnp.int32)((batch,)), length, length, causal=causal)
+    n_positions = visibility.n_positions if positions else 0
+    problem = Problem("tpu", device.device_kind, dtype, batch, *TRAINING[preset][:4], n_positions, causal=causal)
     sizes = shapes(visibility, n_head, width)
     arrays = Operands(*(arrays_on(device, dtype)(sizes[name]) for name in NAMES[: 6 if positions else 3]))
 
     def run(arrays, visibility, seed, gradient):
         dropout = None if rate is None else Dropout(rate=rate, seed=seed, n_head=n_head)
         options = {"tile": default_tile(problem), "kernel": kernel_of(problem)}
-        attend = functools.partial(tpu_attention, visibility=visibility, dropout=dropout, **options)
+        attend = functools.partial(tpu_attention, problem, visibility=visibility, dropout=dropout, **options)
         out, gradients_of = jax.vjp(attend, arrays)
         return out, gradients_of(gradient)
 
@@ -141,7 +142,7 @@ def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None)
     ring = stored((batch, n_head, width, capacity)), stored((batch, n_head, capacity, width))
     position = (own, array((n_head, width, n_positions)), None) if n_positions else None
     visibility = CachedVisibility(integers((batch,)), integers(()), segment_len, capacity, window)
-    run = functools.partial(tpu_cached_attention, tile=default_tile(problem))
+    run = functools.partial(tpu_cached_attention, problem, tile=default_tile(problem))
     program = jax.jit(run).lower(CachedOperands(own, own, own, ring, position), visibility).compile()
 
     scores, ring_size = batch * n_head * segment_len * n_keys, batch * n_head * width * capacity

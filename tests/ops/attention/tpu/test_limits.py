@@ -69,5 +69,5 @@ def test_a_libtpu_that_compiles_no_kernels_is_named(monkeypatch):
 
 
 def test_a_tile_is_rounded_to_registers_and_no_larger_than_the_scores():
-    assert round_tile(Tile(256, 512), segment_len=150, n_keys=300) == Tile(160, 384)
-    assert round_tile(Tile(100, 200), segment_len=768, n_keys=1536) == Tile(112, 256)
+    assert round_tile(Tile(256, 512), resized(PROBLEM, TRAINING["wt103_base"])) == Tile(160, 384)
+    assert round_tile(Tile(100, 200), PROBLEM) == Tile(112, 256)

@@ -43,24 +43,17 @@ from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, p
 
 
 def tpu_cached_attention(
-    operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile, interpret: bool = False
+    problem: Problem, operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile, interpret: bool = False
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
 
-    A tile has a multiple of 16 queries up to 128 or a multiple of 128, and a multiple of 128 slots.
+    `problem` describes the arrays. A tile has a multiple of 16 queries up to 128 or a multiple of 128, and a multiple
+    of 128 slots.
     """
     query, key, value, ring, position = operands
     position_query, table, scores = position or (None, None, None)
     assert position is None or (table is not None and scores is None), "refused: position scores, or no keys"
-    (batch, n_head, segment_len, width), capacity = query.shape, visibility.capacity
-    problem = Problem(
-        *("tpu", "", query.dtype.name, batch, n_head, segment_len, capacity + segment_len, width),
-        n_positions=0 if table is None else table.shape[2],
-        window=visibility.window,
-        capacity=capacity,
-        cache_dtype=ring[0].dtype.name,
-    )
-    sizes = CachedSizes.of(problem, tile)
+    sizes, segment_len = CachedSizes.of(problem, tile), problem.segment_len
     queries_behind = round_up(segment_len, sizes.query_block) - segment_len
     keys_behind = sizes.n_own * sizes.own_block - segment_len
     arrays = {
@@ -71,7 +64,7 @@ def tpu_cached_attention(
     if table is not None and position_query is not None:
         arrays["position_query"] = pad_rows(position_query, 0, queries_behind)
         arrays["position_key"] = table[..., -sizes.n_positions :]
-    if capacity:
+    if sizes.capacity:
         arrays |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}
     return _call(arrays, visibility, sizes, interpret=interpret)[:, :, :segment_len]
 

@@ -8,11 +8,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from txl_jax.ops.attention.problem import Problem, Tile
@@ -26,7 +26,7 @@ _ROWS = 16  # Rows of a vector register of bfloat16.
 _NO_KEY = 2**30
 _MIB = 2**20
 _OLDEST_GENERATION = 4  # Mosaic has no product of bfloat16 for older ones, and their gather differs.
-_ITEMSIZES = {"bfloat16": 2, "float32": 4}
+_DTYPES = "bfloat16", "float32"
 _WIDEST_CACHED_HEAD = 256
 _LARGEST_BLOCK = 1024  # Slots. Fewer cost more steps, of about 400 extra instructions each. More reach further.
 
@@ -49,8 +49,8 @@ def refusal(problem: Problem) -> str | None:
     generation, vmem = _generation(problem.device_kind), _vmem(problem.device_kind)
     if generation is not None and generation < _OLDEST_GENERATION:
         return f"the kernels are for TPU v{_OLDEST_GENERATION} and later, but the device is {problem.device_kind}"
-    if problem.dtype not in _ITEMSIZES:
-        return f"the kernels are for {' and '.join(_ITEMSIZES)}, but the dtype is {problem.dtype}"
+    if problem.dtype not in _DTYPES:
+        return f"the kernels are for {' and '.join(_DTYPES)}, but the dtype is {problem.dtype}"
     if problem.has_position_score:
         return "the kernels do not support a score per distance (position_score)"
     pairs = problem.segment_len * problem.n_keys
@@ -64,7 +64,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _training_refusal(problem: Problem, vmem: int) -> str | None:
-    if (need := _backward_bytes(problem, default_tile(problem))) > vmem:
+    if (need := vmem_bytes(problem, default_tile(problem))) > vmem:
         return (
             f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
             f"kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
@@ -74,8 +74,8 @@ def _training_refusal(problem: Problem, vmem: int) -> str | None:
 
 def _cached_refusal(problem: Problem, vmem: int) -> str | None:
     stored = problem.cache_dtype or problem.dtype
-    if stored not in _ITEMSIZES:
-        return f"the kernel reads a cache of {' or '.join(_ITEMSIZES)}, but its dtype is {stored}"
+    if stored not in _DTYPES:
+        return f"the kernel reads a cache of {' or '.join(_DTYPES)}, but its dtype is {stored}"
     if problem.d_head > _WIDEST_CACHED_HEAD:
         return f"the head size is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
     need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
@@ -119,7 +119,7 @@ def default_tile(problem: Problem) -> Tile:
     largest = _LARGEST_TILES if problem.dtype == "bfloat16" else _LARGEST_TILES[2:]
     length, n_keys = problem.segment_len, problem.n_keys
     tiles = [Tile(_part(length, query, _ROWS), _part(n_keys, key, LANES)) for query, key in largest]
-    return next((tile for tile in tiles if _backward_bytes(problem, tile) <= _vmem(problem.device_kind)), tiles[-1])
+    return next((tile for tile in tiles if vmem_bytes(problem, tile) <= _vmem(problem.device_kind)), tiles[-1])
 
 
 def _part(size: int, largest: int, step: int) -> int:
@@ -148,20 +148,16 @@ def _vmem(device_kind: str) -> int:
     return _VMEM.get(device_kind, _VMEM_OF_OTHERS) * _MIB
 
 
-def _backward_bytes(problem: Problem, tile: Tile) -> int:
-    return vmem_bytes(problem, tile, itemsize=4 if problem.dtype == "float32" else 2, backward=True)
-
-
-def vmem_bytes(sizes: "Problem | Geometry", tile: Tile, *, itemsize: int, backward: bool) -> int:
+def vmem_bytes(problem: Problem, tile: Tile, *, backward: bool = True) -> int:
     """Returns about how much VMEM a training kernel takes.
 
     Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512 at K 4096 and 31.9 at
     K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this gives 18.4, 32.4 and 29.5.
     """
-    row = round_up(sizes.d_head, LANES)
+    row, itemsize = round_up(problem.d_head, LANES), jnp.dtype(problem.dtype).itemsize
     n_query, n_key = tile
-    keys = round_up(sizes.n_keys, n_key)
-    positions = round_up(sizes.segment_len, n_query) + keys + LANES if sizes.n_positions else 0
+    keys = round_up(problem.n_keys, n_key)
+    positions = round_up(problem.segment_len, n_query) + keys + LANES if problem.n_positions else 0
     blocks = 2 * itemsize * row * (n_query * (4 if backward else 2) + 2 * n_key + positions)
     scratch = n_query * row * (2 * itemsize + 8) + 2 * n_query * LANES * 4
     scores = n_query * (n_key + LANES) * 4 * (3 if backward else 2) * (itemsize // 2)
@@ -182,24 +178,16 @@ def strip_rows(n_query: int) -> int:
     return max(rows for rows in range(8, LANES + 1, 8) if n_query % rows == 0)
 
 
-def round_tile(tile: Tile, *, segment_len: int, n_keys: int) -> Tile:
+def round_tile(tile: Tile, problem: Problem) -> Tile:
     """Returns the tile of a training kernel in steps that the registers have, and no larger than the scores."""
-    return Tile(round_up(min(tile.query, segment_len), _ROWS), round_up(min(tile.key, n_keys), LANES))
+    return Tile(round_up(min(tile.query, problem.segment_len), _ROWS), round_up(min(tile.key, problem.n_keys), LANES))
 
 
-@dataclasses.dataclass(frozen=True)
-class Geometry:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry(Problem):
     """Sizes of one call of the training kernels, all static."""
 
-    batch: int  # B
-    n_head: int  # H
-    segment_len: int  # L
-    n_keys: int  # K
-    d_head: int  # E
-    n_positions: int  # P, or 0 without position keys.
     tile: Tile  # Multiples of 16 queries and 128 keys.
-    causal: bool
-    window: int | None  # Distances that a query sees, or None for all.
     rotate: bool  # Whether a tile is skewed by a rotation, or else by a gather.
     n_drawn_head: int | None  # Heads of all devices, by which dropout counts, or None without dropout.
     interpret: bool
@@ -250,20 +238,18 @@ class Geometry:
 
         The range is empty if none does.
         """
-        start, stop = self._key_range(query_tile, start, stop, jnp.minimum, jnp.maximum)
+        start, stop = self._key_range(query_tile, start, stop, jnp)
         size = jnp.int32(self.tile.key)
         return lax.div(start, size), jnp.where(stop > start, lax.div(stop - 1, size), -1)
 
-    def _key_range(
-        self, query_tile: Any, start: Any, stop: Any, minimum: Callable[..., Any], maximum: Callable[..., Any]
-    ) -> tuple[Any, Any]:
-        """Returns the first key that some query of a tile sees, and the end, by integers or traced numbers."""
+    def _key_range(self, query_tile: Any, start: Any, stop: Any, numpy: Any) -> tuple[Any, Any]:
+        """Returns the first key that some query of a tile sees, and the end, by `numpy` or, traced, `jax.numpy`."""
         first = self.mem_len + query_tile * self.tile.query  # The key at distance 0 from the first query.
-        last = self.mem_len + minimum((query_tile + 1) * self.tile.query, self.segment_len) - 1
+        last = self.mem_len + numpy.minimum((query_tile + 1) * self.tile.query, self.segment_len) - 1
         if self.window is not None:
-            start = maximum(start, first - self.window + 1)
-            stop = stop if self.causal else minimum(stop, last + self.window)
-        return start, minimum(stop, last + 1) if self.causal else stop
+            start = numpy.maximum(start, first - self.window + 1)
+            stop = stop if self.causal else numpy.minimum(stop, last + self.window)
+        return start, numpy.minimum(stop, last + 1) if self.causal else stop
 
     def visible(self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
         """Returns the visible pairs of a tile: bool [n, m], or [1, m] if all its queries see the same."""
@@ -281,13 +267,13 @@ class Geometry:
 
     @functools.cached_property
     def n_tile(self) -> int:
-        """Tiles of a row and head with visible pairs, if its memory is full, like `key_tiles` in Python's integers.
+        """Tiles of a row and head with visible pairs, if its memory is full.
 
         Not by jax, which would compute on the ambient mesh, whose devices may not be attached.
         """
-        ranges = (self._key_range(tile, 0, self.n_keys, min, max) for tile in range(self.n_query_tile))
+        ranges = (self._key_range(tile, 0, self.n_keys, np) for tile in range(self.n_query_tile))
         size = self.tile.key
-        return sum((stop - 1) // size - start // size + 1 for start, stop in ranges if stop > start)
+        return int(sum((stop - 1) // size - start // size + 1 for start, stop in ranges if stop > start))
 
 
 @dataclasses.dataclass(frozen=True)

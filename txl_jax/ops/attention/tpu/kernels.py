@@ -32,6 +32,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +43,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from txl_jax.ops.attention.dropout import Dropout, bits
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.problem import Operands, Tile
+from txl_jax.ops.attention.problem import Operands, Problem, Tile
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
 
 HIDDEN = -1e30  # The score of a pair that is masked; finite, as the difference of two infinities is not a number.
@@ -56,6 +57,7 @@ TN: Contracted = ((0,), (0,))  # [n, m] x [n, e] -> [m, e]
 
 
 def tpu_attention(
+    problem: Problem,
     operands: Operands,
     visibility: Visibility,
     dropout: Dropout | None = None,
@@ -66,39 +68,23 @@ def tpu_attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
-    `tile` is rounded to what the registers take. `kernel` says how a tile is skewed: "mosaic_roll" (TPU v5 and later)
-    or "mosaic_gather" (v4 and later). Any device can `interpret` the kernels.
+    `problem` describes the arrays. `tile` is rounded to what the registers take. `kernel` says how a tile is skewed:
+    "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device can `interpret` the kernels.
     """
     assert operands.position_score is None, "refused: a score per distance"
-    batch, n_head, segment_len, width = operands.query.shape
     geometry = Geometry(
-        batch=batch,
-        n_head=n_head,
-        segment_len=segment_len,
-        n_keys=visibility.n_keys,
-        d_head=width,
-        n_positions=0 if operands.position_key is None else operands.position_key.shape[1],
-        tile=round_tile(tile, segment_len=segment_len, n_keys=visibility.n_keys),
-        causal=visibility.causal,
-        window=visibility.window,
+        **vars(problem),
+        tile=round_tile(tile, problem),
         rotate=kernel == "mosaic_roll",
         n_drawn_head=None if dropout is None else dropout.n_head,
         interpret=interpret,
     )
-    biases = (None if bias is None else bias[:, None, :] for bias in (operands.content_bias, operands.position_bias))
-    arrays = _Operands(*operands[:4], *biases)
-    return _attend(geometry, arrays, _make_scalars(visibility, dropout)).astype(operands.value.dtype)
+    biases = {name: getattr(operands, name) for name in ("content_bias", "position_bias")}
+    rows = {name: None if bias is None else bias[:, None, :] for name, bias in biases.items()}
+    return _attend(geometry, operands._replace(**rows), _make_scalars(visibility, dropout)).astype(operands.value.dtype)
 
 
-class _Operands(NamedTuple):
-    """Arrays of a call, or their gradients. In a kernel, references to their blocks."""
-
-    query: Any  # [B, H, L, E]
-    key: Any  # [B, H, K, E]
-    value: Any  # [B, H, K, E]
-    position_key: Any  # [H, P, E], or None.
-    content_bias: Any  # [H, 1, E], or None.
-    position_bias: Any  # [H, 1, E], or None.
+# Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are [H, 1, E].
 
 
 class _Scalars(NamedTuple):
@@ -122,21 +108,11 @@ def _make_scalars(visibility: Visibility, dropout: Dropout | None) -> _Scalars:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> jax.Array:
+def _attend(geometry: Geometry, operands: Operands, scalars: _Scalars) -> jax.Array:
     return _forward(geometry, operands, scalars)[0]
 
 
-class _ForwardScratch(NamedTuple):
-    """Arrays that stay in VMEM over the tiles of keys."""
-
-    content_query: Any  # [n, E], with u.
-    position_query: Any  # [n, E], with v, or None without position keys.
-    top: Any  # float32 [n, 128], the largest score so far, in every lane.
-    total: Any  # float32 [n, 128], sums of exp(score - top), each lane its own part.
-    weighted: Any  # float32 [n, E], sum of exp(score - top) * value.
-
-
-def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(geometry: Geometry, operands: Operands, scalars: _Scalars) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the attention [B, H, L, E], and the residuals.
 
     The last residual is the logarithm of each query's sum, [B, H, tiles of queries, 1, n] in float32. A query that sees
@@ -146,13 +122,13 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
     blocks, _, log_sum_block = _make_blocks(geometry)
     padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
-    scratch = _ForwardScratch(
-        content_query=pltpu.VMEM((rows, width), dtype),
-        position_query=pltpu.VMEM((rows, width), dtype) if geometry.n_positions else None,
-        top=pltpu.VMEM((rows, LANES), wide),
-        total=pltpu.VMEM((rows, LANES), wide),
-        weighted=pltpu.VMEM((rows, width), wide),
-    )
+    scratch = {  # Over the tiles of keys.
+        "content_query": pltpu.VMEM((rows, width), dtype),  # With u.
+        "position_query": pltpu.VMEM((rows, width), dtype) if geometry.n_positions else None,  # With v.
+        "top": pltpu.VMEM((rows, LANES), wide),  # The largest score so far, in every lane.
+        "total": pltpu.VMEM((rows, LANES), wide),  # Sums of exp(score - top), each lane its own part.
+        "weighted": pltpu.VMEM((rows, width), wide),  # Sum of exp(score - top) * value.
+    }
     log_sum_shape = (geometry.batch, geometry.n_head, geometry.n_query_tile, 1, rows)  # A tile of any size is a row.
     out, log_sum = _run(
         functools.partial(_forward_kernel, geometry),
@@ -172,10 +148,10 @@ def _forward(geometry: Geometry, operands: _Operands, scalars: _Scalars) -> tupl
 def _forward_kernel(
     geometry: Geometry,
     scalars: _Scalars,
-    operands: _Operands,
+    operands: Operands,
     out_ref: Any,
     log_sum_ref: Any,
-    scratch: _ForwardScratch,
+    scratch: SimpleNamespace,
 ) -> None:
     step = _Step(geometry, scalars, *map(pl.program_id, range(4)))
 
@@ -220,24 +196,11 @@ class _Residuals(NamedTuple):
     log_sum: Any  # float32 [B, H, tiles of queries, 1, n]
 
 
-class _BackwardScratch(NamedTuple):
-    """Arrays that stay in VMEM: over the tiles of keys, and the last two over all tiles of a row and head."""
-
-    content_query: Any  # [n, E], with u.
-    position_query: Any  # [n, E], with v, or None without position keys.
-    log_sum: Any  # float32 [n, 128], in every lane.
-    out_product: Any  # float32 [n, 128], (1 - rate) do . o in every lane.
-    content_gradient: Any  # float32 [n, E], of the queries through the keys.
-    position_gradient: Any  # float32 [n, E], of the queries through the position keys, or None without these.
-    key_gradient: Any  # float32 [K, E]
-    value_gradient: Any  # float32 [K, E]
-
-
 def _backward(
     geometry: Geometry,
     saved: tuple[Any, ...],
     gradient: jax.Array,
-) -> tuple[_Operands, None]:
+) -> tuple[Operands, None]:
     """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
     operands, scalars, out, log_sum = saved
     rows, width = geometry.tile.query, geometry.d_head
@@ -245,17 +208,17 @@ def _backward(
     padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
     has_position = geometry.n_positions > 0
-    scratch = _BackwardScratch(
-        content_query=pltpu.VMEM((rows, width), dtype),
-        position_query=pltpu.VMEM((rows, width), dtype) if has_position else None,
-        log_sum=pltpu.VMEM((rows, LANES), wide),
-        out_product=pltpu.VMEM((rows, LANES), wide),
-        content_gradient=pltpu.VMEM((rows, width), wide),
-        position_gradient=pltpu.VMEM((rows, width), wide) if has_position else None,
-        key_gradient=pltpu.VMEM((geometry.padded_keys, width), wide),
-        value_gradient=pltpu.VMEM((geometry.padded_keys, width), wide),
-    )
-    present = _present(_Operands(dtype, dtype, dtype, wide, wide, wide), operands)
+    scratch = {  # Over the tiles of keys, and the last two over all tiles of a row and head.
+        "content_query": pltpu.VMEM((rows, width), dtype),  # With u.
+        "position_query": pltpu.VMEM((rows, width), dtype) if has_position else None,  # With v.
+        "log_sum": pltpu.VMEM((rows, LANES), wide),  # In every lane.
+        "out_product": pltpu.VMEM((rows, LANES), wide),  # (1 - rate) do . o in every lane.
+        "content_gradient": pltpu.VMEM((rows, width), wide),  # Of the queries through the keys.
+        "position_gradient": pltpu.VMEM((rows, width), wide) if has_position else None,  # Through position keys.
+        "key_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
+        "value_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
+    }
+    present = _present(Operands(dtype, dtype, dtype, wide, wide, wide), operands)
     shapes = jax.tree.map(lambda array, kind: jax.ShapeDtypeStruct(array.shape, kind), padded, present)
     given = _present(blocks, operands)
     residuals = _Residuals(_pad_queries(geometry, out), _pad_queries(geometry, gradient), log_sum)
@@ -280,7 +243,7 @@ def _backward(
     if position_key is not None:
         before, _ = geometry.position_padding
         position_key = position_key[:, before : before + geometry.n_positions]
-    of_operands = _Operands(
+    of_operands = Operands(
         query=gradients.query[:, :, : geometry.segment_len],
         key=gradients.key[:, :, : geometry.n_keys],
         value=gradients.value[:, :, : geometry.n_keys],
@@ -295,10 +258,10 @@ _attend.defvjp(_forward, _backward)
 
 
 def _backward_kernel(
-    geometry: Geometry, scalars: _Scalars, operands: _Operands, residuals: _Residuals, *rest: Any
+    geometry: Geometry, scalars: _Scalars, operands: Operands, residuals: _Residuals, *rest: Any
 ) -> None:
     *outputs, scratch = rest
-    gradients = _Operands(*outputs)
+    gradients = Operands(*outputs)
     step = _Step(geometry, scalars, *map(pl.program_id, range(4)))
     _begin_backward(step, operands, residuals, gradients, scratch)
 
@@ -320,7 +283,7 @@ def _backward_kernel(
 
 
 def _begin_backward(
-    step: "_Step", operands: _Operands, residuals: _Residuals, gradients: _Operands, scratch: _BackwardScratch
+    step: "_Step", operands: Operands, residuals: _Residuals, gradients: Operands, scratch: SimpleNamespace
 ) -> None:
     """Sets sums to 0 where they begin, and prepares a tile of queries."""
     first_keys = step.key_tile == 0
@@ -345,7 +308,7 @@ def _begin_backward(
         scratch.out_product[...] = jnp.broadcast_to(sums, scratch.out_product.shape)
 
 
-def _score_gradient(step: "_Step", operands: _Operands, residuals: _Residuals, scratch: _BackwardScratch) -> jax.Array:
+def _score_gradient(step: "_Step", operands: Operands, residuals: _Residuals, scratch: SimpleNamespace) -> jax.Array:
     """Adds to the gradient of the values, and returns the scores' gradient times 1 - rate: [n, m] in float32."""
     n_key = step.geometry.tile.key
     scores = _tile_scores(step, operands, scratch.content_query, scratch.position_query)
@@ -361,7 +324,7 @@ def _score_gradient(step: "_Step", operands: _Operands, residuals: _Residuals, s
     return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
 
 
-def _end_backward(step: "_Step", gradients: _Operands, scratch: _BackwardScratch) -> None:
+def _end_backward(step: "_Step", gradients: Operands, scratch: SimpleNamespace) -> None:
     """Writes the sums of a tile of queries, and after the last one the sums of keys and values."""
     geometry = step.geometry
     last_keys = step.key_tile == geometry.n_key_tile - 1
@@ -440,7 +403,7 @@ class _Step(NamedTuple):
         return pl.ds(pl.multiple_of(first + at, divisor), size)
 
 
-def _make_blocks(geometry: Geometry) -> tuple[_Operands, pl.BlockSpec, pl.BlockSpec]:
+def _make_blocks(geometry: Geometry) -> tuple[Operands, pl.BlockSpec, pl.BlockSpec]:
     """Returns the parts in VMEM at a step: of the operands, of the gradients of all keys, and of the log sums."""
     (n_query, n_key), width = geometry.tile, geometry.d_head
 
@@ -455,20 +418,20 @@ def _make_blocks(geometry: Geometry) -> tuple[_Operands, pl.BlockSpec, pl.BlockS
     bias = pl.BlockSpec((1, 1, width), lambda head, *_: (head, 0, 0))
     all_keys = pl.BlockSpec((1, 1, geometry.padded_keys, width), lambda head, row, *_: (row, head, 0, 0))
     log_sum = pl.BlockSpec((1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0))
-    return _Operands(query, key, key, positions, bias, bias), all_keys, log_sum
+    return Operands(query, key, key, positions, bias, bias), all_keys, log_sum
 
 
-def _present(of_all: _Operands, operands: _Operands) -> _Operands:
+def _present(of_all: Operands, operands: Operands) -> Operands:
     """Returns what belongs to the operands that are not None."""
-    return _Operands(*(None if array is None else part for array, part in zip(operands, of_all, strict=True)))
+    return Operands(*(None if array is None else part for array, part in zip(operands, of_all, strict=True)))
 
 
-def _pad_operands(geometry: Geometry, operands: _Operands) -> _Operands:
+def _pad_operands(geometry: Geometry, operands: Operands) -> Operands:
     query, key, value, position_key, *biases = operands
     query, behind = _pad_queries(geometry, query), geometry.padded_keys - geometry.n_keys
     if position_key is not None:
         position_key = pad_rows(position_key, *geometry.position_padding)
-    return _Operands(query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases)
+    return Operands(query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases)
 
 
 def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
@@ -490,7 +453,7 @@ def _run(
     in_specs: Any,
     out_specs: Any,
     out_shape: Any,
-    scratch: Any,
+    scratch: dict[str, Any],
     backward: bool,
 ) -> Any:
     """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid. Returns its outputs.
@@ -499,10 +462,11 @@ def _run(
     """
 
     def function(*refs: Any) -> None:
-        kernel(_Scalars(*refs[: len(scalars)]), *refs[len(scalars) :])
+        *arrays, of_scratch = refs[len(scalars) :]
+        kernel(_Scalars(*refs[: len(scalars)]), *arrays, SimpleNamespace(**of_scratch))
 
     arrays = jax.tree.leaves((inputs, out_shape))
-    need = vmem_bytes(geometry, geometry.tile, itemsize=arrays[0].dtype.itemsize, backward=backward)
+    need = vmem_bytes(geometry, geometry.tile, backward=backward)
     return pl.pallas_call(
         function,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -545,7 +509,7 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
 # Tiles of scores inside kernels: products, the term by distance, and rows of numbers.
 
 
-def _bias_queries(scale: float, operands: _Operands, content_query: Any, position_query: Any) -> None:
+def _bias_queries(scale: float, operands: Operands, content_query: Any, position_query: Any) -> None:
     """Writes the queries of a tile with u and with v, both divided by sqrt(E), so that no score has to be."""
     query = operands.query[0, 0]
     for target, bias in (content_query, operands.content_bias), (position_query, operands.position_bias):
@@ -555,7 +519,7 @@ def _bias_queries(scale: float, operands: _Operands, content_query: Any, positio
             target[...] = (wide * scale).astype(target.dtype)
 
 
-def _tile_scores(step: _Step, operands: _Operands, content_query: Any, position_query: Any) -> jax.Array:
+def _tile_scores(step: _Step, operands: Operands, content_query: Any, position_query: Any) -> jax.Array:
     """Computes the scores of a tile, [n, m] in float32, before any mask."""
     scores = dot(content_query[...], operands.key[0, 0], NT)
     if position_query is None:
