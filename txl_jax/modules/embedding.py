@@ -1,7 +1,6 @@
 """Both ends of the vocabulary: the adaptive input embedding and the adaptive softmax."""
 
 import itertools
-from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -12,8 +11,6 @@ from txl_jax.modules.dropout import is_on
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.sharding import axes
-
-Tied = tuple[Sequence[jax.Array], Sequence[jax.Array | None]]  # The embedding's tables and projections.
 
 
 def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
@@ -103,31 +100,31 @@ class Softmax(nn.Module):
             self.tail_table = self.param("tail_table", tail_table, (n_tail, c.embed_width))
             self.tail_bias = self.param("tail_bias", axes.zeros(axes.CLUSTERS), (n_tail,))
 
-    def nll(self, hidden: jax.Array, targets: jax.Array, tied: Tied) -> jax.Array:
+    def nll(self, hidden: jax.Array, targets: jax.Array, embedding: Embedding) -> jax.Array:
         """Computes each target's loss in nats, [B, L]."""
-        clusters, tails = self._weights(tied)
+        clusters, tails = self._weights(embedding)
         return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
 
-    def log_probabilities(self, hidden: jax.Array, tied: Tied) -> jax.Array:
+    def log_probabilities(self, hidden: jax.Array, embedding: Embedding) -> jax.Array:
         """Computes the log probabilities (logprobs) of all tokens, [B, L, V]."""
-        clusters, tails = self._weights(tied)
+        clusters, tails = self._weights(embedding)
         return adaptive_softmax.log_probabilities(hidden, clusters, tails)
 
-    def clusters(self, tied: Tied) -> list[Cluster]:
+    def clusters(self, embedding: Embedding) -> list[Cluster]:
         """Returns the clusters' weights in the compute type, the head ending with the tails' entries."""
-        clusters, tails = self._weights(tied)
+        clusters, tails = self._weights(embedding)
         return [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]]
 
-    def _weights(self, tied: Tied) -> tuple[list[Cluster], TailEntries | None]:
+    def _weights(self, embedding: Embedding) -> tuple[list[Cluster], TailEntries | None]:
         """Returns the clusters' weights in the compute type, tied ones taken from the embedding."""
-        c, (tables, projections) = self.config, tied
-        tables = [theirs if own is None else own for own, theirs in zip(self.own_tables, tables, strict=True)]
+        c, pairs = self.config, zip(self.own_tables, embedding.tables, strict=True)
+        tables = [theirs if own is None else own for own, theirs in pairs]
         clusters, start = [], 0
         for i, size in enumerate(self.sizes):
             table = tables[i] if c.div_val > 1 else tables[0][start : start + size]
             projection = None
             if c.has_projections:
-                own, theirs = self.own_projections[i], projections[i if c.div_val > 1 else 0]
+                own, theirs = self.own_projections[i], embedding.projections[i if c.div_val > 1 else 0]
                 projection = jnp.asarray(theirs if own is None else own, c.dtype)
             clusters.append(Cluster(table.astype(c.dtype), self.bias[start : start + size], projection))
             start += size

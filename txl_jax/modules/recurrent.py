@@ -77,11 +77,11 @@ class RecurrentModel(nn.Module):
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L]."""
-        return self.softmax.nll(hidden, targets, (self.embedding.tables, self.embedding.projections))
+        return self.softmax.nll(hidden, targets, self.embedding)
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
         """Computes the log probabilities (logprobs) of all tokens: [B, L, D] -> [B, L, V]."""
-        return self.softmax.log_probabilities(hidden, (self.embedding.tables, self.embedding.projections))
+        return self.softmax.log_probabilities(hidden, self.embedding)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns an empty memory. `mem_len` has no effect."""

@@ -119,15 +119,15 @@ class TransformerXL(nn.Module):
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L]."""
-        return self.softmax.nll(hidden, targets, (self.embedding.tables, self.embedding.projections))
+        return self.softmax.nll(hidden, targets, self.embedding)
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:
         """Computes log probabilities of all tokens: [B, L, D] -> [B, L, V]."""
-        return self.softmax.log_probabilities(hidden, (self.embedding.tables, self.embedding.projections))
+        return self.softmax.log_probabilities(hidden, self.embedding)
 
     def clusters(self) -> list[adaptive_softmax.Cluster]:
         """Returns the softmax's weights, in the layout of `ops.adaptive_softmax`."""
-        return self.softmax.clusters((self.embedding.tables, self.embedding.projections))
+        return self.softmax.clusters(self.embedding)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns the memory before the first segment, in the compute type."""

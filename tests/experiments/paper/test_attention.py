@@ -45,7 +45,7 @@ def test_probabilities_are_those_of_the_model_by_distance(untie_r, preset, windo
     monkeypatch.setattr(jax.nn, "softmax", lambda scores, **kwargs: seen.append(softmax(scores, **kwargs)) or seen[-1])
     for i in range(tiny.N):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
-        biases = None if untie_r else (stack["biases"]["content"], stack["biases"]["position"])
+        biases = None if untie_r else stack["biases"]
         block = Block(model.config)
         hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases))
     for found, expected in zip(weights.probabilities, seen, strict=True):

@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
 from txl_jax.ops.attention import positions
+from txl_jax.sharding import axes
 
 
 class Projections(NamedTuple):
@@ -66,6 +68,22 @@ class OriginalTensor(NamedTuple):
     path: str  # Our parameter, "a/b/c",
     path_shape: tuple[int, ...]  # and its shape.
     reversed: bool  # The release begins with the greatest distance, we with 0 (second axis).
+
+
+class Learned(nn.Module):
+    """Learned arrays of an encoding: a parameter for each name, from the size and logical axis of its dimensions."""
+
+    config: ModelConfig
+    arrays: Mapping[str, Sequence[tuple[int, str]]]
+
+    @nn.compact
+    def __call__(self) -> dict[str, jax.Array]:
+        """Returns the parameters by name."""
+        found = {}
+        for name, dimensions in self.arrays.items():
+            shape, names = zip(*dimensions, strict=True)
+            found[name] = self.param(name, axes.normal(self.config.init_std, *names), shape)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,39 +5,26 @@ They are counted back from the segment's end. A layer keeps its inputs with the 
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ModelConfig
-from txl_jax.modules.positions.encoding import DecodeTerms, OriginalTensor, PositionEncoding
+from txl_jax.modules.positions.encoding import DecodeTerms, Learned, OriginalTensor, PositionEncoding
 from txl_jax.ops.attention import positions
 from txl_jax.sharding import axes
 
 
-class PositionVectors(nn.Module):
-    """The vectors of one layer: [n, D], of the distances 0 .. n - 1."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        """Returns the table."""
-        c = self.config
-        init = axes.normal(c.init_std, axes.POSITIONS, axes.EMBED)
-        return self.param("vector", init, (c.table_size, c.d_model))
-
-
 class LearnedPositions(PositionEncoding):
-    """Al-Rfou's encoding."""
+    """Al-Rfou's encoding. Each layer has vectors [n, D], of the distances 0 .. n - 1."""
 
     original_type = 3
 
     def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
         """Adds the vectors of the distances L - 1, .., 0 to the inputs of a layer, [B, L, D]."""
         assert codes is not None, "codes are None; expected the distances that `shared_codes` returns"
-        own = codes[codes.shape[0] - inputs.shape[1] :]
-        return inputs + PositionVectors(self.config, name="positions")().astype(inputs.dtype)[own][None]
+        c, own = self.config, codes[codes.shape[0] - inputs.shape[1] :]
+        table = {"vector": ((c.table_size, axes.POSITIONS), (c.d_model, axes.EMBED))}
+        vectors = Learned(c, table, name="positions")()["vector"]
+        return inputs + vectors.astype(inputs.dtype)[own][None]
 
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None

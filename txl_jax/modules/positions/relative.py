@@ -8,14 +8,13 @@ added to the embedding or to the layers' inputs: those hooks of `PositionEncodin
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ModelConfig
 from txl_jax.errors import UserError
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
+    Learned,
     OriginalTensor,
     PositionEncoding,
     PositionKeys,
@@ -25,20 +24,6 @@ from txl_jax.modules.positions.encoding import (
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.positions import table_length
 from txl_jax.sharding import axes
-
-
-class PositionBiases(nn.Module):
-    """Parameters u and v (the original's r_w_bias and r_r_bias), both [H, E]."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self) -> tuple[jax.Array, jax.Array]:
-        """Returns u and v."""
-        c = self.config
-        init = axes.normal(c.init_std, axes.HEADS, axes.HEAD_DIM)
-        shape = (c.n_head, c.d_head)
-        return self.param("content", init, shape), self.param("position", init, shape)
 
 
 class RelativePositions(PositionEncoding):
@@ -64,12 +49,17 @@ class RelativePositions(PositionEncoding):
 
     def shared_parameters(self) -> Any:
         """Creates u and v of all layers."""
-        c = self.config
-        return None if c.untie_r or c.tie_positions else PositionBiases(c, name="biases")()
+        return None if self.config.untie_r or self.config.tie_positions else self._biases()
 
     def layer_parameters(self, shared: Any) -> Any:
         """Creates u and v of one layer with `untie_r`."""
-        return PositionBiases(self.config, name="biases")() if self.config.untie_r else shared
+        return self._biases() if self.config.untie_r else shared
+
+    def _biases(self) -> dict[str, jax.Array]:
+        """Creates u (content, the original's r_w_bias) and v (position, its r_r_bias), both [H, E]."""
+        c = self.config
+        heads = (c.n_head, axes.HEADS), (c.d_head, axes.HEAD_DIM)
+        return Learned(c, {"content": heads, "position": heads}, name="biases")()
 
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
@@ -81,7 +71,7 @@ class RelativePositions(PositionEncoding):
             own = projections.query(codes[-1:], "position_query")[:, 0]
             return PositionTerms(position_key, own, own)
         position_key = projections.own(codes, "position_key")
-        content_bias, position_bias = (bias.astype(dtype) for bias in parameters)
+        content_bias, position_bias = (parameters[name].astype(dtype) for name in ("content", "position"))
         return PositionTerms(position_key, content_bias, position_bias)
 
     def decode_terms(

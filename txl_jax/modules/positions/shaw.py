@@ -5,15 +5,15 @@ learned number per distance.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ModelConfig, ShawTerms
+from txl_jax.config import ShawTerms
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
+    Learned,
     OriginalTensor,
     PositionEncoding,
     PositionKeys,
@@ -25,38 +25,8 @@ from txl_jax.ops.attention.positions import table_length
 from txl_jax.sharding import axes
 
 
-class ShawParameters(NamedTuple):
-    """Learned terms of each distance."""
-
-    key: jax.Array  # [n, H, E], of term (b): q . key.
-    score: jax.Array | None  # [n, H], instead of term (d), or None.
-    content_bias: jax.Array | None  # [H, E], u of term (c), or None.
-
-
-class ShawTable(nn.Module):
-    """The parameters of one layer."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self) -> ShawParameters:
-        """Returns the table, n entries of the distances 0 .. n - 1."""
-        c = self.config
-        lead, heads = (c.table_size, axes.POSITIONS), (c.n_head, axes.HEADS)
-        width = (c.d_head, axes.HEAD_DIM)
-
-        def learned(name: str, *sizes: tuple[int, str]) -> jax.Array:
-            shape, names = zip(*sizes, strict=True)
-            return self.param(name, axes.normal(c.init_std, *names), shape)
-
-        key = learned("key", lead, heads, width)
-        if self.config.compat.shaw_terms is ShawTerms.PAPER:
-            return ShawParameters(key, None, None)
-        return ShawParameters(key, learned("score", lead, heads), learned("content", heads, width))
-
-
 class ShawPositions(PositionEncoding):
-    """Shaw's encoding."""
+    """Shaw's encoding. Each layer has a table of the distances 0 .. n - 1."""
 
     generates_by_token = True
     original_type = 1
@@ -72,12 +42,16 @@ class ShawPositions(PositionEncoding):
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
         """Returns the table's entries of all distances."""
-        table = ShawTable(self.config, name="positions")()
-        return PositionTerms(
-            position_key=table.key.astype(dtype)[codes].swapaxes(0, 1),
-            content_bias=None if table.content_bias is None else table.content_bias.astype(dtype),
-            position_score=None if table.score is None else table.score[codes].T,
-        )
+        c = self.config
+        lead, heads, width = (c.table_size, axes.POSITIONS), (c.n_head, axes.HEADS), (c.d_head, axes.HEAD_DIM)
+        arrays: dict[str, Sequence[tuple[int, str]]] = {"key": (lead, heads, width)}  # Term (b): q . key.
+        if self.has_position_score:  # Instead of term (d), and u of term (c).
+            arrays |= {"score": (lead, heads), "content": (heads, width)}
+        table = Learned(c, arrays, name="positions")()
+        position_key = table["key"].astype(dtype)[codes].swapaxes(0, 1)
+        if not self.has_position_score:
+            return PositionTerms(position_key)
+        return PositionTerms(position_key, table["content"].astype(dtype), position_score=table["score"][codes].T)
 
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
