@@ -135,12 +135,6 @@ def test_sinusoids_in_bfloat16_come_from_wider_angles():
     np.testing.assert_allclose(codes.astype(np.float32), expected, rtol=0, atol=2**-9 + 3e-4)
 
 
-def test_skew_refuses_too_few_columns():
-    for function in (positions.skew, positions.unskew):
-        with pytest.raises(ValueError, match="columns, got 5"):
-            function(np.zeros((3, 5)), 5)
-
-
 RATE = 0.15
 LARGE = (2, 3, 512, 512)  # B, H, L, K.
 

@@ -46,8 +46,8 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
         )
     sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
     lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
-    _check_shapes(given, _AXES, sizes, f"with query {given['query'].shape}, {lengths}")
-    _check_types(given, free=("position_score",))
+    because = f"with query {given['query'].shape}, {lengths}"
+    _check_arrays(given, _AXES, sizes, because, free={"position_score"})
     _check_visibility(visibility, sizes["B"])
     if visibility.lengths is not None:
         _check_integers("lengths", visibility.lengths, (sizes["B"],))
@@ -63,9 +63,8 @@ def cached_operands_fit(operands: CachedOperands, visibility: CachedVisibility) 
     table = position_score if position_key is None else position_key
     sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
     sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]
-    _check_shapes(given, _CACHED_AXES, sizes, f"with query {given['query'].shape} and R {visibility.capacity}")
-    floating = {name: array for name, array in given.items() if not isinstance(array, Int8)}
-    _check_types(floating, free=("ring key", "ring value", "position score"))
+    because = f"with query {given['query'].shape} and R {visibility.capacity}"
+    _check_arrays(given, _CACHED_AXES, sizes, because, free={"ring key", "ring value", "position score"})
     _check_visibility(visibility, sizes["B"])
     _check_integers("write_index", visibility.write_index, ())
 
@@ -88,17 +87,17 @@ def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
     return dict(zip("BHLE", query, strict=True))
 
 
-def _check_shapes(given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str) -> None:
+def _check_arrays(
+    given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str, *, free: set[str]
+) -> None:
+    """Checks shapes, and that all have the query's dtype but `Int8`, and those that are converted (`free`)."""
+    of_query = given["query"].dtype
     for name, array in given.items():
         expected = tuple(sizes[axis] for axis in of_axes[name])
         if array.shape != expected:
             raise ValueError(f"{name} must have shape {expected} {because}, got {array.shape}")
-
-
-def _check_types(given: Mapping[str, Any], *, free: tuple[str, ...]) -> None:
-    """Checks that all have the query's dtype, except arrays that are converted: scores of distances, and a ring."""
-    of_query = given["query"].dtype
-    for name, array in given.items():
+        if isinstance(array, Int8):
+            continue
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must have a floating-point dtype, got {array.dtype.name}")
         if array.dtype != of_query and name not in free:

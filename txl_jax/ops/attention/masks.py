@@ -88,8 +88,6 @@ class CachedVisibility:
 
     def age(self) -> jax.Array:
         """Returns the age of each slot, int32 [R]. 1 is the position just before the segment."""
-        if not self.capacity:
-            return jnp.zeros(0, jnp.int32)
         return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
 
     def ring_mask(self) -> jax.Array:

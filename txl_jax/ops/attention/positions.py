@@ -70,11 +70,9 @@ def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
         20 21 22 23 24                                        20 21 22 23        20 21
 
     W is n + m - 1 or more. Where distances below 0 are hidden anyway, a tile that ends with the last query's own key
-    needs m + 1 columns, of which the last is not used: pairs whose column does not exist read the next row. Raises
-    `ValueError` if W is smaller.
+    needs m + 1 columns, of which the last is not used: pairs whose column does not exist read the next row.
     """
     *lead, n_query, width = by_distance.shape
-    _check_columns(n_query, n_key, width)
     if n_query == 1:
         return by_distance[..., :n_key]
     line = by_distance.reshape(*lead, n_query * width)
@@ -85,18 +83,11 @@ def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
 def unskew(scores: jax.Array, width: int) -> jax.Array:
     """Moves [..., n, m] to the columns of [..., n, W] where `skew` reads them, zeros elsewhere: its transpose.
 
-    Pairs whose column does not exist must be 0. Raises `ValueError` if W is too small.
+    Pairs whose column does not exist must be 0.
     """
     *lead, n_query, n_key = scores.shape
-    _check_columns(n_query, n_key, width)
     none = [(0, 0)] * len(lead)
     if n_query == 1:
         return jnp.pad(scores, [*none, (0, 0), (0, width - n_key)])
     line = jnp.pad(scores, [*none, (0, 0), (0, width - 1 - n_key)]).reshape(*lead, n_query * (width - 1))
     return jnp.pad(line, [*none, (n_query - 1, 1)]).reshape(*lead, n_query, width)
-
-
-def _check_columns(n_query: int, n_key: int, width: int) -> None:
-    needed = n_key if n_query == 1 else n_key + 1
-    if width < needed:
-        raise ValueError(f"{n_query} queries and {n_key} keys must have {needed} columns, got {width}")

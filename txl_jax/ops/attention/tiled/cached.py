@@ -32,17 +32,10 @@ from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.positions import skew
 from txl_jax.ops.attention.problem import CachedOperands, Tile
 from txl_jax.ops.attention.reference import position_scores
+from txl_jax.ops.attention.tiled.training import Softmax
 from txl_jax.ops.matmul import product, wide_type
 
 _REGISTER = 16  # float32 numbers of the widest register of a CPU; several blocks are multiples of it.
-
-
-class _Partial(NamedTuple):
-    """Softmax over the keys met so far, in a wide dtype."""
-
-    summed: jax.Array  # [B, H, L, E], weighted values.
-    top: jax.Array  # [B, H, L, 1], largest score.
-    total: jax.Array  # [B, H, L, 1], sum of the weights.
 
 
 def tiled_cached_attention(operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile) -> jax.Array:
@@ -96,9 +89,9 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     summed = product("bhlk,bhke->bhle", weights.astype(value.dtype), value)
-    partial = _Partial(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
+    partial = Softmax(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
 
-    def block(partial: _Partial, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> _Partial:
+    def block(partial: Softmax, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> Softmax:
         """Adds `size` slots, of the ages from `oldest` down, to the softmax."""
         older_key, older_value = (part.astype(query.dtype) for part in slots.read(oldest, size))
         scores = product("bhle,bhek->bhlk", query, older_key)
@@ -110,11 +103,7 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
         if visibility.window is not None and _is_cut(oldest, query.shape[2], visibility.window):
             row = jnp.arange(query.shape[2], dtype=jnp.int32)
             scores = jnp.where((row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf)
-        top = jnp.maximum(partial.top, jnp.max(scores, axis=-1, keepdims=True))
-        weights, rescale = jnp.exp(scores - top), jnp.exp(partial.top - top)
-        summed = product("bhlk,bhke->bhle", weights.astype(query.dtype), older_value)
-        total = partial.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
-        return _Partial(partial.summed * rescale + summed, top, total)
+        return partial.add(scores, lambda weights: product("bhlk,bhke->bhle", weights.astype(query.dtype), older_value))
 
     far, near = _regions(visibility, n_key, None if by_distance is None else by_distance.clamp)
     far_score = by_distance.far() if by_distance is not None and far.n_block else None
@@ -123,7 +112,7 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
         partial = block(partial, near.size, near.size, by_distance.tile_of_all(near.size))
     elif by_distance is not None and near.n_block:
 
-        def add_near(partial: _Partial, oldest: int | jax.Array) -> _Partial:
+        def add_near(partial: Softmax, oldest: int | jax.Array) -> Softmax:
             return block(partial, oldest, near.size, by_distance.tile(oldest, near.size))
 
         partial = _fold(near, visibility, add_near, partial)
@@ -146,9 +135,9 @@ class _Region(NamedTuple):
 def _fold(
     region: _Region,
     visibility: CachedVisibility,
-    add: Callable[[_Partial, int | jax.Array], _Partial],
-    partial: _Partial,
-) -> _Partial:
+    add: Callable[[Softmax, int | jax.Array], Softmax],
+    partial: Softmax,
+) -> Softmax:
     """Adds the blocks of a region, uncut blocks in a loop, which begins where any row has valid slots."""
     for index in range(region.n_cut):
         partial = add(partial, region.oldest(index))

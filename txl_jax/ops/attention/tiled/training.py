@@ -85,30 +85,36 @@ def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax
     return result, (arrays, masking, result, log_total)
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """The state of an online softmax over blocks of keys, wide."""
 
-    summed: jax.Array  # [G, n, E], values weighted by exp(score - highest).
-    highest: jax.Array  # [G, n, 1], the highest score so far.
-    total: jax.Array  # [G, n, 1], the sum of exp(score - highest).
+    summed: jax.Array  # [.., n, E], values weighted by exp(score - highest).
+    highest: jax.Array  # [.., n, 1], the highest score so far.
+    total: jax.Array  # [.., n, 1], the sum of exp(score - highest).
+
+    def add(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> "Softmax":
+        """Adds the scores [.., n, m] of a block, whose values `weigh` sums with weights of that shape."""
+        highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - highest), jnp.exp(self.highest - highest)
+        summed, total = weigh(weights), jnp.sum(weights, axis=-1, keepdims=True)
+        return Softmax(self.summed * shrink + summed, highest, self.total * shrink + total)
 
 
 def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Array]:
     """Returns the result [G, n, E] of a strip and its logarithms [G, n], wide."""
     dropout, wide = group.dropout, group.wide
 
-    def add_block(index: Any, state: _Softmax) -> _Softmax:
+    def add_block(index: Any, state: Softmax) -> Softmax:
         block = _Block(group, strip, index)
-        scores = block.scores()
-        highest = jnp.maximum(state.highest, jnp.max(scores, axis=-1, keepdims=True))
-        weights, shrink = jnp.exp(scores - highest), jnp.exp(state.highest - highest)
-        kept = weights if dropout is None else jnp.where(block.keep(dropout), weights, 0)
-        summed = product("gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value))
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        return _Softmax(state.summed * shrink + summed, highest, state.total * shrink + total)
+
+        def weigh(weights: jax.Array) -> jax.Array:
+            kept = weights if dropout is None else jnp.where(block.keep(dropout), weights, 0)
+            return product("gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value))
+
+        return state.add(block.scores(), weigh)
 
     shape = group.key.shape[0], strip.n_query
-    state = _Softmax(
+    state = Softmax(
         jnp.zeros((*shape, group.value.shape[-1]), wide),
         jnp.full((*shape, 1), _LOWEST, wide),
         jnp.zeros((*shape, 1), wide),
