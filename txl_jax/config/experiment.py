@@ -109,8 +109,7 @@ class ExperimentConfig(Config):
         """Returns the config with the fields derived from others: the table size of a learned encoding."""
         if not self.model.encoding.is_learned or self.model.num_positions is not None:
             return self
-        num_positions = self.train.segment_len + self.train.mem_len
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, num_positions=num_positions))
+        return replace(self, {"model.num_positions": self.train.segment_len + self.train.mem_len})
 
     def validate(self) -> None:
         """Raises `UserError`, with both values, if settings are incompatible."""

@@ -47,15 +47,8 @@ def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: flo
     """
 
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
-        variables = {"params": params}
-        hidden, _ = model.apply(
-            variables,
-            windows,
-            model.init_memory(batch_size=windows.shape[0], mem_len=0),
-            clamp_len=clamp_len,
-            same_length=False,
-            deterministic=True,
-        )
+        memory = model.init_memory(batch_size=windows.shape[0], mem_len=0)
+        hidden, _ = model.apply({"params": params}, windows, memory, clamp_len=clamp_len)
         at, hidden = at_temperature(params, hidden[:, -targets.shape[1] :], temperature)
         nll: Any = model.apply({"params": at}, hidden, targets, method=model.nll)
         return nll

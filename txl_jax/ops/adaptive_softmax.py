@@ -47,7 +47,7 @@ def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int]
     local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=sharding.vocab_axis())
     if sharding.ambient_mesh() is None:
         return local(tokens, clusters=clusters)
-    return _on_mesh(local, clusters)(tokens)
+    return _on_mesh(local, (tokens,), clusters)
 
 
 def negative_log_likelihood(
@@ -71,7 +71,7 @@ def negative_log_likelihood(
     local = functools.partial(_nll, cutoffs=cutoffs, chunk_size=chunk_size, vocab_axis=vocab_axis, sync_axes=sync_axes)
     if sharding.ambient_mesh() is None:
         return local(hidden, targets, clusters=clusters, tails=tails)
-    return _on_mesh(local, clusters, tails=tails)(hidden, targets)
+    return _on_mesh(local, (hidden, targets), clusters, tails=tails)
 
 
 def _embed(
@@ -186,23 +186,16 @@ def _first_row(rows: int, vocab_axis: str | None) -> jax.Array | int:
 
 
 def _on_mesh(
-    local: Callable[..., jax.Array], clusters: Sequence[Cluster], **replicated: Any
-) -> Callable[..., jax.Array]:
-    """`local` under `shard_map`: arrays [B, ...] by rows, clusters by tokens, all else replicated."""
-    tokens = PartitionSpec(sharding.vocab_axis())
+    local: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], clusters: Sequence[Cluster], **replicated: Any
+) -> jax.Array:
+    """Calls `local` under `shard_map`: arrays [B, ...] by rows, clusters by tokens, all else replicated."""
+    rows, tokens = PartitionSpec(batch_spec(arrays[0].shape[0]) or None), PartitionSpec(sharding.vocab_axis())
     of_cluster = Cluster._make([tokens, tokens, PartitionSpec()])
     num_shards = sharding.num_vocab_shards()
     named = {"clusters": [_pad_to_shards(cluster, num_shards) for cluster in clusters], **replicated}
     specs = {"clusters": [of_cluster] * len(clusters), **dict.fromkeys(replicated, PartitionSpec())}
-
-    def run(*arrays: jax.Array) -> jax.Array:
-        rows = PartitionSpec(batch_spec(arrays[0].shape[0]) or None)
-        mapped = shard_map(
-            lambda own, named: local(*own, **named), in_specs=((rows,) * len(arrays), specs), out_specs=rows
-        )
-        return mapped(arrays, named)
-
-    return run
+    mapped = shard_map(lambda own, named: local(*own, **named), in_specs=(rows, specs), out_specs=rows)
+    return mapped(arrays, named)
 
 
 def _pad_to_shards(cluster: Cluster, num_shards: int) -> Cluster:

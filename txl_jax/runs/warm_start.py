@@ -134,11 +134,11 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     if different := shape_differences(params, initial):
         raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
-    move = transfer(rows, trained.config.model, config.model, jit=components.jit)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
+    move = components.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
 
     def state(own: Any) -> TrainState:
-        return components.state_from_params(move(own, params, shardings))
+        return components.state_from_params(move(own, params))
 
     return WarmStart(record, state, _note(config, trained.config))
 

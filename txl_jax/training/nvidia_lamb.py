@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from txl_jax.config import ModelConfig, Network, OptimizerConfig
+from txl_jax.config import ModelConfig, OptimizerConfig
 from txl_jax.config.training import ADAM_B1
 from txl_jax.modules.positions import encoding_of
 from txl_jax.training.param_axes import is_stacked, names_of
@@ -43,7 +43,8 @@ def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation
 
 def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
     """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors, or times 1 if a norm is 0."""
-    eps, joined = optimizer.adam_eps, _joined_projections(model)
+    eps, nets = optimizer.adam_eps, encoding_of(model).original_projections
+    joined = {projection: net for net, projections in nets.items() for projection in projections}
 
     def norms(tree: Any) -> dict[tuple[Any, ...], jax.Array]:
         squares: dict[tuple[Any, ...], Any] = collections.defaultdict(float)
@@ -74,18 +75,13 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _joined_projections(model: ModelConfig) -> dict[str, str]:
-    """Returns the tensor that contains each projection of attention. A projection not listed is its own tensor."""
-    if model.network is Network.LSTM:
-        return {}
-    nets = encoding_of(model).original_projections
-    return {projection: net for net, projections in nets.items() for projection in projections}
-
-
 def _parts(
     names: tuple[str, ...], shape: tuple[int, ...], model: ModelConfig, joined: dict[str, str]
 ) -> Iterator[tuple[tuple[Any, ...], slice | None]]:
-    """Yields the parts of a parameter: one of NVIDIA's tensors (of each layer), and its rows, or None for all."""
+    """Yields the parts of a parameter: one of NVIDIA's tensors (of each layer), and its rows, or None for all.
+
+    `joined` has the tensor that contains each projection of attention. A projection not listed is its own tensor.
+    """
     if names == ("softmax", "bias") and model.div_val > 1:
         for start, end in itertools.pairwise([0, *model.cutoffs, shape[0]]):
             yield (*names, start), slice(start, end)

@@ -77,14 +77,11 @@ def as_matrices(inner: optax.GradientTransformation) -> optax.GradientTransforma
     def joined(tree: Any) -> Any:
         return jax.tree.map_with_path(lambda path, leaf: leaf.reshape(matrix_shape(names_of(path), leaf.shape)), tree)
 
-    def init(params: Any) -> Any:
-        return inner.init(joined(params))
-
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new, state = inner.update(joined(updates), state, joined(params))
         return jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), new, updates), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: inner.init(joined(params)), update)
 
 
 def _split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:

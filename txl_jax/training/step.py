@@ -92,7 +92,8 @@ def make_train_step(
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
         memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start)
-        weights = segment.weights * position_weights(train.segment_len, train.loss)[None, :]
+        scored_from = train.segment_len // 2 if train.loss is LossPart.HALF else 0  # Half loss: table 6.
+        weights = segment.weights * (jnp.arange(train.segment_len) >= scored_from)[None, :]
         segment = segment._replace(weights=weights)
         tokens = jnp.sum(weights)
         # The key depends only on seed and step, so a checkpoint holds no random state.
@@ -150,12 +151,6 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
         return mean, (nats, memory)
 
     return loss
-
-
-def position_weights(segment_len: int, part: LossPart) -> jax.Array:
-    """Returns weights [L]: all ones, or (half loss, table 6) ones on the last L - L // 2 positions only."""
-    scored_from = segment_len // 2 if part is LossPart.HALF else 0
-    return (jnp.arange(segment_len) >= scored_from).astype(jnp.float32)
 
 
 def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:

@@ -58,13 +58,8 @@ def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size
     return RowMap(np.where(moved, -1, matched).astype(np.int32), old_size, int(np.sum(moved)))
 
 
-def transfer(
-    rows: RowMap, old: ModelConfig, new: ModelConfig, *, jit: Callable[..., Any]
-) -> Callable[[Any, Any, Any], Any]:
-    """Returns (initial parameters, old parameters, shardings) -> the parameters of the new model.
-
-    `jit` compiles a function for the mesh, with `out_shardings`.
-    """
+def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any, Any], Any]:
+    """Returns the function (initial parameters, old parameters) -> the parameters of the new model, to be jitted."""
     bounds = [np.array([0, *config.cutoffs, size]) for config, size in ((old, rows.old_size), (new, len(rows.rows)))]
 
     def one(path: Any, initial: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -79,8 +74,7 @@ def transfer(
         kept = jnp.asarray(taken >= 0).reshape(-1, *(1,) * (initial.ndim - 1))
         return jnp.where(kept, found.astype(initial.dtype), initial)
 
-    all_leaves = functools.partial(jax.tree.map_with_path, one)
-    return lambda initial, theirs, shardings: jit(all_leaves, out_shardings=shardings)(initial, theirs)
+    return functools.partial(jax.tree.map_with_path, one)
 
 
 def _tokens_of(name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray) -> tuple[int, int, int] | None:
