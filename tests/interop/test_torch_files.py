@@ -125,7 +125,7 @@ def test_a_module_that_holds_itself_ends(tmp_path):
 @by_format
 def test_a_file_without_weights_is_refused(write, tmp_path):
     corpus = Object(Name("data_utils", "Corpus"), {"a": 1})
-    for value, message in (({}, "dict"), ([1], "list"), (corpus, r"data_utils\.Corpus"), (array(3), "Tensor")):
+    for value, message in (({}, r"\{\}"), ([1], r"\[1\]"), (corpus, r"data_utils\.Corpus"), (array(3), "Tensor")):
         with pytest.raises(UserError, match=rf"a\.pt .*{message}"):
             tensors(write(tmp_path / "a.pt", value))
 

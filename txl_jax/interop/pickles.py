@@ -1,8 +1,9 @@
 """Reads pickles without running anything that they name.
 
 `pickletools.genops` splits a pickle into instructions, and the stack machine here has neither an import nor a call. A
-name stays a `Symbol`, and an object becomes a `Record` of its state. Only the functions in `calls`, which build plain
-values, take arguments from a pickle. Anything that files of weights do not need is a `UserError` that names it.
+name stays a `Symbol`, whatever it names, and an object becomes a `Record` of its state. Only the functions in `calls`,
+which build plain values, take arguments from a pickle. Calls and instructions that files of weights do not need are a
+`UserError` that names them.
 
 The file's size bounds time and memory: calls may copy a few times its size in total, and keys are flat. Before Python
 3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
@@ -23,17 +24,7 @@ from txl_jax.errors import UserError
 MAX_TEXT = 1 << 24  # Longer text and bytes, such as a corpus's tokens, become `Omitted`.
 _MAX_INTEGER_BITS = 1 << 13  # Python can still print them.
 
-# In an ordinary unpickler, names from these packages run code, read files or reach the network.
-_CODE_PACKAGES = frozenset(
-    """_io _operator _pickle __builtin__ asyncio bdb builtins cPickle code codeop commands ctypes functools http imp
-    importlib io marshal multiprocessing nt operator os pdb pickle pip platform popen2 posix pty requests runpy shutil
-    signal socket subprocess sys tempfile threading timeit types urllib webbrowser""".split()  # noqa: SIM905
-)
 _BUILTINS = ("builtins", "__builtin__")
-_SAFE_BUILTINS = frozenset(
-    """bool bytearray bytes complex dict float frozenset int list long object range set slice str tuple
-    unicode""".split()  # noqa: SIM905
-)
 # Calls that occur in files of weights and vocabularies, with results that nobody needs.
 _INERT_CALLS = frozenset(
     """datetime.date datetime.datetime datetime.timedelta numpy._core.multiarray._reconstruct
@@ -60,6 +51,9 @@ class Record:
     symbol: Symbol
     state: Any = None
 
+    def __repr__(self) -> str:
+        return f"<{self.symbol}>"
+
     def attributes(self) -> dict[Any, Any]:
         """Returns the object's `__dict__`, or an empty dict."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
@@ -73,7 +67,7 @@ class Omitted(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """An instruction that cannot be carried out."""
+    """An instruction that cannot be carried out, or a part of a file that `torch.save` does not write."""
 
 
 Call = Callable[..., Any]
@@ -111,13 +105,6 @@ def _bytes(text: Any = b"", encoding: Any = "utf-8") -> Any:
     return text.encode(encoding)
 
 
-def _object_of(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Returns an object as protocols 0 and 1 make it with copyreg."""
-    if not isinstance(cls, Symbol):
-        raise DamagedError("an object's class is not a name")
-    return Record(cls)
-
-
 _CALLS: Mapping[str, Call] = {
     **{f"{module}.{name}": _set for module in _BUILTINS for name in ("set", "frozenset")},
     **{f"{module}.{name}": _bytes for module in _BUILTINS for name in ("bytes", "bytearray")},
@@ -125,8 +112,6 @@ _CALLS: Mapping[str, Call] = {
     "collections.Counter": _dict,
     "collections.OrderedDict": _dict,
     "collections.defaultdict": lambda factory=None, entries=(): _dict(entries),
-    "copy_reg._reconstructor": _object_of,
-    "copyreg._reconstructor": _object_of,
 }
 
 
@@ -151,6 +136,8 @@ def load(
         for instruction, argument, _ in pickletools.genops(file):
             if instruction.name == "STOP":
                 return machine.pop(), file.tell()
+            if not hasattr(_Machine, instruction.name):
+                raise machine.refused("uses", f"the instruction {instruction.name}")
             getattr(machine, instruction.name)(argument)
     except UserError:
         raise
@@ -168,7 +155,7 @@ def _pushes(value: Callable[["_Machine", Any], Any]) -> Callable[["_Machine", An
 
 @dataclasses.dataclass(eq=False)
 class _Machine:
-    """The stack machine of protocols 0 to 5, with a method per instruction except for buffers outside of the pickle."""
+    """The stack machine, with a method per instruction: for plain values of protocols 0 to 5, objects from 2 on."""
 
     name: str
     calls: Mapping[str, Call]
@@ -205,7 +192,6 @@ class _Machine:
         """Does nothing: instructions mean the same in all protocols."""
 
     FRAME = PROTO
-    DUP = _pushes(lambda m, _: m.stack[-1])
     BINPUT = LONG_BINPUT = PUT
     GET = BINGET = LONG_BINGET = _pushes(lambda m, number: m.memo[number])
 
@@ -281,11 +267,6 @@ class _Machine:
     GLOBAL = _pushes(lambda m, names: m.symbol(*names.split(" ")))
     STACK_GLOBAL = _pushes(lambda m, _: m.symbol(name=m.pop(), module=m.pop()))
     REDUCE = _pushes(lambda m, _: m.call(args=m.pop(), function=m.pop()))
-    INST = _pushes(lambda m, names: m.call(m.symbol(*names.split(" ")), tuple(m.POP_MARK())))
-
-    def OBJ(self, _: Any) -> None:
-        cls, *args = self.POP_MARK()
-        self.push(self.call(cls, tuple(args)))
 
     def NEWOBJ(self, _: Any) -> None:
         args, cls = self.pop(), self.pop()
@@ -311,18 +292,9 @@ class _Machine:
     def BINPERSID(self, _: Any) -> None:
         self.PERSID(self.pop())
 
-    def EXT1(self, _: Any) -> None:
-        raise self.refused("uses", "an extension registry code")
-
-    EXT2 = EXT4 = EXT1
-
     def symbol(self, module: Any, name: Any) -> Symbol:
-        """Returns a name, or raises `UserError` if its only use is to run code."""
         if not (isinstance(module, str) and isinstance(name, str)):
             raise DamagedError("a name is not text")
-        package = module.partition(".")[0]
-        if package in _CODE_PACKAGES and not (package in _BUILTINS and name in _SAFE_BUILTINS):
-            raise self.refused("names", f"{module}.{name}")
         return Symbol(module, name)
 
     def call(self, function: Any, args: Any) -> Any:

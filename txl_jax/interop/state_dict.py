@@ -1,5 +1,6 @@
 """A model's tensors by name from a PyTorch file: a state_dict, a dict around one, or a pickled module."""
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ def of(file: TorchFile) -> dict[str, Leaf]:
         named = {name: value for name, value in model.items() if isinstance(name, str)}
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise UserError(f"{file.path} must contain tensors by name, got {_described(file.root)}. Pass a weights file.")
+        found = reprlib.repr(file.root)
+        raise UserError(f"{file.path} must contain tensors by name, got {found}. Pass a weights file.")
     if all(name.startswith(_REPLICA) for name in tensors):
         tensors = {name.removeprefix(_REPLICA): tensor for name, tensor in tensors.items()}
     leaves = {tensor: file.leaf(tensor) for tensor in tensors.values()}
@@ -71,15 +73,6 @@ def _own_values(parts: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _dict_in(parts: Mapping[Any, Any], group: str) -> dict[Any, Any]:
     found = parts.get(group)
     return found if isinstance(found, dict) else {}
-
-
-def _described(root: Any) -> str:
-    """Describes a file's value for an error."""
-    if isinstance(root, Record):
-        return f"an object of {str(root.symbol)[:80]}"
-    if isinstance(root, dict):
-        return f"a dict of {', '.join(str(name)[:30] for name in list(root)[:5]) or 'nothing'}"
-    return f"a value of type {type(root).__name__}"
 
 
 def facts_of_module(root: Any) -> dict[str, Any]:

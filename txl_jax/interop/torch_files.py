@@ -22,7 +22,7 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.interop import pickles
 from txl_jax.interop.leaves import Leaf
-from txl_jax.interop.pickles import Symbol
+from txl_jax.interop.pickles import DamagedError, Symbol
 
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAX_RANK = 16
@@ -30,10 +30,6 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # Zip entry: signature, lengths of na
 _KINDS = {"Double": "<f8", "Float": "<f4", "Half": "<f2", "BFloat16": ml_dtypes.bfloat16}
 _KINDS |= {"Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1", "Bool": "?"}
 _STORAGES = {f"{kind}Storage": np.dtype(dtype) for kind, dtype in _KINDS.items()}
-
-
-class TensorError(Exception):
-    """Part of a file that `torch.save` does not write, or a tensor larger than its file."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,7 +92,7 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Check the path.") from error
-    except (TensorError, zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
         raise UserError(f"{path} is not a complete torch.save file ({error}). Copy or download it again.") from error
 
 
@@ -113,7 +109,7 @@ class _Reader:
         return pickles.load(data, name=self.name, calls=_CALLS, persistent=self.persistent, start=start)
 
     def persistent(self, key: Any) -> Any:
-        """Returns a storage or a module's class, or raises `TensorError` for anything else."""
+        """Returns a storage or a module's class, or raises `DamagedError` for anything else."""
         match key:
             case ("module", Symbol() as cls, *_):  # Its source follows.
                 return cls
@@ -121,22 +117,23 @@ class _Reader:
                 dtype = _STORAGES[kind]
                 storage = self.storages.setdefault(name, _Storage(dtype, numel))
                 if storage.dtype != dtype or numel > storage.numel or numel * dtype.itemsize > self.size:
-                    raise TensorError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
+                    raise DamagedError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
                 if any(view):
-                    raise TensorError("a storage is a view of another, which torch 1.0 and later do not write")
+                    raise DamagedError("a storage is a view of another, which torch 1.0 and later do not write")
                 return storage
-        raise TensorError("a persistent id is of an unknown kind")
+        raise DamagedError("a persistent id is of an unknown kind")
 
 
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-    """Returns a tensor's place, or raises `TensorError` if it is not inside the storage."""
+    """Returns a tensor's place, or raises `DamagedError` if it is not inside the storage."""
     sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
     if not isinstance(storage, _Storage) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-        raise TensorError("a tensor has no storage or sizes")
+        raise DamagedError("a tensor has no storage or sizes")
     numel, last = math.prod(shape), _last(Tensor(storage, begin, shape, strides))
     # A stride of 0 repeats numbers, so that a small file could claim any number of them.
     if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
-        raise TensorError(f"a tensor of shape {list(shape)} at element {begin} exceeds its storage ({storage.numel:,})")
+        found = f"a tensor of shape {list(shape)} at element {begin}"
+        raise DamagedError(f"{found} exceeds its storage ({storage.numel:,})")
     return Tensor(storage, begin, shape, strides)
 
 
@@ -154,18 +151,18 @@ def _read_zip(path: Path, data: mmap.mmap) -> Any:
         entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise TensorError("the zip archive has no data.pkl")
+        raise DamagedError("the zip archive has no data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in entries and data[_place(data, entries[f"{folder}byteorder"])] != b"little":
-        raise TensorError("the byte order is not little-endian")
+        raise DamagedError("the byte order is not little-endian")
     reader = _Reader(str(path), len(data))
     root, _ = reader.load(data[_place(data, entries[pickles[0]])])
     for key, storage in reader.storages.items():
         if f"{folder}data/{key}" not in entries:
-            raise TensorError(f"storage {key[:40]} is missing")
+            raise DamagedError(f"storage {key[:40]} is missing")
         place = _place(data, entries[f"{folder}data/{key}"])
         if place.stop - place.start < storage.numel * storage.dtype.itemsize:
-            raise TensorError(f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers")
+            raise DamagedError(f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers")
         storage.offset = place.start
     return root
 
@@ -174,11 +171,11 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
     """Returns the place of an archive's entry in the file."""
     header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
     if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-        raise TensorError(f"{entry.filename[:60]} is compressed, encrypted or missing")
+        raise DamagedError(f"{entry.filename[:60]} is compressed, encrypted or missing")
     signature, name, extra = _LOCAL_HEADER.unpack(header)
     begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
     if signature != b"PK\x03\x04" or begin + entry.file_size > len(data):
-        raise TensorError(f"{entry.filename[:60]} is beyond the file's end")
+        raise DamagedError(f"{entry.filename[:60]} is beyond the file's end")
     return slice(begin, begin + entry.file_size)
 
 
@@ -186,23 +183,23 @@ def _read_pickles(path: Path, data: mmap.mmap) -> Any:
     """Reads the older format: magic number, protocol, machine, value, keys and storages, or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
-        raise TensorError("it is neither an archive nor a pickle")
+        raise DamagedError("it is neither an archive nor a pickle")
     root, at = reader.load(data)
     if root != _LEGACY_MAGIC:
         return root
     protocol, at = reader.load(data, at)
     machine, at = reader.load(data, at)
     if protocol != _LEGACY_PROTOCOL or not (isinstance(machine, dict) and machine.get("little_endian") is True):
-        raise TensorError("its protocol or byte order is unknown")
+        raise DamagedError("its protocol or byte order is unknown")
     root, at = reader.load(data, at)
     keys, at = reader.load(data, at)
     names = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if not names or sorted(keys) != sorted(reader.storages):
-        raise TensorError("its list of storages does not match")
+        raise DamagedError("its list of storages does not match")
     for key in keys:
         storage = reader.storages[key]
         (numel,) = struct.unpack("<q", data[at : at + 8]) if at + 8 <= len(data) else (None,)
         storage.offset, at = at + 8, at + 8 + storage.numel * storage.dtype.itemsize
         if numel != storage.numel or at > len(data):
-            raise TensorError(f"storage {key[:40]} of {storage.numel:,} numbers ends beyond the file's end")
+            raise DamagedError(f"storage {key[:40]} of {storage.numel:,} numbers ends beyond the file's end")
     return root
