@@ -1,15 +1,12 @@
 """Vocabularies of other implementations: pickles of Hugging Face and of the authors' releases, and lists of words.
 
-An id is a token's place in their list `idx2sym`. Words become a `WordVocabulary` with the same ids. The releases write
-the bytes of enwik8 as decimal numbers, and text8 as letters with "_" for a space, by decreasing count. These become a
-`ByteVocabulary`, whose ids increase with the byte, so that rows of the embedding change places (`Found.order`).
+An id is a token's place in their list `idx2sym`, and stays the same here. The releases write the bytes of enwik8 as
+decimal numbers, and text8 as letters with "_" for a space, by decreasing count: these become a `ByteVocabulary`.
 """
 
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from txl_jax.config import LineMark, Newlines
 from txl_jax.data.byte_tokens import ByteVocabulary
@@ -34,7 +31,6 @@ class Found(NamedTuple):
     """A vocabulary of another implementation."""
 
     vocabulary: Vocabulary | None  # None if absent.
-    order: np.ndarray | None  # The files' id for each of `vocabulary`, or None if all are the same.
     notes: list[str]  # For people.
 
 
@@ -45,7 +41,7 @@ def find(folder: Path, vocab_size: int) -> Found:
     """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
-        return Found(None, None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
+        return Found(None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
     found = _of_text(path) if path.suffix == ".txt" else of_object(torch_files.read(path).root, name=str(path))
     return check_size(found, vocab_size, name=str(path))
 
@@ -78,13 +74,12 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
     if not symbols or len(texts) != len(symbols):
         raise UserError(f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again.")
     if (values := _bytes_of(symbols)) is not None:
-        order = np.argsort(values)
         newlines = Newlines.KEEP if 10 in values or dataset == "text8" else Newlines.DROP
-        return Found(ByteVocabulary(bytes(sorted(values)), newlines), order, [])
+        return Found(ByteVocabulary(values, newlines), [])
     mark = next((mark for mark in (LineMark.EOS, LineMark.DOUBLE_S) if MARKS[mark] in symbols), LineMark.NONE)
     unknown = next((symbol for symbol in _UNKNOWN if symbol in symbols), None)
     if unknown is None:
-        return Found(None, None, [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"])
+        return Found(None, [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"])
     vocabulary = WordVocabulary(tuple(symbols), mark, lower_case, unknown)
     case = " and put in lower case" if lower_case else ""
     marks = f"lines end with {MARKS[mark]}" if mark in MARKS else "lines are not marked"
@@ -92,15 +87,15 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
         f"text is split only at white space{case}: tokenize it like the model's training corpus",
         f"words that are not in the vocabulary become {unknown}, and {marks}",
     ]
-    return Found(vocabulary, None, notes)
+    return Found(vocabulary, notes)
 
 
-def _bytes_of(symbols: list[str]) -> list[int] | None:
+def _bytes_of(symbols: list[str]) -> bytes | None:
     """Returns each token's byte, or None if the tokens are not bytes."""
     if {*symbols} <= {*map(str, range(256))}:
-        return [int(symbol) for symbol in symbols]
+        return bytes(map(int, symbols))
     if all(len(symbol) == 1 and symbol.isascii() for symbol in symbols) and " " not in symbols:
-        return [ord(" " if symbol == _SPACE_OF_TEXT8 else symbol) for symbol in symbols]
+        return "".join(symbols).replace(_SPACE_OF_TEXT8, " ").encode()
     return None
 
 
@@ -110,6 +105,6 @@ def _of_text(path: Path) -> Found:
     with rephrased(f"{path} cannot be read (%s). Check the path.", OSError), rephrased(foreign, UnicodeDecodeError):
         decoded = path.read_bytes().decode()
     if decoded.startswith(TITLE):
-        return Found(read_vocabulary(path), None, [])
+        return Found(read_vocabulary(path), [])
     fields = [line.split() for line in decoded.split("\n")]
     return of_symbols([words[0] for words in fields if words], name=str(path))

@@ -2,18 +2,17 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig, ModelConfig
+from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError, rephrased
 from txl_jax.interop import foreign_vocabulary as vocabularies
-from txl_jax.interop import infer_config, nvidia, original, portable, safetensors, state_dict, tensorflow, torch_files
+from txl_jax.interop import infer_config, original, portable, safetensors, state_dict, tensorflow, torch_files
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
@@ -25,6 +24,9 @@ _NAMES = (
     *("model.pt", "checkpoint_best.pt", "checkpoint_last.pt"),
 )
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+# In NVIDIA's checkpoints (DeepLearningExamples) the softmax's biases and untied tables are lists of parameters.
+_NVIDIA_LISTS = {"biases": "bias", "weights": "weight"}
+_NVIDIA_LISTED = re.compile(r"\Acrit\.out_layers_(biases|weights)\.(\d+)\Z")
 
 
 class Model(NamedTuple):
@@ -81,10 +83,8 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
     by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}
     config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts)
     params = original.to_leaves(weights.tensors, config, vocab_size=vocab_size, format=format)
-    vocabulary, order, more = _vocabulary(weights, vocab_size)
+    vocabulary, more = _vocabulary(weights, vocab_size)
     notes += [*more, *weights.notes]
-    if order is not None:
-        params = _in_order(params, order, config)
     if vocabulary is None:
         vocabulary = IdVocabulary(vocab_size)
         notes.append(
@@ -109,7 +109,7 @@ def _vocabulary(weights: _Weights, vocab_size: int) -> vocabularies.Found:
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     """Returns the differences that give the implementation's numbers."""
     compat = apply_preset(ExperimentConfig(), original.PRESETS[format]).model.compat
-    if format is Format.NVIDIA:
+    if format is Format.NVIDIA:  # With same_length a query sees one key more.
         compat = dataclasses.replace(compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
     if format is Format.HUGGINGFACE and isinstance(facts.get("layer_norm_epsilon"), float):
         compat = dataclasses.replace(compat, layer_norm_eps=facts["layer_norm_epsilon"])
@@ -136,13 +136,21 @@ def _open_any(path: Path) -> _Weights | None:
         return _open_tensorflow(prefix) if prefix else None
     tensors, root = _open_parts(file) if file.name.endswith(".index.json") else _open_file(file)
     folders = [file.parent]
-    if nvidia.is_checkpoint(root):
-        tensors, facts = nvidia.by_original_names(tensors), root["model_config"]
-        return _Weights(file, tensors, Format.NVIDIA, facts, folders, root.get("vocab"))
+    if isinstance(root, dict) and isinstance(facts := root.get("model_config"), dict) and "model_state" in root:
+        return _Weights(file, _renamed(tensors), Format.NVIDIA, facts, folders, root.get("vocab"))
     format = Format.ORIGINAL if "word_emb.emb_layers.0.weight" in tensors else None
     if any(name.startswith(f"{original.PREFIX}layers.") for name in tensors):
         format = Format.HUGGINGFACE
     return _Weights(file, tensors, format, state_dict.facts_of_module(root), folders)
+
+
+def _renamed(tensors: Leaves) -> dict[str, Leaf]:
+    """Returns NVIDIA's tensors by the release's names, without projections that the embedding shares and has too."""
+    return {
+        _NVIDIA_LISTED.sub(lambda match: f"crit.out_layers.{match[2]}.{_NVIDIA_LISTS[match[1]]}", name): leaf
+        for name, leaf in tensors.items()
+        if not name.startswith("crit.shared_out_projs.")
+    }
 
 
 def _open_file(file: Path) -> tuple[Leaves, Any]:
@@ -170,18 +178,6 @@ def _open_tensorflow(prefix: Path) -> _Weights:
     if about := next((path for path in abouts if path.is_file()), None):
         facts |= tensorflow.lengths(_read_json(about).get("dataset"))
     return _Weights(prefix, tensors, Format.TENSORFLOW, facts, folders, notes=(note,))
-
-
-def _in_order(params: Mapping[str, Leaf], order: np.ndarray, config: ModelConfig) -> dict[str, Leaf]:
-    """Returns the parameters with the tokens' rows in another order."""
-    if config.cutoffs:
-        raise UserError("the vocabulary's bytes are not in order, which a softmax with clusters does not support")
-    rows = ("embedding/table_0", "softmax/table_0", "softmax/bias")
-
-    def ordered(leaf: Leaf) -> Leaf:
-        return leaf._replace(part=lambda index: leaf.read()[order][index])
-
-    return {path: ordered(leaf) if path in rows else leaf for path, leaf in params.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Format(enum.StrEnum):
     """Implementations, whose tensors are by the names of the authors' PyTorch release."""
 
     ORIGINAL = "original"  # That release. The last row of the softmax's head belongs to the first tail cluster.
-    NVIDIA = "nvidia"  # DeepLearningExamples, once `nvidia.by_original_names` has renamed its tensors.
+    NVIDIA = "nvidia"  # DeepLearningExamples, once `formats` has renamed its tensors.
     TENSORFLOW = "tensorflow"  # The authors' TensorFlow release (`tensorflow.read`). Tails are in order, as here.
     HUGGINGFACE = "huggingface"  # Tails in order, `PREFIX` before all but the softmax, u and v in every layer.
 
