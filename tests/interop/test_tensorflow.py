@@ -193,18 +193,16 @@ def test_a_first_cluster_without_projections_gets_identities(write, tmp_path, mo
 
 
 def test_the_published_layout(tmp_path, monkeypatch):
-    """Folders "model" and "data"; the corpus gives vocabulary and lengths; "checkpoint" names one of two."""
+    """Folders "model" and "data"; the corpus gives vocabulary and lengths. Of two the last step's is read."""
     config, params = foreign.make("tf", untie_r=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     other = jax.tree.map(lambda value: value + 1, params)
-    write_with_stub(tmp_path / "model" / "model.ckpt-0", variables_of(config, params), monkeypatch)
-    write_with_stub(tmp_path / "model" / "model.ckpt-10", variables_of(config, other), monkeypatch)
+    write_with_stub(tmp_path / "model" / "model.ckpt-9", variables_of(config, other), monkeypatch)
+    write_with_stub(tmp_path / "model" / "model.ckpt-10", variables_of(config, params), monkeypatch)
     corpus = {"dataset": "wt103", "vocab": {"idx2sym": list(foreign.WORDS), "lower_case": False}}
     (tmp_path / "data" / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
     (tmp_path / "data" / "corpus-info.json").write_text(json.dumps({"dataset": "wt103", "vocab_size": foreign.V}))
-    foreign.check(formats.read(tmp_path), config, other)
-    (tmp_path / "model" / "checkpoint").write_text('model_checkpoint_path: "/old/place/model.ckpt-0"\n')
     found = formats.read(tmp_path)
     foreign.check(found, config, params)
     assert found.info.vocabulary.size == foreign.V

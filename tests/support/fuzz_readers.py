@@ -244,11 +244,7 @@ def manifests(folder: Path) -> list[Seed]:
     found += [(_write(folder / "own" / "a.jsonl", b'{"text": "a"}\n{"text": "b\\u00e9"}\n'), read_json_lines)]
     np.save(folder / "own" / "a.npy", np.arange(9, dtype=np.uint16))
     found += [(folder / "own" / "a.npy", lambda path: ready_ids._scan(ready_ids._open("file", [str(path)]), "file"))]
-    released = folder / "released"
-    _write(released / "model" / "model.ckpt-1.index", b"x")
-    _write(released / "data" / "corpus-info.json", b'{"dataset": "enwik8"}')
-    checkpoint_file = _write(released / "model" / "checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n')
-    return [*found, (checkpoint_file, lambda path: weights.holds_other_weights(str(path.parent.parent)))]
+    return found
 
 
 def archives(folder: Path) -> list[Seed]:

@@ -116,7 +116,7 @@ def _open(prefix: Path) -> dict[str, Leaf]:
 def find(path: Path) -> Path | None:
     """Returns a checkpoint's prefix: `path` itself, or one in this directory or its "model", or None if missing.
 
-    Of several, the file "checkpoint" names one. Otherwise it is the last step's.
+    Of several it is the last step's.
     """
     if path.name.endswith(_INDEX):
         return path.with_name(path.name.removesuffix(_INDEX)) if path.is_file() else None
@@ -125,11 +125,6 @@ def find(path: Path) -> Path | None:
     found = [file.name.removesuffix(_INDEX) for file in path.glob(f"*{_INDEX}")]
     if not found:
         return find(path / "model") if (path / "model").is_dir() and path.name != "model" else None
-    named = path / "checkpoint"
-    text = named.read_text("utf-8", "replace") if named.is_file() else ""
-    match = re.search(r'^model_checkpoint_path: "(.*)"$', text, re.MULTILINE)
-    if match and (name := match[1].rpartition("/")[2]) in found:
-        return path / name
     return path / max(found, key=lambda name: (max(map(int, re.findall(r"-(\d+)$", name)), default=-1), name))
 
 
