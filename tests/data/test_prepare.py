@@ -9,10 +9,8 @@ import itertools
 import os
 import re
 import shutil
-import stat
 import tarfile
 import threading
-import zipfile
 
 import pytest
 import requests
@@ -111,28 +109,11 @@ def test_missing_files_and_two_that_could_be_meant_are_named(tmp_path):
         fit(archive, [{"one": ("c.txt",)}])
 
 
-@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
-@pytest.mark.parametrize("name", ["/etc/passwd", "../a", "box/../../a", "box/..", "C:\\a", "..\\a", "c:/a", "box/../a"])
-def test_names_that_lead_out_are_refused(kind, name, tmp_path):
-    with pytest.raises(UserError, match=rf"x\.{kind}\b.*{re.escape(repr(name))}"):
-        opened(tmp_path, f"x.{kind}", {"good.txt": b"1", name: b"2"})
-
-
-def test_links_that_lead_out_and_devices_are_refused(tmp_path):
-    in_zip = zipfile.ZipInfo("box/link")
-    in_zip.external_attr = (stat.S_IFLNK | 0o777) << 16
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as zipped:
-        zipped.writestr(in_zip, "/etc/passwd")
-    with pytest.raises(UserError, match=r"x\.zip\b.*'box/link'.*'/etc/passwd'"):
-        open_archive(tmp_path / "x.zip")
-    link, outside = tarfile.TarInfo("box/link"), [(tarfile.SYMTYPE, "../../a"), (tarfile.SYMTYPE, "c:\\a")]
-    for link.type, link.linkname in [*outside, (tarfile.LNKTYPE, "../a.txt"), (tarfile.CHRTYPE, "")]:
-        write(tmp_path / "x.tar", link.tobuf() + bytes(1024))
-        with pytest.raises(UserError, match=rf"x\.tar\b.*'box/link'.*{re.escape(repr(link.linkname)[1:-1])}"):
-            open_archive(tmp_path / "x.tar")
-    link.type, link.linkname = tarfile.SYMTYPE, "a.txt"  # It stays inside.
-    write(tmp_path / "x.tar", link.tobuf() + miniature.archive("x.tar", MEMBERS))
-    assert [each.name for each in open_archive(tmp_path / "x.tar")] == list(MEMBERS)
+def test_links_and_devices_in_an_archive_are_not_files(tmp_path):
+    link, content = tarfile.TarInfo("box/link"), miniature.archive("x.tar", MEMBERS)
+    for link.type, link.linkname in [(tarfile.SYMTYPE, "../../a"), (tarfile.LNKTYPE, "c.txt"), (tarfile.CHRTYPE, "")]:
+        places = open_archive(write(tmp_path / "x.tar", link.tobuf() + content))
+        assert unpacked_from(places, list(MEMBERS)) == MEMBERS and len(places) == len(MEMBERS)
 
 
 def read_all(path):

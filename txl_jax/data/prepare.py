@@ -14,9 +14,7 @@ import hashlib
 import itertools
 import os
 import posixpath
-import re
 import shutil
-import stat
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +30,7 @@ from txl_jax.config import CorpusName, Heldout
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layout, PublishedCorpus, Remote
 from txl_jax.data.text import File, Text, bar, digest_of
-from txl_jax.errors import UserError, first_line
+from txl_jax.errors import UserError, rephrased
 from txl_jax.runtime import storage
 
 RECORD_BYTES = 1 << 16
@@ -110,24 +108,17 @@ def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[rang
         yield File(name_of, size, functools.partial(blocks, range(first, first + count)))
 
 
+# Corrupted records, or a corrupted archive, raise nearly any type of error.
+
+
 def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
-    return _refusing_damage(f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again.")
+    advice = "Remove this directory to prepare it again."
+    return rephrased(f"the prepared text in {folder} is corrupted (%s). {advice}", Exception)
 
 
 def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
     advice = f"It may be corrupted or incomplete. Download it again from {url}"
-    return _refusing_damage(f"{path} cannot be read", advice)
-
-
-@contextlib.contextmanager
-def _refusing_damage(what: str, advice: str) -> Iterator[None]:
-    """Turns any error into a `UserError`: a corrupted archive, or corrupted records, raise nearly any type."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what} ({first_line(error)}). {advice}") from error
+    return rephrased(f"{path} cannot be read (%s). {advice}", Exception)
 
 
 # Records
@@ -298,12 +289,10 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
                 files.append((remote.file, str(manager.download(remote.url)), remote.url))
                 _check_official(files[-1][1], remote)
             return open_files(files)
-        except (tfds.download.DownloadError, NonMatchingChecksumError, requests.RequestException) as error:
+        except (tfds.download.DownloadError, NonMatchingChecksumError, requests.RequestException, UserError) as error:
             # Others have several lines, of layers of libraries.
-            is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError)
+            is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError | UserError)
             failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
-        except ValueError as error:  # The file has another size, or is not an archive, and the error has its path.
-            failed.append(functools.reduce(lambda text, file: text.replace(*file[1:]), files, str(error)))
     wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
     missing = f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)})"
     raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
@@ -339,7 +328,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and the members of archives. Raises `UserError` as `members`."""
+    """Opens files, given by name, path and URL, and the members of archives. Raises `UserError` for a corrupted one."""
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
@@ -383,24 +372,18 @@ Members = Iterator[tuple[str, int, Callable[[], Any]]]
 def members(path: str) -> Members:
     """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
 
-    Another file is its own only member, without a name. Raises `UserError` for a device and for a name that leads out
-    of the archive, and nearly any exception if the archive is corrupted.
+    Nothing is unpacked, so names may be of any kind. Another file is its own only member, without a name. Raises nearly
+    any exception if the archive is corrupted.
     """
     if path.endswith(".zip"):
-        yield from _zip_members(path)
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if not entry.is_dir():
+                    yield entry.filename, entry.file_size, functools.partial(archive.open, entry)
     elif path.endswith(ARCHIVE_SUFFIXES):
         yield from _tar_members(path)
     else:
         yield "", os.path.getsize(path), functools.partial(open, path, "rb")
-
-
-def _zip_members(path: str) -> Members:
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            is_link = stat.S_ISLNK(entry.external_attr >> 16)  # Its content is the target.
-            _check_safe(path, entry.filename, archive.open(entry).read(4096).decode() if is_link else "")
-            if not (entry.is_dir() or is_link):
-                yield entry.filename, entry.file_size, functools.partial(archive.open, entry)
 
 
 class _Header(tarfile.TarInfo):
@@ -427,17 +410,7 @@ def _tar_members(path: str) -> Members:
         stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
             for member in archive:
-                _check_safe(path, member.name, member.linkname, is_device=member.isdev())
                 if member.isfile():
                     yield member.name, member.size, functools.partial(archive.extractfile, member)
         while stream.read(1 << 20):  # gzip's checksum comes after the archive's end.
             pass
-
-
-def _check_safe(path: str, name: str, target: str, *, is_device: bool = False) -> None:
-    """Raises `UserError` for a device, and for a name or a link's target that may lead out of the archive."""
-    for place in (name.replace("\\", "/"), target.replace("\\", "/")):  # Windows may have written it.
-        if is_device or re.match("/|[A-Za-z]:", place) or ".." in place.split("/"):
-            link = f" (a link to {target!r})" if target else ""
-            wrong = f"its member {name!r}{link} is a device or points outside the archive"
-            raise UserError(f"{path} is not safe to read: {wrong}. Get the archive from another source.")
