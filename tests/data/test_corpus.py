@@ -21,7 +21,7 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
 from txl_jax.data.published import default_data
 from txl_jax.data.text import SPLITS, File, Text
-from txl_jax.data.token_store import find_store, fingerprint, open_store
+from txl_jax.data.token_store import find_store, open_store
 from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
@@ -248,7 +248,7 @@ def test_the_ids_of_each_split_are_mapped(tmp_path):
     for array in (*tokens.splits.values(), tokens.sentences):
         assert isinstance(array, np.memmap) and not array.flags.writeable
     (name,) = names(tmp_path)
-    assert name == f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    assert name == token_store._path(text_of(), SETTINGS, tmp_path).name
     arrays = {f"{name}.npy" for name in (*SPLITS, "sentences")}
     assert set(names(tmp_path / name)) == arrays | {"store.json", "vocabulary.txt"}
     assert json.loads((tmp_path / name / "store.json").read_text())["tokens"] == {"train": 5, "valid": 2, "test": 2}
@@ -290,7 +290,7 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
 
 def test_the_same_text_and_settings_are_not_encoded_again(tmp_path, monkeypatch):
     assert find_store(text_of(), SETTINGS, tmp_path) is None
-    path = tmp_path / f"own-text-{fingerprint(text_of(), SETTINGS)}"
+    path = token_store._path(text_of(), SETTINGS, tmp_path)
     path.with_name(f"{path.name}.123").mkdir()  # Left by a killed process.
     made = open_store(text_of(), SETTINGS, make_words, folder=tmp_path)
     again = text_of(b"never read", digest="d")

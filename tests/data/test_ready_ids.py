@@ -36,7 +36,7 @@ def test_an_array_of_any_integer_type_is_split_by_position_and_mapped(read, dtyp
     np.save("ids.npy", IDS.astype(dtype))
     corpus = read(file="ids.npy")
     assert splits(corpus) == [IDS[:90].tolist(), IDS[90:95].tolist(), IDS[95:].tolist()]
-    assert corpus.vocabulary == IdVocabulary(212) and corpus.name == "ids" and corpus.sentences is None
+    assert corpus.vocabulary == IdVocabulary(size=212) and corpus.name == "ids" and corpus.sentences is None
     for split in (corpus.train, corpus.valid, corpus.test):
         assert isinstance(split, np.memmap) and not split.flags.writeable
         assert split.filename == str(tmp_path / "ids.npy")
@@ -56,8 +56,8 @@ def test_plain_numbers_by_split_and_without_a_test_file(read):
 
 def test_the_size_is_given_or_the_largest_id_and_one(read):
     np.save("ids.npy", IDS)
-    assert read(file="ids.npy", vocab_size=500).vocabulary == IdVocabulary(500)
-    assert read(file="ids.npy", vocab_size=212).vocabulary == IdVocabulary(212)
+    assert read(file="ids.npy", vocab_size=500).vocabulary == IdVocabulary(size=500)
+    assert read(file="ids.npy", vocab_size=212).vocabulary == IdVocabulary(size=212)
     with pytest.raises(UserError, match=r"\b211\b.*\b211\b.*--data\.tokenizer\.vocab_size\b"):
         read(file="ids.npy", vocab_size=211)
     np.array([1, 2, 3]).astype("<u2").tofile("train.bin")
@@ -96,7 +96,7 @@ def test_the_digest_is_of_the_ids(read):
 
 
 def test_ids_as_tokens():
-    own = IdVocabulary(300)
+    own = IdVocabulary(size=300)
     assert own.size == 300 and own.encode(b"5 17\n299").tolist() == [5, 17, 299]
     assert own.encode(b"").shape == (0,) and own.decode([5, 17]) == b"5 17 " and own.start.tolist() == [0]
     assert joined(own.blocks([in_blocks(b"5 17 299")])) == [5, 17, 299] and own.names()[17] == b"17"

@@ -107,7 +107,7 @@ def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary, mo
     ids[:2] = vocabulary.unknown_id
     assert vocabulary.count_bytes(ids) == vocabulary.byte_lengths[ids].sum() > 0
     ids[2] = vocabulary.unknown_id
-    assert vocabulary.count_bytes(ids) == 0 == IdVocabulary(300).count_bytes(ids)
+    assert vocabulary.count_bytes(ids) == 0 == IdVocabulary(size=300).count_bytes(ids)
 
 
 # The saved form

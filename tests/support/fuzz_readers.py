@@ -187,7 +187,7 @@ def headers(folder: Path) -> list[Seed]:
 
 
 def vocabularies(folder: Path) -> list[Seed]:
-    ours = [ByteVocabulary(b"\n abc"), CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"), IdVocabulary(5)]
+    ours = [ByteVocabulary(b"\n abc"), CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"), IdVocabulary(size=5)]
     ours += [WordVocabulary(foreign.WORDS)]
     kinds = ("byte_level", "word_pieces", "meta_space", "whole_words", "few_letters")
     tokenizers = [getattr(hf_tokenizers, kind)() for kind in kinds]

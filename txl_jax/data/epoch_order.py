@@ -59,8 +59,7 @@ class ShuffledSentences:
         """Takes `sentence_starts` of `training_segments`, and T. Raises ValueError if they do not match the text."""
         is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
         is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
-        chunks = (starts[i : i + CHUNK + 1] for i in range(0, len(starts), CHUNK)) if is_of_text else ()
-        if not is_of_text or any(np.any(np.diff(chunk) < 0) for chunk in chunks):
+        if not is_of_text or np.any(starts[1:] < starts[:-1]):
             ends = f"{starts.ravel()[:1].tolist()} to {starts.ravel()[-1:].tolist()}"
             raise ValueError(
                 "sentence_starts must be signed integers on one axis that never decrease, from the text's beginning to "
@@ -111,7 +110,7 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return words.astype(np.int32)
 
 
-CHUNK = 1 << 20  # Sentences handled at a time, so that no temporary array is as long as the list.
+CHUNK = 1 << 20  # Sentences placed at a time, so that temporary arrays of int64 are shorter than the list.
 
 
 def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray:

@@ -80,7 +80,6 @@ def read_python_stdlib(config: DataConfig) -> Text:
 
 
 def _split_text(name: str, description: str, paths: Sequence[str], config: DataConfig) -> Text:
-    """Returns the files as one text, split by position."""
     splits = split_by_position(paths, at_lines=config.tokenizer.kind is not Tokenizer.BYTE)
     whole = [file for split in SPLITS for file in splits[split]]
     return Text(name, description, _digest(with_bar("reading", whole)), splits)

@@ -271,7 +271,6 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
 
 
 def _check_official(path: str, official: Remote) -> None:
-    """Raises `UserError` if a file is not the official one."""
     found = Facts(size=os.path.getsize(path), sha256=official.sha256 and storage.sha256(path))
     wrong = _difference(official, found)
     require(not wrong, f"{path} does not match the official file: {wrong}. Download it again from {official.url}")

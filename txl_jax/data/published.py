@@ -194,8 +194,8 @@ _LM1B = PublishedCorpus(
     vocab_size=793_470,
 )
 
-CORPORA: dict[CorpusName, PublishedCorpus] = {
-    CorpusName.ENWIK8: _mahoney(
+_ROWS = (
+    _mahoney(
         CorpusName.ENWIK8,
         contents="bytes of Wikipedia",
         zip_size=36_445_475,
@@ -204,7 +204,7 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
         newlines=Newlines.DROP,  # The published numbers are for enwik8 without its newlines (V = 204).
         vocab_size=204,
     ),
-    CorpusName.TEXT8: _mahoney(
+    _mahoney(
         CorpusName.TEXT8,
         contents="letters of Wikipedia",
         zip_size=31_344_016,
@@ -213,23 +213,24 @@ CORPORA: dict[CorpusName, PublishedCorpus] = {
         newlines=Newlines.KEEP,
         vocab_size=27,
     ),
-    CorpusName.WIKITEXT103: _wikitext(
+    _wikitext(
         CorpusName.WIKITEXT103,
         vocab_size=267_735,
         train_tokens=103_227_021,
         zip_size=190_229_076,
         zip_sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
     ),
-    CorpusName.WIKITEXT2: _wikitext(
+    _wikitext(
         CorpusName.WIKITEXT2,
         vocab_size=33_278,
         train_tokens=2_088_628,
         zip_size=4_475_746,
         zip_sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
     ),
-    CorpusName.PTB: _PTB,
-    CorpusName.LM1B: _LM1B,
-}
+    _PTB,
+    _LM1B,
+)
+CORPORA = {row.defaults.corpus: row for row in _ROWS}
 
 
 def default_data(name: CorpusName) -> DataConfig:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
     largest = max(each_largest)
     if vocabulary is None and tokenizer.hf_file:
         vocabulary = given_tokenizer(tokenizer.hf_file)
-    vocabulary = vocabulary or IdVocabulary(tokenizer.vocab_size or largest + 1)
+    vocabulary = vocabulary or IdVocabulary(size=tokenizer.vocab_size or largest + 1)
     advice = "Pass ids of this vocabulary, or change --data.tokenizer.vocab_size or --data.tokenizer.hf_file."
     found = f"token ids must be less than {vocabulary.size} (the vocabulary size), got {largest}"
     require(largest < vocabulary.size, f"{found}. {advice}")
@@ -57,7 +57,6 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
 
 
 def _open(name: str, paths: Sequence[str]) -> np.memmap:
-    """Maps the one file of a split."""
     path, *others = expanded(paths, flag=f"--data.{name}")
     require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
     known = "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
@@ -89,13 +88,15 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
 class IdVocabulary(Vocabulary):
     """Token ids as tokens, for ids or weights without a vocabulary: numbers from 0 to V - 1, with white space between.
 
-    >>> IdVocabulary(20).encode(b"5 17").tolist()
+    >>> IdVocabulary(size=20).encode(b"5 17").tolist()
     [5, 17]
     """
 
+    tokens: tuple[()] = ()  # Ids have no text to save.
     size: int = 0  # V. A default, because a dataclass would take the property of `Vocabulary` for one.
 
     kind: ClassVar[str] = "id"
+    join: ClassVar[Any] = tuple
 
     def __post_init__(self) -> None:
         is_size = type(self.size) is int and 1 <= self.size <= _LARGEST_SIZE
@@ -113,19 +114,6 @@ class IdVocabulary(Vocabulary):
     def decode(self, ids: Any) -> bytes:
         """Returns each number and a space."""
         return "".join(f"{token} " for token in check_ids(ids, self.size).tolist()).encode()
-
-    def header(self) -> dict[str, Any]:
-        """Returns the size, which is all."""
-        return {"size": self.size}
-
-    def lines(self) -> tuple[()]:
-        """Returns no tokens."""
-        return ()
-
-    @classmethod
-    def load(cls, lines: list[str], **header: Any) -> Self:
-        """Builds a vocabulary from its `header`."""
-        return cls(**header)
 
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()

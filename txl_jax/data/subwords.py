@@ -183,7 +183,6 @@ def package() -> ModuleType:
 def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json. Raises `UserError` if the file is not one."""
     content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
-    package()
     wrong = f"--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, got {path} (%s)"
     advice = "Pass the tokenizer.json from its save() or, for SentencePiece, from transformers' save_pretrained()."
     with rephrased(f"{wrong}. {advice}", ValueError):

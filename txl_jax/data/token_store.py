@@ -43,12 +43,6 @@ class TokenStore:
     sentences: np.ndarray | None  # Starts of the training text's lines, or None if they are not marked.
 
 
-def fingerprint(text: Text, settings: dict[str, Any]) -> str:
-    """Returns the end of a store's name, which any change of text, settings or version changes."""
-    facts = json.dumps([VERSION, text.digest, settings], sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
-
-
 def open_store(
     text: Text, settings: dict[str, Any], make_vocabulary: Callable[[], Vocabulary], *, folder: Path
 ) -> TokenStore:
@@ -74,7 +68,8 @@ def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore
 
 
 def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
-    return folder / f"{text.name.replace(' ', '-')}-{fingerprint(text, settings)}"
+    facts = json.dumps([VERSION, text.digest, settings], sort_keys=True)
+    return folder / f"{text.name.replace(' ', '-')}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
 def _is_whole(path: Path) -> bool:

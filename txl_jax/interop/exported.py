@@ -191,5 +191,4 @@ def _digest_line(content: bytes) -> bytes:
 
 
 def _described(arrays: Arrays) -> dict[str, dict[str, Any]]:
-    """Returns shapes and dtypes of arrays for the manifest."""
     return {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}

@@ -86,7 +86,7 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
     vocabulary, more = _vocabulary(weights, vocab_size)
     notes += [*more, *weights.notes]
     if vocabulary is None:
-        vocabulary = IdVocabulary(vocab_size)
+        vocabulary = IdVocabulary(size=vocab_size)
         notes.append(
             "tokens are named by their ids. For words, put the vocabulary next to the weights and convert again"
         )
@@ -162,7 +162,6 @@ def _open_file(file: Path) -> tuple[Leaves, Any]:
 
 
 def _open_parts(file: Path) -> tuple[Leaves, Any]:
-    """Returns the tensors of the files that an index lists."""
     parts = _read_json(file).get("weight_map")
     names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else []
     if not names or not {*names} <= {part.name for part in file.parent.iterdir() if part.is_file()}:

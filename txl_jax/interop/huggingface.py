@@ -23,12 +23,9 @@ _SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
     """Returns the keyword arguments of `TransfoXLConfig` for a model at the lengths of `eval_config`, without dropout.
 
-    Raises `UserError` if the class has no such model, or values are incompatible, which the class would accept.
+    Raises `UserError` if the class has no such model.
     """
     original.position_tensors(config, Format.HUGGINGFACE)
-    config.validate()
-    config.validate_vocabulary(vocab_size)
-    eval_config.validate()
     arguments = original.arguments_of(config, eval_config, vocab_size=vocab_size)
     return {name: arguments[name] for name in _SAME + _SAME_LENGTHS} | {
         "vocab_size": vocab_size,

@@ -107,7 +107,6 @@ def _cutoffs(
 
 
 def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the encoding, its heads and its positions."""
     heads = _shape(tensors, "layers.0.dec_attn.o_net.weight", 2)[1]
     if "layers.0.dec_attn.r_net.weight" in tensors:
         of_layer = "layers.0.dec_attn.r_w_bias"  # Hugging Face's, which has the shared one too if all are equal.

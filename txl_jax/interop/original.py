@@ -191,7 +191,6 @@ def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]
 
 
 def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
-    """Yields the encoding's own tensors."""
     for name, shape, path, path_shape, is_reversed in position_tensors(config, format):
         if format is Format.HUGGINGFACE and config.untie_r:
             for layer in range(config.n_layer):

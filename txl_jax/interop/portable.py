@@ -110,11 +110,11 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
-    sha256 = safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
+    safetensors.write(Path(folder, WEIGHTS), named, metadata={"format": "txl_jax"})
     write_vocabulary(folder, info.vocabulary)
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves.values())
     storage.write(os.path.join(folder, CARD), _card(info, num_parameters).encode())
-    sums = {WEIGHTS: sha256, VOCABULARY: digest(info.vocabulary)}
+    sums = {WEIGHTS: storage.sha256(Path(folder, WEIGHTS)), VOCABULARY: digest(info.vocabulary)}
     storage.write_json(os.path.join(folder, CONFIG), _saved(info, num_parameters, sums))
 
 
@@ -222,7 +222,6 @@ def read_vocabulary(path: AnyPath) -> Vocabulary:
 
 
 def _card(info: ModelInfo, num_parameters: int) -> str:
-    """Returns README.md, the model card in Markdown."""
     return _CARD.format(
         info=info,
         version=__version__,

@@ -4,13 +4,11 @@ The package's own writer needs all tensors in memory, and writes wrong numbers f
 """
 
 import functools
-import hashlib
-import itertools
 import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -65,8 +63,8 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
     }
 
 
-def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> str:
-    """Writes and syncs a file, with one tensor at a time in memory. Returns the sha256 of its bytes in hexadecimal.
+def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes and syncs a file, with one tensor at a time in memory.
 
     Raises `ValueError` if the format does not support a dtype, or a leaf does not match its description.
     """
@@ -81,23 +79,15 @@ def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str
         header[name] = {"dtype": _CODES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for data in itertools.chain([struct.pack("<Q", len(text)), text], _contents(names, leaves)):
-            digest.update(data)
-            file.write(data)
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            array, leaf = leaves[name].read(), leaves[name]
+            if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+                raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _contents(names: list[str], leaves: Leaves) -> Iterator[Any]:
-    """Reads tensor after tensor as arrays of bytes, in row-major order."""
-    for name in names:
-        array, leaf = leaves[name].read(), leaves[name]
-        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
