@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
+from support.tiny_run import assert_equal
 from txl_jax.config import Roll
 from txl_jax.data import epoch_order
 from txl_jax.data.epoch_order import ShuffledSentences, random_permutation, random_words
@@ -58,46 +59,19 @@ def epoch_of(reader, epoch):
     return reader.segments(epoch * reader.n_segments, reader.n_segments)
 
 
-def assert_equal(first, second):
-    for name, a, b in zip(first._fields, first, second, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
-
-
 SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
 TRAINING = [name for name, (constructor, _) in KINDS.items() if constructor is training_segments]
-
-
-@given(**SIZES, stride=st.integers(1, 9), rolled=st.booleans())
-def test_segments_with_a_stride_read_again_what_they_do_not_score(length, batch_size, segment_len, stride, rolled):
-    if length - 1 < batch_size * segment_len or stride > segment_len:
-        reject()
-    roll = Roll.ROWS if rolled else Roll.NONE
-    sizes = {"batch_size": batch_size, "segment_len": segment_len}
-    reader = training_segments(numbered(length), **sizes, stride=stride, roll=roll)
-    again, seen = segment_len - stride, []
-    for epoch in range(2):
-        read = epoch_of(reader, epoch)
-        assert read.reset[0].all() and not read.reset[1:].any()
-        np.testing.assert_array_equal(read.inputs[1:, :, :again], read.inputs[:-1, :, stride:])
-        np.testing.assert_array_equal(read.targets[1:, :, :again], read.targets[:-1, :, stride:])
-        assert read.weights[0].all() and read.weights[1:, :, again:].all() and not read.weights[1:, :, :again].any()
-        assert read.weights.sum() == reader.tokens_per_epoch
-        scored = np.sort(read.targets[read.weights > 0])
-        assert len(set(scored)) == len(scored)
-        seen.append(scored.tolist())
-        # What is left out fills no stride.
-        assert (length - 1) // batch_size - reader.tokens_per_epoch // batch_size < stride
-    starts = [1 + row * reader.tokens_per_epoch // batch_size for row in range(batch_size)]
-    assert rolled or (seen[0] == seen[1] and read.targets[0, :, 0].tolist() == starts)
 
 
 def turned(values, by):
     return values[by % len(values) :] + values[: by % len(values)]
 
 
-def training_by_hand(kind, length, batch_size, segment_len, *, seed, epoch):
-    """The (input, target) places that each row reads in an epoch, in plain lists: B lists."""
-    row_len = (length - 1) // batch_size // segment_len * segment_len
+def training_by_hand(kind, length, batch_size, segment_len, stride, *, seed, epoch):
+    """The (input, target) places that each row reads in an epoch, once each, in plain lists: B lists."""
+    row_len = segment_len
+    while row_len + stride <= (length - 1) // batch_size:
+        row_len += stride
     pairs = list(itertools.pairwise(range(length)))
     if kind == "rows rolled":
         edges = [b * (length - 1) // batch_size for b in range(batch_size + 1)]
@@ -128,16 +102,23 @@ def evaluation_by_hand(length, batch_size, segment_len, warmup):
 
 
 @pytest.mark.parametrize("kind", TRAINING)
-@given(**SIZES, seed=st.integers(-(2**31), 2**64), epoch=st.integers(0, 10))
-def test_training_against_lists(kind, seed, epoch, length, batch_size, segment_len):
-    reader = make(kind, length, batch_size, segment_len, seed=seed)
+@given(**SIZES, stride=st.integers(1, 12), seed=st.integers(-(2**31), 2**64), epoch=st.integers(0, 10))
+def test_training_against_lists(kind, stride, seed, epoch, length, batch_size, segment_len):
+    """With a stride below L, segments begin with places that the one before has scored."""
+    stride = min(stride, segment_len)
+    reader = make(kind, length, batch_size, segment_len, stride=stride, seed=seed)
     got = epoch_of(reader, epoch)
-    expected = training_by_hand(kind, length, batch_size, segment_len, seed=seed, epoch=epoch)
-    assert rows_of(got.inputs).tolist() == [[pair[0] for pair in row] for row in expected]
-    assert rows_of(got.targets).tolist() == [[pair[1] for pair in row] for row in expected]
-    assert (got.weights == 1).all() and got.reset[0].all() and not got.reset[1:].any()
-    assert len(set(got.targets.ravel().tolist())) == got.targets.size == reader.tokens_per_epoch, "none counts twice"
-    assert reader.skipped_tokens == length - 1 - got.targets.size < batch_size * segment_len
+    expected = training_by_hand(kind, length, batch_size, segment_len, stride, seed=seed, epoch=epoch)
+    firsts = range(0, len(expected[0]) - segment_len + 1, stride)
+    segments = np.array([[row[first : first + segment_len] for row in expected] for first in firsts])
+    np.testing.assert_array_equal(got.inputs, segments[..., 0])
+    np.testing.assert_array_equal(got.targets, segments[..., 1])
+    assert got.reset[0].all() and not got.reset[1:].any()
+    again = segment_len - stride
+    assert got.weights[0].all() and got.weights[1:, :, again:].all() and not got.weights[1:, :, :again].any()
+    scored = got.targets[got.weights > 0].tolist()
+    assert len(set(scored)) == len(scored) == reader.tokens_per_epoch, "none counts twice"
+    assert reader.skipped_tokens == length - 1 - len(scored) < batch_size * stride
 
 
 @given(**SIZES, warmup=st.integers(0, 30), beyond=st.integers(0, 20))
@@ -178,9 +159,8 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
-def test_a_text_of_exactly_one_segment_and_one_token_less():
-    for roll in Roll:
-        assert training_segments(numbered(31), batch_size=5, segment_len=6, roll=roll).n_segments == 1
+def test_a_text_of_one_token_less_than_a_segment_is_refused():
+    assert training_segments(numbered(31), batch_size=5, segment_len=6).n_segments == 1
     with pytest.raises(UserError) as caught:
         training_segments(numbered(30), batch_size=5, segment_len=6)
     assert {"5", "6", "30"} <= set(re.findall(r"\d+", str(caught.value)))
@@ -236,29 +216,20 @@ def test_only_the_places_asked_for_are_read(kind):
     assert text.taken == 4 * 3 * 7
 
 
-def shuffled(starts, seed):
-    return ShuffledSentences(starts, n_tokens=int(starts[-1]), seed=seed)
-
-
-def stream(made, epoch, length):
-    inputs, targets = made(epoch, np.array(0), length - 1)
-    return [*inputs.tolist(), int(targets[-1])]
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_long_lists_are_handled_in_chunks(chunk, monkeypatch):
     starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
-    whole = stream(shuffled(starts, 4), 1, starts[-1])
+    made, again = (ShuffledSentences(starts, n_tokens=starts[-1], seed=4) for _ in range(2))
+    whole = made(1, np.array(0), starts[-1] - 1)
     monkeypatch.setattr(epoch_order, "CHUNK", chunk)
-    again = shuffled(starts, 4)
-    assert stream(again, 1, starts[-1]) == whole
+    assert_equal(again(1, np.array(0), starts[-1] - 1), whole)
     monkeypatch.setattr(epoch_order, "random_permutation", None)  # The order of an epoch is kept.
-    assert stream(again, 1, starts[-1]) == whole
+    assert_equal(again(1, np.array(0), starts[-1] - 1), whole)
     for i in range(1, 20):
         wrong = starts.copy()
         wrong[i] = wrong[i - 1] - 1
         with pytest.raises(ValueError, match="decrease"):
-            shuffled(wrong, 4)
+            ShuffledSentences(wrong, n_tokens=starts[-1], seed=4)
 
 
 def test_the_numbers_are_those_of_runs_that_exist():
