@@ -78,7 +78,6 @@ def test_the_id_of_unknown_tokens():
         assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
         with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
             vocabulary.encode("é\n".encode() + b"\xff")
-    assert WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>").unknown_id == 1
 
 
 @given(content=st.binary(min_size=1))

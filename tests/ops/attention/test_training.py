@@ -56,13 +56,11 @@ QUICK = {
 }
 # These join two of the kinds above, or tile them otherwise.
 MORE = {
-    "tiled: uneven tiles": {"by": UNEVEN},
     "tiled: window of one key": {"by": UNEVEN, "window": 1},
     "tiled: no memory": {"by": SMALL, "M": 0},
     "tiled: odd head width": {"by": SMALL, "E": 41},
     "tiled: Shaw's terms and scores": {"by": SMALL, "names": (*SHAW, "position_score")},
     "tiled: dropout, whole rows": {"by": WHOLE, "rate": 0.3},
-    "tiled: both sides": {"by": UNEVEN, "causal": False},
     "tiled: both sides, whole rows": {"by": WHOLE, **PADDED, "names": NAMES},
     "tiled: both sides, window, no memory": {"by": SMALL, **PADDED, "window": 4, "M": 0},
     "tiled: lengths of a causal segment": {"by": UNEVEN, **PADDED, "causal": True},
