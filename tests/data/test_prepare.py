@@ -313,9 +313,6 @@ def test_a_damaged_cache(tmp_path):
 class Handler(http.server.SimpleHTTPRequestHandler):
     """Serves the server's folder, and keeps what it was asked."""
 
-    def log_message(self, *args):
-        pass
-
     def log_request(self, *args):
         self.server.asked.append(f"{self.command} {self.path}")
 

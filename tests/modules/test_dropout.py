@@ -2,13 +2,12 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tiny
+from support import tiny, tiny_run
 from support.cases import full_but
 from txl_jax.config import DType, Network
 from txl_jax.modules.dropout import dropout
@@ -16,16 +15,11 @@ from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.training import ensemble
-from txl_jax.training.step import init_params
 
 RNGS = {"dropout": jax.random.key(0)}
 DRAWING = {"clamp_len": None, "same_length": False, "deterministic": False}
 L = 40
 config = tiny.model_config
-
-
-def first_params(model):
-    return jax.jit(lambda: nn.unbox(init_params(model, jax.random.key(0))))()
 
 
 @pytest.mark.parametrize("locked", [False, True])
@@ -67,8 +61,7 @@ def test_traced_rates_are_those_of_the_config(network, x64):
     """Vmapped over models with other rates, each of all six: what each would give whose config has them."""
     model = model_of(network, dtype=DType.FLOAT64, dropout__rate=0.9)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
-    params = first_params(model)
-
+    params = tiny_run.params(model)
     rngs = {"dropout": jax.random.key(0, impl="rbg")}  # Which compiles faster.
 
     def hidden(model):

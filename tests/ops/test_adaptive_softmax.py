@@ -48,10 +48,6 @@ def as_arrays(case):
     return jax.tree.map(jnp.asarray, make_clusters(case))
 
 
-def make_hidden() -> np.ndarray:
-    return np.random.default_rng(4).normal(size=(B, L, D))
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64):
     (clusters, tails), (arrays, entries) = make_clusters(case), as_arrays(case)
@@ -102,7 +98,7 @@ def through_all_log_probabilities(hidden, weights, targets):
 
 
 def check_gradients(name: str, targets: np.ndarray, *, chunk_size: int | None = None) -> None:
-    args = make_hidden(), as_arrays(CASES[name]), targets
+    args = np.random.default_rng(4).normal(size=(B, L, D)), as_arrays(CASES[name]), targets
     found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(*args)
     tiny_run.assert_close(found, expected, atol=1e-12)
 

@@ -129,11 +129,6 @@ SHAPES = {
 }
 
 
-def of_rate(name, **own):
-    """A config of a constant learning rate, without clipping."""
-    return config_of(10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, **own)
-
-
 def drawn(seed, *, scale=1.0):
     """A tree of numbers of `SHAPES`, in the type of the test."""
     rng = np.random.default_rng(seed)
@@ -199,7 +194,8 @@ PEERS = {
 def test_updates_are_those_of_optax_on_each_layers_matrices(name, x64):
     params = drawn(0)
     params["softmax"]["bias"] *= 0  # As it begins.
-    found = updated(make_optimizer(of_rate(name, weight_decay=0.3)), params)
+    constant = config_of(10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, weight_decay=0.3)
+    found = updated(make_optimizer(constant), params)
     expected = updated(PEERS[name](), unstacked(params))
     tiny_run.assert_close([*map(unstacked, found)], expected, rtol=1e-9, atol=1e-12)
 
