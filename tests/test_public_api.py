@@ -115,12 +115,6 @@ def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
     assert found.shape == alone.shape == (1, len(tokens), 256) and np.abs(found - alone)[0, 0].max() > 1e-4
 
 
-def test_other_types_of_weights_and_cache_are_refused(run):
-    for name, wrong, types in (("weight_dtype", "int4", "int8"), ("cache_dtype", "float16", "bfloat16.*int8")):
-        with pytest.raises(txl_jax.UserError, match=f"{name}.*{types}.*{wrong}"):
-            txl_jax.load(run[0].path, **{name: wrong})
-
-
 @pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("book")
 def test_a_page_trains_with_a_loop_of_its_own(updates, capsys):
@@ -160,9 +154,11 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
 
 
-def test_mistakes_of_callers_are_refused():
+def test_mistakes_of_callers_are_refused(run):
     for mistake, words in (
         (lambda: txl_jax.load("/nowhere"), "/nowhere"),
+        (lambda: txl_jax.load(run[0].path, weight_dtype="int4"), "weight_dtype.*int8.*int4"),
+        (lambda: txl_jax.load(run[0].path, cache_dtype="float16"), "cache_dtype.*bfloat16.*int8.*float16"),
         (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda: txl_jax.Hook(0, print), r"\b0\b"),
         (lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]), r"hooks.*Hook.*\[<built-in function print>"),

@@ -38,7 +38,6 @@ VALUES = strategies.recursive(
     ),
     max_leaves=20,
 )
-quick = hypothesis.settings(max_examples=60, deadline=None)
 
 
 def load(data: bytes):
@@ -47,7 +46,7 @@ def load(data: bytes):
     return value
 
 
-@quick
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(VALUES, strategies.sampled_from(PROTOCOLS))
 def test_plain_values_are_those_of_the_pickle_module(value, protocol):
     assert load(pickle.dumps(value, protocol)) == value

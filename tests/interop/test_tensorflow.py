@@ -205,7 +205,6 @@ def test_the_published_layout(tmp_path, monkeypatch):
     (tmp_path / "data" / "corpus-info.json").write_text(json.dumps({"dataset": "wt103", "vocab_size": foreign.V}))
     found = formats.read(tmp_path)
     foreign.check(found, config, params)
-    assert found.info.vocabulary.size == foreign.V
     assert found.info.config.eval == EvalConfig(segment_len=128, mem_len=1600, clamp_len=1000, same_length=True)
 
 

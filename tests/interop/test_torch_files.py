@@ -162,9 +162,7 @@ def test_a_truncated_file_is_refused(write, tmp_path):
 
 
 @by_format
-@hypothesis.settings(
-    max_examples=80, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(max_examples=80, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(draw=strategies.data())
 def test_a_damaged_file_is_read_or_refused(write, draw, tmp_path):
     path = write(tmp_path / "a.pt", {**WEIGHTS, "m": torch_bytes.module("a.B", parameters={"w": array(2)})})

@@ -50,7 +50,7 @@ top_k_tokens = jax.jit(sampling.top_k_tokens, static_argnums=2)
     strength=st.sampled_from([0.1, 1.0, 4.0]),
     layout=st.sampled_from([(CUTOFFS, V), (CUTOFFS, 98), ((), 98)]),
 )
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strength, layout):
     """Of few words and of many, which are searched in groups, and with more asked for than a cluster has."""
     clusters, hidden = make_clusters(strength, *layout), hidden_states(rows, seed)

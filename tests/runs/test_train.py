@@ -58,6 +58,14 @@ class Killed(BaseException):
     """Ends a run as a kill does: nothing catches it."""
 
 
+def kill_after(step):
+    def kill(context):
+        if context.step == step:
+            raise Killed
+
+    return Hook(2, kill)
+
+
 def test_a_run_leaves_results_metrics_and_checkpoints(run_once, config, corpus):
     workdir, outcome = run_once
     assert outcome.finished and outcome.step == STEPS
@@ -100,13 +108,8 @@ def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tm
 def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket):
     """An error ends it between two checkpoints; it resumes, and is scored once more."""
     (local, outcome), remote = run_once, Run(bucket / "run")
-
-    def kill(context):
-        if context.step == 16:  # The last checkpoint is of 12.
-            raise Killed
-
     with pytest.raises(Killed):
-        runs.train(config, corpus, remote, hooks=[Hook(4, kill)])
+        runs.train(config, corpus, remote, hooks=[kill_after(16)])  # The last checkpoint is of 12.
     assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
     assert runs.train(config, corpus, remote).results == outcome.results
     assert numbers(remote) == numbers(local)
@@ -358,14 +361,6 @@ def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_
 
 
 MORE = 36
-
-
-def kill_after(step):
-    def kill(context):
-        if context.step == step:
-            raise Killed
-
-    return Hook(2, kill)
 
 
 @pytest.fixture(scope="module")
