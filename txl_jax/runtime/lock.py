@@ -31,10 +31,11 @@ _LOOK_SECONDS = 1.0
 _SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment.
 
 
-class RunLock(contextlib.AbstractContextManager["RunLock"]):
-    """The lock of a workdir, not taken yet. Use it as a context manager, or call `close`."""
+class RunLock(contextlib.ExitStack):
+    """The lock of a workdir, not taken yet. Use it as a context manager, or call `close`, which releases the lock."""
 
     def __init__(self, folder: AnyPath):
+        super().__init__()
         self.notes: list[str] = []  # Lines for the log of the run.
         self._folder = os.fspath(folder)
         self._scheme = self._folder.partition("://")[0] if is_remote(self._folder) else None
@@ -47,13 +48,6 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         }
         self._lost: str | None = None
         self._ended = threading.Event()
-        self._stack = contextlib.ExitStack()  # It releases the lock.
-
-    def close(self, *error: object) -> None:
-        """Releases the lock. A second call does nothing."""
-        self._stack.close()
-
-    __exit__ = close
 
     def acquire(self) -> None:
         """Takes the lock, on gs:// after up to a minute if its holder seems to be gone.
@@ -97,7 +91,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()
-            self._stack = stack.pop_all()
+            self.enter_context(stack.pop_all())
 
     # Objects
 
@@ -128,7 +122,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         thread = threading.Thread(target=self._beat, name="run_lock", daemon=True)
         thread.start()
         for act in (self._release, thread.join, self._ended.set):  # `close` calls the last one first.
-            self._stack.callback(act)
+            self.callback(act)
 
     def _release(self) -> None:
         with contextlib.suppress(OSError):  # It ends by itself after a minute.

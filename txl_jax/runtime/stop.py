@@ -65,7 +65,7 @@ def is_watched_by_all() -> bool:
     return distributed.first_error(None if _watching.is_set() else "not watched") is None
 
 
-class StopRequest:
+class StopRequest(contextlib.ExitStack):
     """A context that notes the first SIGTERM or SIGINT, after which it is true. A second signal acts as usual.
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
@@ -76,10 +76,10 @@ class StopRequest:
     """
 
     def __init__(self, *, only_defaults: bool = False) -> None:
+        super().__init__()
         self.signal_number = 0  # The signal that has arrived. Several processes always stop by SIGTERM.
         self._only_defaults = only_defaults
         self._is_multiprocess = False
-        self._previous_handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._is_multiprocess = distributed.is_multiprocess()
@@ -90,11 +90,8 @@ class StopRequest:
             replaced = (signal.SIG_DFL, signal.default_int_handler) if is_main else ()
             numbers = [number for number in numbers if signal.getsignal(number) in replaced]
         for number in numbers:
-            self._previous_handlers.callback(signal.signal, number, signal.signal(number, self._note))
+            self.callback(signal.signal, number, signal.signal(number, self._note))
         return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._previous_handlers.close()
 
     def __bool__(self) -> bool:
         if not self.signal_number and (
@@ -109,7 +106,7 @@ class StopRequest:
         del frame
         if not self._is_multiprocess:
             self.signal_number = number
-        self._previous_handlers.close()
+        self.close()  # The handlers before this one act from now on.
         _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second one stops at once")
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
