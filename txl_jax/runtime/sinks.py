@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -85,7 +84,6 @@ class TensorBoard(Sink):
         self._folder = self._local = folder
         self._first_step = first_step
         self._number = 0  # Of the latest file; 0 if nothing was written yet.
-        self._path = ""
         self._file: Any = None
         self._settings: Mapping[str, Any] | None = None  # Not written yet.
         self._stack = contextlib.ExitStack()  # Removes the folder on this machine.
@@ -110,8 +108,9 @@ class TensorBoard(Sink):
         if is_remote(self._folder) and self._file is not None:
             self._file.close()
             self._file = None
-            upload(self._path, os.path.join(self._folder, os.path.basename(self._path)))
-            os.unlink(self._path)
+            upload(self._local, self._folder)
+            for name in names(self._local):
+                os.unlink(os.path.join(self._local, name))
 
     def close(self) -> None:
         """Closes the file, without a flush."""
@@ -148,17 +147,14 @@ class TensorBoard(Sink):
             found = map(_NUMBERED.match, names(self._folder, missing_ok=True))
             self._number = max((int(match[1]) for match in found if match), default=0)
         self._number += 1
-        name = f"events.{self._number:06}.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._path = os.path.join(self._local, name)
-        self._file = _tensorboard("record_writer").RecordWriter(self._path)
-        self._add(file_version="brain.Event:2")
+        prefix = os.path.join(self._local, f"events.{self._number:06}")
+        self._file = _tensorboard("event_file_writer").EventsWriter(prefix)
         if is_first:
             session = _tensorboard("proto.event_pb2").SessionLog
             self._add(step=self._first_step + 1, session_log=session(status=session.START))
 
     def _add(self, **fields: Any) -> None:
-        event = _tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields)
-        self._file.write(event.SerializeToString())
+        self._file.write_event(_tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields))
         self._file.flush()
 
 
