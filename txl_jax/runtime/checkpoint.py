@@ -51,8 +51,8 @@ _SAVE_TIMEOUT_SECONDS = 30 * 86400
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """The checkpoints in one directory, of which the latest `keep` stay. A context manager, for all processes alike.
 
-    All processes must see the directory, which the first save makes. A single process may call `latest_step` and
-    `notes`. `log` takes one line, such as why a step was skipped.
+    All processes must see the directory, which the first save makes. A single process may call `notes`. `log` takes one
+    line, such as why a step was skipped.
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
@@ -153,11 +153,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             raise CheckpointError(f"{wrong}. {advice}") from error
 
     # Reading
-
-    def latest_step(self) -> int | None:
-        """Returns the latest step, verified or not, or None if no step exists."""
-        self.wait()
-        return next((step for step, _ in find_steps(self._directory)), None)
 
     def notes(self) -> dict[str, Any] | None:
         """Returns the notes of the latest step, or None without one. Raises `CheckpointError` if they are corrupted."""
