@@ -168,6 +168,7 @@ class Built:
     schedule: optax.Schedule
     mesh: Mesh
     attention: AttentionChoice | None = None  # None for a network without attention.
+    configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)  # Of an ensemble's members.
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """Jits a function, which enters the mesh at each call, on any thread. On one device this is `jax.jit`."""
@@ -177,8 +178,8 @@ class Built:
 
     @property
     def members(self) -> Members:
-        """Members of an ensemble: no names, as this is one run, for which `Members` hands on what it gets."""
-        return Members()
+        """Members of an ensemble. One run has no names, and `Members` hands on what it gets."""
+        return Members(tuple(self.configs))
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -269,15 +270,11 @@ class Built:
         """
         if self.mesh.size == 1:
             return jax.device_put(segments, sharding.named_sharding(self.mesh))
-        own = np.arange(segments.inputs.shape[1]) if batch_size is None else self.own_rows(batch_size)
-        batch_size = batch_size or len(own)
+        batch_size = batch_size or segments.inputs.shape[1]
 
         def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
-            def of_device(index: Any) -> Any:
-                rows = np.arange(batch_size)[index[1]]
-                return array[:, np.searchsorted(own, rows)]
-
-            return jax.make_array_from_callback((array.shape[0], batch_size, *array.shape[2:]), placed, of_device)
+            shape = array.shape[0], batch_size, *array.shape[2:]
+            return jax.make_array_from_process_local_data(placed, array, shape)
 
         return jax.tree.map(put, self._segment_shardings(batch_size), segments)
 
@@ -354,11 +351,9 @@ def _shardings(tree: Any) -> Any:
 
 def abstract_arrays(arrays: Any, shardings: Any) -> Any:
     """Returns the shapes and dtypes of a tree of arrays, with these shardings."""
-
-    def abstract(array: Any, placed: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
-
-    return jax.tree.map(abstract, arrays, shardings)
+    return jax.tree.map(
+        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), arrays, shardings
+    )
 
 
 def build(

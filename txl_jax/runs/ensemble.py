@@ -6,7 +6,6 @@ members have made the same number of updates. If a loss of one is not finite, al
 sampled and exported by its name (`--ensemble_member=NAME`), and `split_off` makes it a separate run.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -27,15 +26,11 @@ from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.training import ensemble as ensemble_step
-from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState, init_params
 
 
-@dataclasses.dataclass(frozen=True)
 class Ensemble(Built):
     """The model and functions of the base, with the step and the first state of all members at once."""
-
-    configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)  # By member.
 
     @classmethod
     def of(cls, base: Built, members: MemberSettings) -> "Ensemble":
@@ -44,11 +39,6 @@ class Ensemble(Built):
         size = base.mesh.size
         require(size == 1, f"an ensemble must train on one device, got a mesh of {size}. Pass --mesh.data=1.")
         return cls(base.config, base.model, base.optimizer, base.schedule, base.mesh, base.attention, configs)
-
-    @property
-    def members(self) -> Members:
-        """Members of the ensemble."""
-        return Members(tuple(self.configs))
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
         """Like `Built.init_state`, for all members. `warm_state` makes one member's state."""
