@@ -31,7 +31,7 @@ from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop, storage
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.log import RunLog, read_metrics
+from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.step import make_train_step
@@ -250,8 +250,9 @@ def test_evaluation_and_generation_use_the_best_parameters(finished, config, cor
     assert scored["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
     assert scored["step"] == outcome.results["best_valid"]["step"]
     longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
-    first = generate_text(longer, workdir)
-    assert {len(text) for text in first} == {30} and first[0] != first[1] and generate_text(longer, workdir) == first
+    texts = generate_text(longer, workdir)
+    assert {len(text) for text in texts} == {len("one ") + 30} and texts[0] != texts[1]
+    assert generate_text(longer, workdir) == texts
 
 
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
@@ -313,11 +314,11 @@ def test_the_training_program_does_not_grow_with_the_layers():
 
 def test_a_second_sample_compiles_nothing(caplog):
     made = tiny_run.parts()
-    sample, params = make_sampler(made, tiny_model.VOCABULARY), jax.device_put(tiny_run.params(made.model))
-    first, negative = sample(params, lambda: False), jax.tree.map(jax.numpy.negative, params)
+    sample, params = make_sampler(made.config, tiny_model.VOCABULARY), jax.device_put(tiny_run.params(made.model))
+    first, negative = sample(made, params, lambda: False), jax.tree.map(jax.numpy.negative, params)
     caplog.clear()
     with jax.log_compiles():
-        assert sample(negative, lambda: False) != first
+        assert sample(made, negative, lambda: False) != first
     assert not [line for line in caplog.messages if line.startswith("Compiling")]
 
 
@@ -337,10 +338,13 @@ def loop(steps, hooks, events, *, bad_call=None):
     def hook(name, every):
         return Hook(every, lambda context: events.append(f"{name} {context.step}"))
 
-    around = {"progress": mock.Mock(add=add), "hooks": [hook(*each) for each in hooks.items()], "log": RunLog(None)}
-    span = {"first_step": 0, "steps": steps, "segments_per_call": 2, "stop_requested": lambda: False}
-    run_updates(0, lambda state, segments: (state, events.append("call")), lambda done: done, **around, **span)
-    return around["progress"]
+    progress, due = mock.Mock(add=add), [hook(*each) for each in hooks.items()]
+
+    def train_step(state, segments):
+        return state, events.append("call")
+
+    run_updates(0, train_step, lambda done: done, range(0, steps, 2), due, progress, lambda: False)
+    return progress
 
 
 def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_run_before_it():

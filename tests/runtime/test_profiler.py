@@ -1,6 +1,5 @@
 """Tests profiles of a few steps: which are profiled, the names in the trace, and that a failure ends nothing."""
 
-import os
 import re
 import warnings
 
@@ -25,7 +24,7 @@ def add_one(state, segments):
 def profiled(folder, window, *, first_step=0, per_call=5, calls=4):
     """The lines of a run whose steps from first_step on are profiled in a window, and the excluded seconds."""
     lines, seconds, state = [], [], jnp.zeros(())
-    sizes = {"first_step": first_step, "segments_per_call": per_call, "profile_steps": window}
+    sizes = {"done": first_step, "segments_per_call": per_call, "profile_steps": window}
     with StepProfiler(add_one, str(folder), **sizes, log=lines.append, exclude=seconds.append) as step:
         for _ in range(calls):
             state, _ = step(state, jnp.ones(3))
@@ -68,12 +67,11 @@ def test_a_run_that_ends_early_one_that_is_resumed_and_one_in_a_bucket(tmp_path,
     assert any(name.endswith(".xplane.pb") for name in files_below(bucket / "plugins" / "profile"))
 
 
-def test_steps_outside_the_run_are_refused(tmp_path):
+def test_steps_outside_the_run_are_refused():
     for first, last in ((0, 3), (5, 4), (5, 101)):
         with pytest.raises(UserError, match=rf" 1 to 100, got {first},{last}"):
             check_steps(first, last, steps=100)
     check_steps(1, 100, steps=100)
-    assert profiled(tmp_path, None) == ([], []) and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("fails", ["start_trace", "stop_trace"])

@@ -11,27 +11,22 @@ from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState
 
 
-class RunCheckpoints:
+class RunCheckpoints(contextlib.ExitStack):
     """A context manager, the same in every process, that saves and restores. Raises if another run writes too."""
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
+        super().__init__()
         self.saved_step: int | None = None  # The last step that was saved or restored.
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
         # Of each member's best parameters; `save_best` writes them.
         self.best = [Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels]
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            for checkpointer in [self._latest, *self.best]:
-                # A run that was killed after its last save will save no more, and so would never sweep.
-                stack.enter_context(checkpointer).sweep()
-            self._stack = stack.pop_all()
+        for checkpointer in [self._latest, *self.best]:
+            # A run that was killed after its last save will save no more, and so would never sweep.
+            self.enter_context(checkpointer).sweep()
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
         """Restores the latest sound step, as `Checkpointer.restore`: (updates done, state, notes), or None."""

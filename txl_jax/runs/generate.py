@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data import ready_ids
 from txl_jax.data.subwords import SubwordVocabulary
@@ -21,41 +19,30 @@ from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed, storage
 
-_SEPARATOR = b"\n\n--- next sample ---\n\n"
-
 
 def generate_text(
     config: ExperimentConfig, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> list[bytes]:
     """Prints `generate.samples` texts of a trained model, the first as it is written, and saves all in its directory.
 
-    Returns the texts without the prompt, each with the stop that ended it. Raises `UserError` if the model has no
+    Returns the texts, each with the prompt and the stop that ended it. Raises `UserError` if the model has no
     checkpoint or cannot generate, or the prompt or the stop cannot be read. `stop_requested` is asked between segments
     of the prompt and between blocks of tokens.
     """
     weights = Weights.of(model, config)
-    vocabulary = weights.vocabulary
-    check_can_generate(config)
-    ending = read_stop(config.generate, vocabulary)
     check_same_settings(config)
-    prompt, ids = encode_prompt(config.generate, vocabulary)
+    sample = make_sampler(config, weights.vocabulary)
     folder = weights.outputs()
     built = weights.build(log=print)
     step, params = weights.params(built, log=print)
-    generator = built.generator(built.prepare_params(params))
-    at_most = "" if ending is None else "at most "
+    at_most = "at most " if config.generate.stop else ""
     print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
-    sampled = generator.tokens(ids, config.generate, stop_token=ending, stop_requested=stop_requested)
-    write = functools.partial(print, end="", flush=True)
-    texts = _stream(sampled, _streams(config.generate, vocabulary, ending), prompt, write=write)
-    if not texts:
-        return []  # Stopped while the prompt was read.
+    texts = sample(built, params, stop_requested, functools.partial(print, end="", flush=True))
     for number, text in enumerate(texts[1:], start=2):
-        print(f"--- sample {number} ---\n{(prompt + text).decode(errors='replace')}", flush=True)
-    if folder is not None:
+        print(f"--- sample {number} ---\n{text.decode(errors='replace')}", flush=True)
+    if texts and folder is not None:
         path = os.path.join(folder, f"sample-seed{config.generate.seed}.txt")
-        separated = _SEPARATOR.join(prompt + text for text in texts) + b"\n"
-        print(f"sample    {path}{distributed.broadcast_from_primary(lambda: _save(path, separated))}")
+        print(f"sample    {path}{distributed.broadcast_from_primary(lambda: _save(path, as_file(texts)))}")
     return texts
 
 
@@ -93,28 +80,53 @@ def continue_prompts(
             write(json.dumps(record) + "\n")
 
 
-def make_sampler(built: Built, vocabulary: Vocabulary) -> Callable[[Any, Callable[[], Any]], bytes]:
-    """Returns (parameters, stop_requested) -> all samples as one text. It compiles once. Raises as `generate_text`."""
-    config = built.config.generate
-    check_can_generate(built.config)
-    ending = read_stop(config, vocabulary)
-    prompt, ids = encode_prompt(config, vocabulary)
+def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[..., list[bytes]]:
+    """Returns a function of (built model, parameters, stop_requested, write) that generates texts. A collective.
 
-    def sample(params: Any, stop_requested: Callable[[], Any]) -> bytes:
+    It returns process 0's prompt with each sample after it, or no texts if a stop came while the prompt was read.
+    `write` takes the pieces of the first one as its tokens come. Samples of a model compile once. Raises `UserError` if
+    such a model cannot generate, or the prompt or the stop cannot be read.
+    """
+    check_can_generate(config)
+    settings = config.generate
+    ending = read_stop(settings, vocabulary)
+    typed = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(settings))))
+    ids = ready_ids.token_ids(vocabulary, typed, name="the prompt")
+    prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
+
+    def sample(
+        built: Built, params: Any, stop_requested: Callable[[], Any], write: Callable[[str], Any] = lambda text: None
+    ) -> list[bytes]:
         generator = built.generator(built.prepare_params(params))
-        sampled = generator.tokens(ids, config, stop_token=ending, stop_requested=stop_requested)
-        texts = _stream(sampled, _streams(config, vocabulary, ending), prompt, write=lambda text: None)
-        return _SEPARATOR.join(prompt + text for text in texts) + b"\n"
+        first = ids if len(ids) else vocabulary.start
+        blocks = generator.tokens(first, settings, stop_token=ending, stop_requested=stop_requested)
+        streams = [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(settings.samples)]
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        write(decoder.decode(prompt))
+        texts = [prompt] * settings.samples
+
+        def add(pieces: Iterable[str]) -> None:
+            for number, piece in enumerate(pieces):
+                texts[number] += (content := piece.encode(errors="surrogateescape"))
+                if number == 0:
+                    write(decoder.decode(content))
+
+        has_begun = False
+        for block in blocks:
+            has_begun = True
+            add(stream.add(row) for stream, row in zip(streams, block, strict=True))
+            if all(stream.ended for stream in streams):  # By strings, which the generator does not see.
+                break
+        add(stream.finish() for stream in streams)
+        write(decoder.decode(b"", final=True) + "\n")
+        return texts if has_begun else []
 
     return sample
 
 
-def encode_prompt(config: GenerateConfig, vocabulary: Vocabulary) -> tuple[bytes, np.ndarray]:
-    """Returns the prompt of process 0 as the model reads it, and the ids [T] to continue. A collective."""
-    prompt = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(config))))
-    ids = ready_ids.token_ids(vocabulary, prompt, name="the prompt")
-    # As the model reads it: words with single spaces between them, for example.
-    return vocabulary.decode(ids), ids if len(ids) else vocabulary.start
+def as_file(texts: Sequence[bytes]) -> bytes:
+    """Returns samples as the content of one file."""
+    return b"\n\n--- next sample ---\n\n".join(texts) + b"\n"
 
 
 def check_can_generate(config: ExperimentConfig) -> None:
@@ -143,32 +155,3 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
     if isinstance(vocabulary, SubwordVocabulary):  # The text may be inside of a token.
         return os.fsencode(unescape(config.stop))
     return ids[0] if len(ids) == 1 else vocabulary.decode(ids)
-
-
-def _streams(config: GenerateConfig, vocabulary: Vocabulary, ending: Ending) -> list[TextStream]:
-    return [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(config.samples)]
-
-
-def _stream(
-    sampled: Iterable[np.ndarray], streams: Sequence[TextStream], prompt: bytes, *, write: Callable[[str], Any]
-) -> list[bytes]:
-    """Writes the prompt and the first sample as its tokens come. Returns all samples, or none if no token came."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    write(decoder.decode(prompt))
-    texts = [b""] * len(streams)
-
-    def add(pieces: Iterable[str]) -> None:
-        for number, piece in enumerate(pieces):
-            texts[number] += (content := piece.encode(errors="surrogateescape"))
-            if number == 0:
-                write(decoder.decode(content))
-
-    has_begun = False
-    for block in sampled:
-        has_begun = True
-        add(stream.add(row) for stream, row in zip(streams, block, strict=True))
-        if all(stream.ended for stream in streams):  # By strings, which the generator does not see.
-            break
-    add(stream.finish() for stream in streams)
-    write(decoder.decode(b"", final=True) + "\n")
-    return texts if has_begun else []

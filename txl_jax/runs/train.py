@@ -81,7 +81,7 @@ def train_run(
     built, readers = first_contact.build_on_all(build_and_cut)
     if distributed.is_multiprocess():
         check_same_attention(built.attention)
-    sampler = make_sampler(built, corpus.vocabulary) if config.train.sample_every else None
+    sampler = make_sampler(config, corpus.vocabulary) if config.train.sample_every else None
     weights = None
     if config.init_from is not None:
         weights = warm_start.load(built, corpus.vocabulary, run)

@@ -61,7 +61,7 @@ class Trainer:
     hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
     sinks: Sequence[Sink]  # Get settings and records too.
     profile_steps: tuple[int, int] | None  # First and last update of a profile, or None for no profile.
-    sampler: Callable[..., bytes] | None  # Writes the samples of `train.sample_every`.
+    sampler: Callable[..., list[bytes]] | None  # Writes the samples of `train.sample_every`.
     verbose: bool  # Whether to print details on one device too, where else only log.txt has them.
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Trainer:
 
     def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
-        config, validation, log, progress = self._config, self._validation, self._log, self._progress
+        config, validation, progress = self._config, self._validation, self._progress
         evaluation = validation.hooks()
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, self._save)
@@ -158,10 +158,10 @@ class Trainer:
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, self._save_on_notice))
         if validation.pending:  # A stop cut the last evaluation short: it is repeated. A first start skips this.
-            state, _ = run_hooks(evaluation, step, state, log=log, progress=progress)
+            state, _ = run_hooks(evaluation, step, state, progress)
             if not self._validation.pending:
                 # Else a kill before the next checkpoint would evaluate, and record, again.
-                run_hooks([save], step, state, log=log, progress=progress)
+                run_hooks([save], step, state, progress)
             if self._validation.pending or validation.out_of_patience:
                 return step, state
         per_call = config.segments_per_call
@@ -171,27 +171,17 @@ class Trainer:
                     StepProfiler(
                         train_step,
                         os.path.join(self.run.path, PROFILE),
-                        first_step=step,
+                        done=step,
                         segments_per_call=per_call,
                         profile_steps=self.profile_steps,
-                        log=log.note,
+                        log=self._log.note,
                         exclude=progress.exclude,
                     )
                 )
             prefetched = stack.enter_context(Prefetcher(self._read, segments_per_call=per_call, steps=config.steps))
             try:
-                return run_updates(
-                    state,
-                    train_step,
-                    prefetched,
-                    first_step=step,
-                    steps=config.steps,
-                    segments_per_call=per_call,
-                    progress=progress,
-                    hooks=hooks,
-                    log=log,
-                    stop_requested=self._is_stopping,
-                )
+                calls = range(step, config.steps, per_call)
+                return run_updates(state, train_step, prefetched, calls, hooks, progress, self._is_stopping)
             except NonFiniteError as error:
                 saved = self._checkpoints.saved_step
                 there = "No checkpoint was written" if saved is None else f"The checkpoint of step {saved} is kept"
@@ -225,62 +215,55 @@ def run_updates(
     state: TrainState,
     train_step: TrainStep,
     prefetched: Callable[[int], Segments],
-    *,
-    first_step: int,
-    steps: int,
-    segments_per_call: int,
-    progress: Progress,
+    calls: range,
     hooks: Sequence[Hook],
-    log: RunLog,
+    progress: Progress,
     stop_requested: Callable[[], Any],
 ) -> tuple[int, TrainState]:
-    """Updates the state from `first_step` to `steps`, or until a stop is requested: (updates done, state after them).
+    """Updates the state by `calls`, or until a stop is requested: (updates done, state after them).
 
-    `train_step` makes S updates, and the state is donated to it. `prefetched` returns the next S segments, on the
-    devices, for the number of updates done. Before any hook runs, every loss up to there was found finite, so that a
-    checkpoint never holds the result of a nan.
+    `calls` has the number of updates before each call, S apart. `train_step` makes S updates, and the state is donated
+    to it. `prefetched` returns the next S segments, on the devices, for the number of updates done. Before any hook
+    runs, every loss up to there was found finite, so that a checkpoint never holds the result of a nan.
     """
+    pending: list[tuple[int, UpdateMetrics]] = []  # At most the metrics of one call, which are not fetched yet.
 
     def segments_of(step: int) -> Any:
         began = time.monotonic()
-        found = prefetched(step) if step < steps else None
+        found = prefetched(step) if step < calls.stop else None
         progress.waited(time.monotonic() - began)
         return found
 
-    def report(first_step: int, metrics: UpdateMetrics) -> None:
-        progress.add(first_step, jax.device_get(metrics))
+    def report() -> None:
+        while pending:
+            first_step, metrics = pending.pop()
+            progress.add(first_step, jax.device_get(metrics))
 
-    step, stopping = first_step, False
-    pending: tuple[int, UpdateMetrics] | None = None
+    step, stopping = calls.start, False
     upcoming = segments_of(step)
-    while step < steps:
+    while step < calls.stop:
         state, metrics = train_step(state, upcoming)
         # While the device works: the next segments, and the metrics of the call before.
-        upcoming = segments_of(step + segments_per_call)
-        if pending is not None:
-            report(*pending)
-        pending = step, metrics
-        step += segments_per_call
-        due = [hook for hook in hooks if step % hook.every == 0 or step == steps]
+        upcoming = segments_of(step + calls.step)
+        report()
+        pending.append((step, metrics))
+        step += calls.step
+        due = [hook for hook in hooks if step % hook.every == 0 or step == calls.stop]
         if due:
-            report(*pending)
-            pending = None
-            state, stopping = run_hooks(due, step, state, log=log, progress=progress)
+            report()
+            state, stopping = run_hooks(due, step, state, progress)
         if stop_requested() or stopping:  # Asked after the hooks: one that was cut short must be repeated at this step.
             break
-    if pending is not None:
-        report(*pending)
+    report()
     return step, state
 
 
-def run_hooks(
-    hooks: Sequence[Hook], step: int, state: TrainState, *, log: RunLog, progress: Progress
-) -> tuple[TrainState, bool]:
+def run_hooks(hooks: Sequence[Hook], step: int, state: TrainState, progress: Progress) -> tuple[TrainState, bool]:
     """Runs hooks one after the other. Returns the state to continue with, and whether a hook has requested a stop."""
     stopping = False
     for hook in hooks:
         began = time.monotonic()
-        context = HookContext(step, state, log)
+        context = HookContext(step, state, progress.log)
         changed = hook.action(context)
         progress.exclude(time.monotonic() - began)
         state = state if changed is None else changed

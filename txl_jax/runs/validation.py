@@ -11,6 +11,7 @@ from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.generate import as_file
 from txl_jax.runs.run import RESULTS, Run, read_results
 from txl_jax.runs.score import Interrupted, Split, as_record, as_result, printable, score_with_line
 from txl_jax.runtime import distributed, environment, storage
@@ -31,7 +32,7 @@ class Validation:
     checkpoints: RunCheckpoints
     log: RunLog
     stop_requested: Callable[[], Any]
-    sampler: Callable[..., bytes] | None = None  # Of `make_sampler`, with `train.sample_every`.
+    sampler: Callable[..., list[bytes]] | None = None  # Of `make_sampler`, with `train.sample_every`.
     pending: bool = False  # Whether the last evaluation was cut short. A resumed run repeats it.
     # Changes of `train.steps`: [{"step": after which it came, "name": .., "old": .., "new": ..}, ..].
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -73,12 +74,13 @@ class Validation:
         if self.sampler is not None:
             storage.make_folder(os.path.join(self.run.path, "samples"))
             actions.append(self.sample)
-        if self._config.train.patience:
-            actions.append(self.stop_early)
         return [Hook(self._config.train.eval_every, action) for action in actions]
 
     def evaluate(self, context: HookContext) -> None:
-        """Scores the validation split, and saves a member's parameters if they are the best so far."""
+        """Scores the validation split, and saves a member's parameters if they are the best so far.
+
+        Requests a stop when the patience is used up.
+        """
         self.pending = True  # Until it is done: a checkpoint written now must record it.
         of_members = self._members.split(context.state.scored_params)
         scored = self._score(Split.VALID, of_members, prefix=f"step {context.step}: ")
@@ -96,6 +98,8 @@ class Validation:
             else:
                 context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
             self.losses[index].append(totals.nll)
+        if self.out_of_patience:
+            context.request_stop()
 
     def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
         """Scores a split with each member's parameters: the scores, and a line about them, or None if stopped."""
@@ -129,16 +133,12 @@ class Validation:
         due = context.step % (self._config.train.sample_every or 1) == 0 or context.step == self._config.train.steps
         if self.pending or not due or self.sampler is None:
             return
-        text = self.sampler(self._members.take(context.state.scored_params, 0), self.stop_requested)
+        params = self._members.take(context.state.scored_params, 0)
+        text = as_file(self.sampler(self.built, params, self.stop_requested))
         path = os.path.join(self.run.path, "samples", f"step-{context.step}.txt")
         distributed.broadcast_from_primary(lambda: storage.write(path, text))
         context.log("\n".join([f"sample    {path}", *map(printable, text.splitlines())]))
         context.text("sample", text.decode(errors="replace"))
-
-    def stop_early(self, context: HookContext) -> None:
-        """Requests a stop when the patience is used up."""
-        if self.out_of_patience:
-            context.request_stop()
 
     def _best(self, index: int) -> dict[str, Any] | None:
         """Returns step and scores of the best parameters so far, or None if none are comparable."""

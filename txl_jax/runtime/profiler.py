@@ -1,6 +1,7 @@
 """A profile of some training steps: a trace that TensorBoard and xprof open."""
 
 import contextlib
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,37 +23,30 @@ def check_steps(first: int, last: int, *, steps: int) -> None:
         raise UserError(f"{wrong}, got {first},{last}")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """A training step that profiles some of its calls. As a context manager it ends a trace that is still open.
 
-    The calls that contain one of the updates `profile_steps` (first and last, counted from 1) are profiled, and each is
-    marked with the number of its first update, so that tools show the steps of a trace. Only process 0 writes. A trace
-    that cannot be written is reported, and the run continues. `exclude` takes the seconds that starting and writing
-    took.
+    The calls that contain one of the updates `profile_steps` are profiled, and each is marked with the number of its
+    first update, so that tools show the steps of a trace. Only process 0 writes. A trace that cannot be written is
+    reported, and the run continues.
     """
 
-    def __init__(
-        self,
-        train_step: Callable[[Any, Any], tuple[Any, Any]],
-        folder: str,
-        *,
-        first_step: int,
-        segments_per_call: int,
-        profile_steps: tuple[int, int] | None,
-        log: Callable[[str], None],
-        exclude: Callable[[float], None],
-    ):
-        self._train_step = train_step
-        self._folder = folder
-        self._done = first_step
-        self._count = segments_per_call
-        self._log = log
-        self._exclude = exclude
-        self._window = profile_steps if distributed.is_primary() else None
+    train_step: Callable[[Any, Any], tuple[Any, Any]]
+    folder: str  # A directory or a URL.
+    _: dataclasses.KW_ONLY
+    done: int  # Updates before the next call.
+    segments_per_call: int
+    profile_steps: tuple[int, int]  # First and last update, counted from 1.
+    log: Callable[[str], None]
+    exclude: Callable[[float], None]  # Takes the seconds that starting and writing a trace took.
+
+    def __post_init__(self) -> None:
+        self._window = self.profile_steps if distributed.is_primary() else None
         self._traced_from: int | None = None  # Set while a trace is open.
         self._trace = contextlib.ExitStack()
-        if self._window is not None and self._window[1] <= first_step:
-            log(f"no profile in this start: step {self._window[1]} is already done")
+        if self._window is not None and self._window[1] <= self.done:
+            self.log(f"no profile in this start: step {self._window[1]} is already done")
             self._window = None
 
     def __exit__(self, *error: object) -> None:
@@ -60,14 +54,14 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
 
     def __call__(self, state: Any, segments: Any) -> tuple[Any, Any]:
         """Makes the updates of one call."""
-        first, self._done = self._done + 1, self._done + self._count
-        if self._window is not None and self._traced_from is None and self._window[0] <= self._done:
+        first, self.done = self.done + 1, self.done + self.segments_per_call
+        if self._window is not None and self._traced_from is None and self._window[0] <= self.done:
             jax.block_until_ready(state)  # The profile leaves out what was dispatched before.
-            if self._attempt(lambda: self._trace.enter_context(_traced(self._folder))):
+            if self._attempt(lambda: self._trace.enter_context(_traced(self.folder))):
                 self._traced_from = first
         with jax.profiler.StepTraceAnnotation("train", step_num=first):
-            state, metrics = self._train_step(state, segments)
-        if self._window is not None and self._window[1] <= self._done:
+            state, metrics = self.train_step(state, segments)
+        if self._window is not None and self._window[1] <= self.done:
             jax.block_until_ready(metrics)
             self._end()
         return state, metrics
@@ -75,7 +69,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     def _end(self) -> None:
         first, self._window, self._traced_from = self._traced_from, None, None
         if first is not None and self._attempt(self._trace.close):
-            self._log(f"profile of steps {first} to {self._done} written to {self._folder}")
+            self.log(f"profile of steps {first} to {self.done} written to {self.folder}")
 
     def _attempt(self, act: Callable[[], Any]) -> bool:
         began = time.monotonic()
@@ -83,10 +77,10 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
             act()
         except Exception as error:  # noqa: BLE001 (jax raises RuntimeErrors of its own, and OSErrors)
             self._window = None
-            self._log(f"no profile in {self._folder} ({first_line(error)}). The run continues.")
+            self.log(f"no profile in {self.folder} ({first_line(error)}). The run continues.")
             return False
         finally:
-            self._exclude(time.monotonic() - began)
+            self.exclude(time.monotonic() - began)
         return True
 
 
