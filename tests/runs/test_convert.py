@@ -142,16 +142,15 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
 
     def swapped(path, leaves, **options):
         inner = "stack.layers.attention.query", "stack.layers.attention.key"
-        return write(path, {**leaves, inner[0]: leaves[inner[1]], inner[1]: leaves[inner[0]]}, **options)
+        write(path, {**leaves, inner[0]: leaves[inner[1]], inner[1]: leaves[inner[0]]}, **options)
 
     def flipped(path, leaves, **options):
-        digest = write(path, leaves, **options)
+        write(path, leaves, **options)
         flip(path)
-        return digest
 
-    for broken, message in ((swapped, r"attention/(key|query) changed when"), (flipped, r"is corrupted")):
+    for broken in (swapped, flipped):
         monkeypatch.setattr(portable.safetensors, "write", broken)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match="changed when it was written"):
             convert(folder, tmp_path / "new" / "model")
         assert not list((tmp_path / "new").iterdir())
 
