@@ -193,7 +193,7 @@ def test_a_first_cluster_without_projections_gets_identities(write, tmp_path, mo
 
 
 def test_the_published_layout(tmp_path, monkeypatch):
-    """Folders "model" and "data"; the corpus gives vocabulary and lengths. Of two the last step's is read."""
+    """Directories "model" and "data": the corpus gives vocabulary and lengths, and of two steps the last is read."""
     config, params = foreign.make("tf", untie_r=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()

@@ -182,14 +182,14 @@ def test_states_are_read_from_the_folders(write):
 
 
 def record(run, config, **results):
-    """Records a run with a config and its results, in place of a training."""
+    """Records a run with a config and its results, instead of training."""
     runs.record(run.folder, config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
     results = {"steps": config.train.steps, "eval": config_tree.to_dict(config.eval)} | results
     (Path(run.folder) / "results.json").write_text(json.dumps(results))
 
 
 def test_damaged_results_and_those_of_other_settings_are_none(write):
-    """Those of 600 steps are of the same run, before it was given more."""
+    """Results of 600 steps are from the same run, before it was given more."""
     run = read(write("[grid]\nseed = [1]\n"))[0]
     record(run, run.config)
     assert run.results is not None

@@ -111,7 +111,7 @@ def finished(victim):
 
 
 def command_of_two(folder, workdir):
-    """Words for Python that start a run, or resume it, on the text of words.txt in a folder."""
+    """Words for Python that start a run, or resume it, on the words.txt of a directory."""
     folders = {"data.file": folder / "words.txt", "cache_dir": folder, "workdir": workdir}
     return ["-m", "experiments.text", *FLAGS_OF_TWO, *(f"--{flag}={path}" for flag, path in folders.items())]
 

@@ -30,7 +30,7 @@ from txl_jax.config import CorpusName, Heldout
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layout, PublishedCorpus, Remote
 from txl_jax.data.text import File, Text, bar, digest_of
-from txl_jax.errors import UserError, rephrased
+from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import storage
 
 RECORD_BYTES = 1 << 16
@@ -108,17 +108,24 @@ def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[rang
         yield File(name_of, size, functools.partial(blocks, range(first, first + count)))
 
 
-# Corrupted records, or a corrupted archive, raise nearly any type of error.
-
-
 def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
-    advice = "Remove this directory to prepare it again."
-    return rephrased(f"the prepared text in {folder} is corrupted (%s). {advice}", Exception)
+    return _refusing_damage(f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again.")
 
 
 def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
     advice = f"It may be corrupted or incomplete. Download it again from {url}"
-    return rephrased(f"{path} cannot be read (%s). {advice}", Exception)
+    return _refusing_damage(f"{path} cannot be read", advice)
+
+
+@contextlib.contextmanager
+def _refusing_damage(what: str, advice: str) -> Iterator[None]:
+    """Turns any error into a `UserError` of one line: corrupted archives and records raise nearly any type of error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} ({first_line(error)}). {advice}") from error
 
 
 # Records

@@ -235,7 +235,7 @@ def run_updates(
         return found
 
     def report() -> None:
-        while pending:
+        if pending:
             first_step, metrics = pending.pop()
             progress.add(first_step, jax.device_get(metrics))
 

@@ -90,7 +90,7 @@ def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
 def _check_arrays(
     given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str, *, free: set[str]
 ) -> None:
-    """Checks shapes, and that all have the query's dtype but `Int8`, and those that are converted (`free`)."""
+    """Checks shapes, and that all have the query's dtype, except `Int8` and the arrays that are converted (`free`)."""
     of_query = given["query"].dtype
     for name, array in given.items():
         expected = tuple(sizes[axis] for axis in of_axes[name])
