@@ -18,16 +18,14 @@ def test_bits_by_position_are_the_means_over_the_segments_of_the_same_bytes(tmp_
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.letters(), **changes)
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
     found = quickstart.compare(config, corpus, run, tested=2.5)
-    no_memory, first = {"eval.mem_len": 0, "eval.same_length": False}, corpus.test[:25]
-    for (name, curve), more, tokens in zip(
-        found.by_position.items(), (no_memory, {}), (corpus.test, first), strict=True
-    ):
+    first = corpus.test[:25]
+    for name, more in zip(found.by_position, ({"eval.mem_len": 0, "eval.same_length": False}, {}), strict=True):
         components = build_for(config_tree.replace(config, more), corpus.vocabulary)
-        nats = np.zeros(len(tokens), np.float32)
+        nats = np.zeros(len(first), np.float32)
         _, params = load_parameters(components, run, log=print)
-        totals = score.score(components, params, tokens, name=name, log=print, token_nats=nats)
-        position = (np.arange(len(nats) - 1) % -(-(len(tokens) - 1) // 2)) % 5
-        by_hand = [nats[1:25][position[:24] == each].mean() / np.log(2) for each in range(5)]
-        assert curve == pytest.approx(by_hand, rel=1e-6)
-        assert found.bits[name] == (2.5 if tokens is first else totals.bpc)
+        score.score(components, params, first, name=name, log=print, token_nats=nats)
+        by_hand = [nats[1:][np.arange(24) % 12 % 5 == each].mean() / np.log(2) for each in range(5)]
+        assert found.by_position[name] == pytest.approx(by_hand, rel=1e-6)
+        totals = score.score(components, params, corpus.test, name=name, log=print)
+        assert found.bits[name] == (totals.bpc if more else 2.5)
     assert list(found.bits)[:2] == list(quickstart.COMPRESSORS) and len(first) < len(corpus.test)

@@ -29,7 +29,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.train import steps_in
 from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
-from txl_jax.runtime import stop, storage
+from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
@@ -416,16 +416,3 @@ def test_a_run_that_was_stopped_gets_fewer_steps_and_not_less_than_are_done(conf
     outcome = runs.train(tiny.changed(config, train__steps=done + 2), corpus, tmp_path)
     change = {"step": done, "name": "train.steps", "old": STEPS, "new": done + 2}
     assert outcome.results["steps"] == done + 2 and outcome.results["changes"] == [change]
-
-
-def test_checkpoints_without_a_total_have_that_of_the_record(finished, config, corpus):
-    """Those of earlier versions."""
-    workdir, _ = finished
-    notes = Path(workdir.latest, str(STEPS), "notes", "metadata")
-    saved = json.loads(notes.read_text())
-    notes.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("steps", "changes")}))
-    digests = Path(workdir.latest, str(STEPS), "digests.json")
-    of_files = json.loads(digests.read_text()) | {"notes/metadata": storage.sha256(str(notes))}
-    digests.write_text(json.dumps(of_files))
-    outcome = runs.train(tiny.changed(config, train__steps=STEPS + 2), corpus, workdir)
-    assert outcome.results["changes"] == [{"step": STEPS, "name": "train.steps", "old": STEPS, "new": STEPS + 2}]

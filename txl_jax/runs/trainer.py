@@ -131,9 +131,8 @@ class Trainer:
     def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the changes of `train.steps` so far: the checkpoint's, and this start's, if any."""
         changes, config, new = saved.get("changes", []), self.built.config, self._config.steps
-        # Checkpoints of earlier versions do not have it, and the record does.
-        old = saved.get("steps", new if self.run.is_new else self.run.config.train.steps)
-        if not saved or old == new:
+        old = saved.get("steps", new)
+        if old == new:
             return changes
         before = config_tree.replace(config, {"train.steps": old})
         was, rate = (f"{float(learning_rate(each, peak=1.0)(step)):.1%}" for each in (before, config))
