@@ -1,6 +1,5 @@
 """Tests checkpoints on disks and in buckets: what is saved comes back; damage ends in an older step or an error."""
 
-import json
 import os
 import re
 import shutil
@@ -118,17 +117,6 @@ def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(two_
     assert step_names(two_steps) == ["100", "200"]
 
 
-def test_keeps_the_newest_and_vouches_for_every_file(open_checkpoints, tmp_path):
-    with open_checkpoints(keep=2) as checkpoints:
-        for step in (9, 10, 11, 100):
-            checkpoints.save(step, make_state(step), {})
-        wait_until((tmp_path / "latest" / "100" / DIGESTS).exists)  # The digests come without another call.
-    assert step_names(tmp_path / "latest") == ["100", "11"]
-    path = tmp_path / "latest" / "100"
-    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    assert json.loads((path / DIGESTS).read_bytes()).keys() == files - {DIGESTS}
-
-
 def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tmp_path, monkeypatch):
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
@@ -141,8 +129,7 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
         assert step_names(tmp_path / "latest") == ["1", "2"]
         assert not (tmp_path / "latest" / "2" / DIGESTS).exists()
         go_on.set()
-        checkpoints.wait()
-        assert step_names(tmp_path / "latest") == ["2"]
+        wait_until(lambda: step_names(tmp_path / "latest") == ["2"])  # Without another call.
 
 
 def test_state_may_be_donated_right_after_save(open_checkpoints):
@@ -290,19 +277,17 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
                 checkpoints.save(2, make_state(), {})
         (tmp_path / "latest").rename(tmp_path / "elsewhere")
         (tmp_path / "latest").write_text("a file")
-        with pytest.raises(CheckpointError, match=r"\bstep 3\b") as early:
+        with pytest.raises(CheckpointError, match=r"\bstep 3\b.*latest.*\bFile exists\b") as early:
             checkpoints.save(3, make_state(), {})
     assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
 
 
-def test_directory_that_cannot_be_made_or_read(tmp_path, open_checkpoints, monkeypatch):
+def test_a_directory_that_cannot_be_read(tmp_path, open_checkpoints, monkeypatch):
     def denied(folder, **unused):
         raise PermissionError(13, "Permission denied", folder)
 
     (tmp_path / "latest").write_text("a file")
     with open_checkpoints() as checkpoints:
-        with pytest.raises(CheckpointError, match=r"\bstep 1\b.*latest.*\bFile exists\b"):
-            checkpoints.save(1, make_state(), {})
         with pytest.raises(CheckpointError, match=r"latest\b.*\bNot a directory\b"):
             checkpoints.restore(make_state())
         monkeypatch.setattr("txl_jax.runtime.storage.names", denied)

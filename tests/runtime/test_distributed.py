@@ -6,7 +6,9 @@ import pytest
 
 from support import processes
 
+pytestmark = pytest.mark.full
 SCRIPT = """
+import dataclasses
 import json
 import os
 import sys
@@ -14,9 +16,11 @@ import sys
 import jax
 import numpy as np
 
+from support import tiny_run
 from txl_jax import sharding
 from txl_jax.cli import other_hosts
 from txl_jax.config import MeshConfig
+from txl_jax.data.segments import training_segments
 from txl_jax.runtime import distributed
 
 found = {}
@@ -34,62 +38,7 @@ def fail_in(number):
         raise OSError("no space")
 
 
-other_hosts.join(other_hosts.announced(os.environ))
-me = jax.process_index()
-found["broadcast"] = distributed.broadcast_from_primary(lambda: {"loss": 0.1, "of": me, "none": None})
-found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(lambda: fail_in(0)))
-found["all"] = outcome(lambda: distributed.run_on_all(lambda: me * 10))
-found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1)))
-found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
-found["other"] = outcome(lambda: distributed.assert_same_on_all({"text": me, "same": None}, "mend it"))
-found["errors"] = [distributed.first_error(None), distributed.first_error("no network" if me else None)]
-mesh = sharding.make_mesh(MeshConfig())
-sharding_of_rows = sharding.named_sharding(mesh, "batch", None)
-sharded = jax.make_array_from_process_local_data(sharding_of_rows, np.arange(6.0).reshape(2, 3) + 6 * me, (4, 3))
-assert not sharded.is_fully_addressable
-found["sharded"] = distributed.to_host(sharded).tolist()
-found["primary"] = distributed.is_primary()
-print("not for the terminal of the second")
-print(json.dumps(found), file=sys.stderr if me else sys.stdout)
-"""
-
-
-@pytest.mark.full
-def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all():
-    (code_0, out_0, _), (code_1, out_1, err_1) = processes.finish(processes.start("-c", SCRIPT, devices=2))
-    assert code_0 == code_1 == 0, err_1
-    assert out_0.splitlines()[0] == "not for the terminal of the second", "Gloo's lines are left out"
-    assert out_1 == ""
-    first, second = json.loads(out_0.splitlines()[-1]), json.loads(err_1.splitlines()[-1])
-    for found in (first, second):
-        assert found["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
-        assert found["same"] is None
-        assert found["other"] == ["UserError", "process 1: text must be 0, as in process 0, got 1. mend it", True]
-        assert found["errors"] == [None, "process 1: no network"]
-        assert found["sharded"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    assert (first["all"], second["all"]) == (0, 10)
-    assert first["primary fails"] == ["OSError", "no space", True]
-    assert second["primary fails"] == ["RemoteProcessError", "process 0: no space", True]
-    assert first["second fails"] == ["RemoteProcessError", "process 1: no space", True]
-    assert second["second fails"] == ["OSError", "no space", True]
-    assert (first["primary"], second["primary"]) == (True, False)
-
-
-ROWS_SCRIPT = """
-import dataclasses
-import json
-import os
-import sys
-
-import jax
-import numpy as np
-
-from txl_jax.cli import other_hosts
-from support import tiny_run
-from txl_jax.data.segments import training_segments
-
-other_hosts.join(other_hosts.announced(os.environ))
-for data, tensor, batch_size, tiled in json.loads(sys.argv[1]):
+def own_rows(data, tensor, batch_size, tiled):
     sizes = {"mesh__data": data, "mesh__tensor": tensor, "train__batch_size": batch_size}
     parts = tiny_run.parts(**sizes, model__n_head=8, model__d_inner=16)
     if tiled:  # A process's devices are no stretch of the mesh.
@@ -102,19 +51,63 @@ for data, tensor, batch_size, tiled in json.loads(sys.argv[1]):
         assert found.shape == expected.shape, (found.shape, expected.shape)
         for shard in found.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
-    print(rows.tolist(), file=sys.stderr)
+    return rows.tolist()
+
+
+other_hosts.join(other_hosts.announced(os.environ))
+me = jax.process_index()
+found["broadcast"] = distributed.broadcast_from_primary(lambda: {"loss": 0.1, "of": me, "none": None})
+found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(lambda: fail_in(0)))
+found["all"] = outcome(lambda: distributed.run_on_all(lambda: me * 10))
+found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1)))
+found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
+found["other"] = outcome(lambda: distributed.assert_same_on_all({"text": me, "same": None}, "mend it"))
+found["errors"] = [distributed.first_error(None), distributed.first_error("no network" if me else None)]
+mesh = sharding.make_mesh(MeshConfig())
+sharding_of_rows = sharding.named_sharding(mesh, "batch", None)
+sharded = jax.make_array_from_process_local_data(sharding_of_rows, np.arange(8.0).reshape(4, 2) + 8 * me, (8, 2))
+assert not sharded.is_fully_addressable
+found["sharded"] = distributed.to_host(sharded).ravel().tolist()
+found["primary"] = distributed.is_primary()
+found["rows"] = [own_rows(*sizes) for sizes in json.loads(sys.argv[1])]
+print("not for the terminal of the second")
+print(json.dumps(found), file=sys.stderr if me else sys.stdout)
 """
 # The sizes of the mesh's data and tensor axes, rows, whether the mesh is tiled, and each process's rows.
 ROWS = [
-    ((8, 1, 16, True), ["[0, 1, 4, 5, 8, 9, 12, 13]", "[2, 3, 6, 7, 10, 11, 14, 15]"]),
-    ((1, 8, 4, False), ["[0, 1, 2, 3]"] * 2),  # Both processes' devices hold all rows.
-    ((8, 1, 1, False), ["[0]"] * 2),  # One row cannot be spread.
+    ((8, 1, 16, True), [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]),
+    ((1, 8, 4, False), [[0, 1, 2, 3]] * 2),  # Both processes' devices hold all rows.
+    ((8, 1, 1, False), [[0]] * 2),  # One row cannot be spread.
 ]
 
 
-@pytest.mark.full
-def test_every_device_gets_its_rows_of_the_global_batch():
-    ended = processes.finish(processes.start("-c", ROWS_SCRIPT, json.dumps([sizes for sizes, _ in ROWS])))
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    for number, (_, _, errors) in enumerate(ended):
-        assert errors.splitlines()[-3:] == [rows[number] for _, rows in ROWS]
+@pytest.fixture(scope="module")
+def both():
+    """What each of two processes of four devices finds."""
+    started = processes.start("-c", SCRIPT, json.dumps([sizes for sizes, _ in ROWS]))
+    (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
+    assert code_0 == code_1 == 0, (err_0, err_1)
+    assert out_0.splitlines()[0] == "not for the terminal of the second", "Gloo's lines are left out"
+    assert out_1 == ""
+    return json.loads(out_0.splitlines()[-1]), json.loads(err_1.splitlines()[-1])
+
+
+def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all(both):
+    first, second = both
+    for found in both:
+        assert found["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
+        assert found["same"] is None
+        assert found["other"] == ["UserError", "process 1: text must be 0, as in process 0, got 1. mend it", True]
+        assert found["errors"] == [None, "process 1: no network"]
+        assert found["sharded"] == list(range(16))
+    assert (first["all"], second["all"]) == (0, 10)
+    assert first["primary fails"] == ["OSError", "no space", True]
+    assert second["primary fails"] == ["RemoteProcessError", "process 0: no space", True]
+    assert first["second fails"] == ["RemoteProcessError", "process 1: no space", True]
+    assert second["second fails"] == ["OSError", "no space", True]
+    assert (first["primary"], second["primary"]) == (True, False)
+
+
+def test_every_device_gets_its_rows_of_the_global_batch(both):
+    for number, found in enumerate(both):
+        assert found["rows"] == [rows[number] for _, rows in ROWS]

@@ -33,7 +33,8 @@ def elsewhere(bucket):
 
 
 def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
-    """Here, and elsewhere for as long as it renews the lock."""
+    """Here while the process lives, and elsewhere for as long as it renews the lock. A sweep asks for the same."""
+    assert not is_held(str(bucket))
     monkeypatch.setattr(lock_lib, "STALE_SECONDS", 60.0)  # A busy machine may renew late.
     for lock, named in ((RunLock(bucket), f"process {os.getpid()} on {socket.gethostname()}"), (elsewhere, "another")):
         with lock:
@@ -41,23 +42,14 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
             with pytest.raises(UserError, match=named):
                 RunLock(bucket).acquire()
             lock.confirm()
-    assert not bucket.exists()
+            assert is_held(str(bucket))
+            with monkeypatch.context() as patch:
+                patch.setattr(lock_lib, "STALE_SECONDS", -1.0)
+                assert is_held(str(bucket)) == (lock is not elsewhere)
+        assert not is_held(str(bucket)) and not bucket.exists()
     with RunLock(bucket) as second:
         second.acquire()
         second.close()
-
-
-def test_a_lock_is_held_while_its_holder_lives_or_renews_it(bucket, elsewhere, monkeypatch):
-    """A sweep waits for it, here by the process, elsewhere by the beat."""
-    assert not is_held(str(bucket))
-    for lock in (RunLock(bucket), elsewhere):
-        with lock:
-            lock.acquire()
-            assert is_held(str(bucket))
-            monkeypatch.setattr(lock_lib, "STALE_SECONDS", -1.0)
-            assert is_held(str(bucket)) == (lock is not elsewhere)
-            monkeypatch.undo()
-        assert not is_held(str(bucket))
 
 
 @pytest.mark.parametrize("wakes", ["in a beat", "in a save"])

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shlex
 import struct
 import subprocess
@@ -18,7 +17,6 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from support import ROOT
-from support.full_disk import largest_file
 from support.runs import log_lines, numbers
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime import environment
@@ -138,17 +136,8 @@ def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, mon
     assert [event.step for event in events if event.summary.value] == [10, 20, 30, 30, 40]
 
 
-# Trouble
-
-
-def test_a_full_disk_and_a_folder_that_cannot_be_made(tmp_path):
-    with RunLog(tmp_path).open() as log:
-        log.record("train", 1, {"loss": 1.0})
-        with largest_file(200), pytest.raises(LogError, match=f"{re.escape(str(tmp_path))}.*File too large"):  # noqa: PT012
-            for step in range(2, 50):
-                log.record("train", step, {"loss": 1.0})
-    assert numbers(tmp_path)[0] == {"kind": "train", "step": 1, "loss": 1.0}
-
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    """What a full disk does to a run is in tests/faults/test_disk_and_clock.py."""
     (tmp_path / "run").write_text("a file")
     with pytest.raises(LogError, match=r"/run\b.*File exists"):
         RunLog(tmp_path / "run").open()
@@ -202,31 +191,22 @@ def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
         assert parts(bucket / "log.txt") == ["000001"]
 
 
-def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(monkeypatch, tmp_path):
+@pytest.mark.full
+def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(bucket, monkeypatch):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
-    written, go_on, sealed = {}, threading.Event(), threading.Event()
-
-    def write(path, data):
-        assert go_on.wait(20)
-        written[path] = data
-
-    for name, fake in {"write": write, "names": lambda *unused, **also_unused: [], "as_path": str}.items():
-        monkeypatch.setattr(files, name, fake)
-    monkeypatch.setattr(log_lib, "is_remote", lambda path: True)
-    monkeypatch.setattr(log_lib, "TensorBoard", lambda *unused, **also_unused: Sink())
-    monkeypatch.setattr(log_lib, "_drop_repeated", lambda *unused: None)
+    write, go_on, sealed = files.write, threading.Event(), threading.Event()
+    monkeypatch.setattr(files, "write", lambda *given: go_on.wait(20) and write(*given))
     monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
-    with RunLog(tmp_path).open() as log:
+    with RunLog(bucket).open() as log:
         for step in (1, 2):
             log.record("train", step, {"loss": 1.0})
-        assert not written, "the steps go on while the first record is uploaded"
+        assert steps_of(bucket) == [], "the steps go on while the first record is uploaded"
         sealing = threading.Thread(target=lambda: (log.seal(), sealed.set()))
         sealing.start()
         assert not sealed.wait(0.2)
         go_on.set()
         sealing.join()
-    [data] = written.values()
-    assert sealed.is_set() and data.count(b"\n") == 2
+        assert sealed.is_set() and steps_of(bucket) == [1, 2]
 
 
 # Sinks
@@ -248,23 +228,9 @@ def report_all(log):
     log.seal()
 
 
-def test_a_sink_gets_everything_in_order(tmp_path):
-    """The other one has none of the methods."""
-    sink = mock.Mock(spec=Sink)
-    with RunLog(tmp_path, sinks=[Sink(), sink]).open() as log:
-        report_all(log)
-    assert sink.mock_calls == [
-        mock.call.settings(SETTINGS),
-        *(mock.call.record(*record) for record in RECORDS),
-        mock.call.text(20, "sample", "a b\n*c*"),
-        mock.call.flush(),
-        mock.call.flush(),
-        mock.call.close(),
-    ]
-
-
 @pytest.mark.parametrize("fails", ["settings", "record", "close"])
 def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys):
+    """A sound one gets everything in order."""
     broken, sound = mock.Mock(spec=Sink), mock.Mock(spec=Sink)
     getattr(broken, fails).side_effect = ConnectionError("the network is down\nwith details")
     with RunLog(tmp_path, sinks=[broken, sound]).open() as log:
@@ -272,7 +238,15 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
         log.record("train", 30, {"loss": 1.0})
     assert getattr(broken, fails).call_count == 1
     assert broken.mock_calls[-1] == mock.call.close()  # It may hold a connection.
-    assert sound.record.call_count == 4
+    assert sound.mock_calls == [
+        mock.call.settings(SETTINGS),
+        *(mock.call.record(*record) for record in RECORDS),
+        mock.call.text(20, "sample", "a b\n*c*"),
+        mock.call.flush(),
+        mock.call.record("train", 30, {"loss": 1.0}, None),
+        mock.call.flush(),
+        mock.call.close(),
+    ]
     assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 20, 30]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert "Mock" in line and "ConnectionError: the network is down)" in line
