@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from support import oracles, tiny, tiny_run
-from support.cases import nightly_but
 from support.tiny import enable_x64
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
@@ -97,22 +96,12 @@ def through_all_log_probabilities(hidden, weights, targets):
     return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
 
 
-def check_gradients(name: str, targets: np.ndarray, *, chunk_size: int | None = None) -> None:
-    args = np.random.default_rng(4).normal(size=(B, L, D)), as_arrays(CASES[name]), targets
-    found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(*args)
-    tiny_run.assert_close(found, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "name", nightly_but(["one cluster, projected", "div_val 1", "div_val 2", "mixed projections"], CASES)
-)
-def test_gradients_match_dense_log_probabilities(name, x64):
-    check_gradients(name, np.random.default_rng(5).integers(V, size=(B, L)))
-
-
 @hypothesis.given(data=st.data())
 def test_any_distribution_of_targets(data):
-    """Among them: no target in a tail, all targets in one tail, each cluster's first and last token."""
+    """Losses and gradients. Among them: no target in a tail, all in one tail, each cluster's first and last token.
+
+    The gradients of other clusters are compared with the original's in tests/test_golden.py.
+    """
     name = "mixed projections"
     bounds = [0, *CASES[name][0], V]
     used = data.draw(st.sets(st.integers(0, len(bounds) - 2), min_size=1), label="clusters")
@@ -120,7 +109,9 @@ def test_any_distribution_of_targets(data):
     targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
     chunk_size = data.draw(st.sampled_from([None, 1, 3, 128]), label="chunk_size")
     with enable_x64(True):
-        check_gradients(name, np.reshape(targets, (B, L)), chunk_size=chunk_size)
+        args = np.random.default_rng(4).normal(size=(B, L, D)), as_arrays(CASES[name]), np.reshape(targets, (B, L))
+        found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(*args)
+        tiny_run.assert_close(found, expected, atol=1e-12)
 
 
 T, WIDTH = 11, 3  # Positions, and columns of a kernel.

@@ -6,36 +6,11 @@ import numpy as np
 import pytest
 
 from txl_jax.ops import matmul
-from txl_jax.ops.matmul import multiply, multiply_by_rows, project, quantize, transpose
+from txl_jax.ops.matmul import multiply, multiply_by_rows, project, quantize
 
 
 def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
-
-
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(("rows", "n"), [((), 7), ((1, 1), 6), ((1,), 1), ((2, 4), 6)])
-def test_project_is_the_product(rows, n, is_transposed, x64):
-    inputs, kernel = random(*rows, n), random(n, 3, 2, 4, seed=1)
-    matrix = transpose(jnp.asarray(kernel)) if is_transposed else jnp.asarray(kernel)
-    assert matrix.shape == kernel.shape
-    found = project(jnp.asarray(inputs), matrix)
-    np.testing.assert_allclose(found, np.tensordot(inputs, kernel, 1), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("rows", [(), (2, 1), (257,)])
-def test_products_with_the_rows_of_a_table_and_their_gradients(rows, x64):
-    states, table, of_products = random(*rows, 7), random(5, 7, seed=1), random(*rows, 5, seed=2)
-
-    def products(states, table):
-        return multiply_by_rows(states, table, jnp.dtype(jnp.float64))
-
-    found, pull_back = jax.vjp(products, jnp.asarray(states), jnp.asarray(table))
-    np.testing.assert_allclose(found, states @ table.T, rtol=0, atol=1e-13)
-    of_states, of_table = pull_back(jnp.asarray(of_products))
-    np.testing.assert_allclose(of_states, of_products @ table, rtol=0, atol=1e-13)
-    expected = of_products.reshape(-1, 5).T @ states.reshape(-1, 7)
-    np.testing.assert_allclose(of_table, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 300])

@@ -137,15 +137,3 @@ def test_draws_are_as_frequent_as_under_the_full_softmax(name, cutoffs):
     # Pearson's statistic: for 12 degrees of freedom above 39.1 once in 10,000 seeds.
     likely = expected > 0
     assert (n * (found - expected)[likely] ** 2 / expected[likely]).sum() < 39.1
-
-
-def test_limits_by_row_draw_what_the_same_limits_draw_for_all():
-    limits = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (1.4, 0.9), (0.0, 0.3)]
-    clusters, hidden = make_clusters(2.0), hidden_states(60)
-    keys = jax.random.split(jax.random.key(3), 60)
-    temperature, top_p = (jnp.asarray(each, jnp.float32) for each in zip(*limits * 12, strict=True))
-    found = jax.jit(sampling.sample_rows)(keys, hidden, clusters, temperature=temperature, top_p=top_p)
-    for kind, (of_kind, p_of_kind) in enumerate(limits):
-        draw = jax.jit(functools.partial(sampling.sample, temperature=of_kind, top_k=None, top_p=p_of_kind))
-        expected = draw(keys, hidden, clusters)
-        np.testing.assert_array_equal(found[kind::5], expected[kind::5])

@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from support.attention_arrays import NAMES, draw
 from txl_jax import sharding
 from txl_jax.config import MeshConfig
-from txl_jax.errors import UserError
 from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
 from txl_jax.ops.attention.dispatch import Shards, shards_of
 
@@ -65,14 +64,6 @@ def as_type(dtype):
 def test_what_does_not_fit_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         attention(**changed(**changes))
-
-
-@pytest.mark.parametrize(("path", "words"), [("fused", r"fused\b.*\bcpu"), ("flash", "'flash'"), (None, "None")])
-def test_a_path_that_cannot_serve_is_refused_by_name(path, words):
-    with pytest.raises(UserError, match=words):
-        attention(**changed(), implementation=path)
-    with pytest.raises(UserError, match=words):
-        cached_attention(*cached(), implementation=path)
 
 
 def cached(**changes):

@@ -13,7 +13,6 @@ import pytest
 from support import oracles
 from support.attention_arrays import NAMES, draw, shapes
 from txl_jax.ops.attention import Dropout, Visibility, attention, positions
-from txl_jax.ops.attention.dropout import bits
 
 B, H, L, M, E = 3, 2, 5, 4, 3
 BOTH = {"causal": False}
@@ -144,17 +143,6 @@ def kept(seed=7, *, rate=RATE):
     scaled = Dropout(rate, jnp.uint32(seed), LARGE[1]).apply(jnp.ones(LARGE))
     np.testing.assert_allclose(np.unique(scaled), [0, 1 / (1 - rate)], rtol=1e-6)
     return np.asarray(scaled) > 0
-
-
-@pytest.mark.parametrize(
-    "where", [(0, 0, 0, 0), (7, 5, 3, 2), (2**32 - 1, 2**31 - 1, 4095, 65535), (0x9E3779B9, 1023, 0, 1)]
-)
-def test_bits_and_thresholds_are_those_of_plain_integers(where):
-    found = bits(np.uint32(where[0]), *where[1:])
-    assert found.dtype == jnp.uint32
-    assert int(found) == oracles.random_bits(*where)
-    for rate, threshold in ((0.0, 0), (0.5, 2**31), (0.75, 3 * 2**30), (1 - 2**-30, 2**32 - 2**8)):
-        assert int(Dropout(rate, jnp.uint32(0), 1).threshold()) == threshold
 
 
 @pytest.mark.parametrize(("seed", "rate"), [(0, RATE), (1, 0.5), (2**32 - 1, RATE)])
