@@ -450,20 +450,6 @@ def parsed(*words, base=None):
     return programs.config_of(ExperimentConfig(), *words, base=base)
 
 
-def test_every_kind_of_value():
-    for word, name, value in (
-        ("--model.n_layer=3", "model.n_layer", 3),
-        ("--model.dropout.rate=0.25", "model.dropout.rate", 0.25),
-        ("--model.layer_norm=pre", "model.layer_norm", NormPlace.PRE),
-        ("--model.untie_r", "model.untie_r", True),
-        ("--notrain.same_length", "train.same_length", False),
-        ("--model.cutoffs=20,40", "model.cutoffs", (20, 40)),
-        ("--model.tie_projs=False,true,1", "model.tie_projs", (False, True, True)),
-        ("--data.train=/a.txt,/b.txt", "data.train", ("/a.txt", "/b.txt")),
-    ):
-        assert parsed(word) == config_tree.replace(ExperimentConfig(), {name: value})
-
-
 def test_what_was_not_given_stays_as_the_base_or_a_preset_has_it():
     base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
     config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
@@ -483,20 +469,13 @@ def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
     assert parsed("--data.tokenizer.vocab_file=/words", base=base) == from_file
 
 
-def test_none_is_a_value_of_settings_that_may_be_none():
-    config = parsed("--eval.clamp_len=none", "--generate.top_k=NONE", "--train.patience=3", "--data.file=none")
-    assert (config.eval.clamp_len, config.generate.top_k, config.train.patience) == (None, None, 3)
-    assert config.data.file is None
-    with pytest.raises(UserError, match="none"):
-        parsed("--model.n_layer=none")
-
-
 def test_mistakes_are_named():
     for words, pattern in (
         (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
         (["--data.epoch_memory=carried"], r"--data\.epoch_memory\b.*\beea3a51\b"),
         (["--model.n_layer=three"], r"model\.n_layer=three\b"),
         (["--model.layer_norm=middle"], "post"),
+        (["--model.n_layer=none"], "none"),
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
         (["--flagfile=enwik8_12"], r"\bsmall\b.*'enwik8_12'.*\benwik8_12l\b"),
     ):
