@@ -10,13 +10,12 @@ from unittest import mock
 
 import jax
 import pytest
-from absl import flags
 
 from experiments import text
 from support import ROOT, drawn_run, programs, runs
 from support.encoded_text import data_config, own_text
 from txl_jax import cli
-from txl_jax.cli import flag_tree, help, other_hosts, program, setting
+from txl_jax.cli import flag_tree, other_hosts, program, setting
 from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
 from txl_jax.config import (
     COMPAT_PRESETS,
@@ -511,29 +510,20 @@ def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
 # Help
 
 
-def headings(text):
-    return re.findall(r"(?m)^([a-z. ]+):$", text)
+def test_help_has_the_flags_that_a_program_reads_once_each_in_groups_and_the_flagfiles():
+    def headings(text):
+        return re.findall(r"(?m)^([a-z. ]+):$", text)
 
-
-def test_every_flag_is_in_a_group_once_with_its_default():
-    values = flags.FlagValues()
-    flags.DEFINE_enum("mode", "train", ["train", "eval"], "Job.", flag_values=values)
-    flags.DEFINE_string("coordinator", None, "HOST:PORT.", flag_values=values)
-    flag_tree.define(config_tree.replace(ExperimentConfig(), {"model.n_layer": 5}), values)
-    text = help.help_text(list(values), None, values)
-    usages = re.findall(r"(?m)^  --([\w.]+)=(\S*)", text)
-    assert sorted(name for name, _ in usages) == sorted(["flagfile", *(n for n in values if not n.startswith("help"))])
-    defaults = dict(usages)
-    assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == ("train", "5", "none")
-    assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == ("", "", "true")
-    assert headings(text) == ["command", "multiple hosts", *flag_tree.groups()]
-    assert "--helpfull" not in text
-
-
-def test_help_of_a_program_has_the_flags_that_it_reads_and_the_flagfiles():
     _, out, _ = programs.run("experiments.paper.table9", "--help")
     assert headings(out)[-2:] == ["model", "eval"] and "--helpfull" in out and "--seed=" not in out
     code, out, err = programs.run("experiments.enwik8", "--help")
     assert code == 0 and not err
-    for words in ("python -m experiments.enwik8", "--model.d_embed=none", *preset_names()):
+    for words in ("python -m experiments.enwik8", *preset_names()):
         assert words in out
+    usages = re.findall(r"(?m)^  --([\w.]+)=(\S*)", out)
+    defaults = dict(usages)
+    assert len(defaults) == len(usages)
+    assert {leaf.name for leaf in config_tree.leaves(ExperimentConfig)} <= defaults.keys()
+    assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == ("train", "12", "none")
+    assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == ("", "", "true")
+    assert headings(out) == ["command", "multiple hosts", *flag_tree.groups()]

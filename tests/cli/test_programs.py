@@ -97,9 +97,6 @@ def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
     assert trained_on["description"] in out and "949" in out, "both texts are named"
     assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
-    succeed("text", "--mode=eval", f"--workdir={undisturbed}", f"--data_dir={tmp_path}", "--eval.mem_len=8")
-    assert (tmp_path / "prepared" / "tokens").is_dir(), "a data directory that is passed brings its own cache"
-    assert json.loads((undisturbed / "evaluation.json").read_text())["eval"]["mem_len"] == 8
 
 
 @pytest.mark.full
