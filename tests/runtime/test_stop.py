@@ -96,23 +96,16 @@ def test_only_a_machine_of_google_cloud_has_a_server(tmp_path, monkeypatch, envi
 
 
 @pytest.fixture
-def fresh(monkeypatch):
-    """Events of a process without requests, and short pauses."""
-    for name in ("_stop_requested", "_save_requested", "_watching"):
-        monkeypatch.setattr(stop, name, threading.Event())
-    monkeypatch.setattr(stop, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(stop, "_PAUSE_SECONDS", 0.02)
-
-
-@pytest.fixture
-def notices(fresh, monkeypatch):
-    """Watches a server; returns a queue of the notices."""
+def notices(monkeypatch):
+    """Watches a server, with short pauses; returns a queue of the notices."""
     found: queue.Queue[str] = queue.Queue()
+    changes = {"_watching": threading.Event(), "_RETRY_SECONDS": 0.02, "_PAUSE_SECONDS": 0.02}
+    changes |= dict.fromkeys(("request_save", "request_stop"), found.put)
+    for name, value in changes.items():
+        monkeypatch.setattr(stop, name, value)
 
     def watch(server):
         monkeypatch.setenv("GCE_METADATA_HOST", server.host)
-        for name in ("request_save", "request_stop"):
-            monkeypatch.setattr(stop, name, found.put)
         stop.act_on_notices()
         return found
 
