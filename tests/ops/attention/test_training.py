@@ -54,19 +54,14 @@ QUICK = {
     "tpu: Shaw's terms": {"by": tpu(), "L": 40, "M": 100, "names": SHAW, "rate": 0.2},
     "tpu: both sides, padding": {"by": tpu(), "L": 140, "M": 0, "causal": False, "lengths": [131, 0], "rate": 0.1},
 }
-# These join two of the kinds above, or tile them otherwise.
+# These join two of the kinds above, or tile them otherwise. More are in tests/test_golden.py.
 MORE = {
     "tiled: window of one key": {"by": UNEVEN, "window": 1},
-    "tiled: no memory": {"by": SMALL, "M": 0},
-    "tiled: odd head width": {"by": SMALL, "E": 41},
-    "tiled: Shaw's terms and scores": {"by": SMALL, "names": (*SHAW, "position_score")},
     "tiled: dropout, whole rows": {"by": WHOLE, "rate": 0.3},
     "tiled: both sides, whole rows": {"by": WHOLE, **PADDED, "names": NAMES},
     "tiled: both sides, window, no memory": {"by": SMALL, **PADDED, "window": 4, "M": 0},
     "tiled: lengths of a causal segment": {"by": UNEVEN, **PADDED, "causal": True},
-    "stored: one query": {"by": STORED, "L": 1},
     "stored: no memory, u only": {"by": STORED, "M": 0, "E": 41, "names": NAMES[:5]},
-    "stored: Shaw's terms and scores": {"by": STORED, "names": (*SHAW, "position_score"), "rate": 0.2},
     "stored: both sides, window": {"by": STORED, "causal": False, "window": 4, "names": SCORES},
     "reference: both sides, lengths": {"by": REFERENCE, **PADDED},
     "tpu: one query, u only": {"by": tpu(), "L": 1, "M": 3, "names": NAMES[:5]},
