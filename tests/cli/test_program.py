@@ -523,7 +523,7 @@ def test_help_has_the_flags_that_a_program_reads_once_each_in_groups_and_the_fla
     usages = re.findall(r"(?m)^  --([\w.]+)=(\S*)", out)
     defaults = dict(usages)
     assert len(defaults) == len(usages)
-    assert {leaf.name for leaf in config_tree.leaves(ExperimentConfig)} <= defaults.keys()
+    assert {leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig)} <= defaults.keys()
     assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == ("train", "12", "none")
     assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == ("", "", "true")
     assert headings(out) == ["command", "multiple hosts", *flag_tree.groups()]

@@ -33,7 +33,6 @@ SUBWORDS = {"data.tokenizer.kind": "subword"}
 WORDS = {"data.tokenizer.kind": "word"}
 CONFLICTS = [
     ({"model.d_model": 7}, "model.d_model 7"),
-    ({"model.cutoffs": (20, 10)}, "model.cutoffs 20 10"),
     ({"model.cutoffs": (10, 10)}, "model.cutoffs 10"),
     ({"model.cutoffs": (0, 10)}, "model.cutoffs 0 10"),
     ({"model.cutoffs": (5,), "model.tie_projs": (True,) * 3}, "tie_projs 3 2"),

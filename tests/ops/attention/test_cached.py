@@ -91,11 +91,7 @@ TPU = [
     *((tpu(), "no ring, two strips", 90, None), (tpu(128, 384), "values of the ring by rows", 90, None)),
 ]
 MORE = [
-    *itertools.product(
-        [TILE, tiled(1000, 16), tiled(12, 64)], ["40 slots"], [None, 0, 1, 3, 20, 43, 60], [None, 34, 4]
-    ),
     *itertools.product([tiled(12, 16)], list(SIZES)[1:6], [None, 9], [None]),
-    *itertools.product([tpu()], ["384 slots"], [None, 0, 30, 130], [None, 290]),
     *itertools.product([tpu(), tpu(256, 256)], list(SIZES)[7:], [None, 90], [None]),
 ]
 
