@@ -236,7 +236,6 @@ SHORT = [*programs.TINY, *programs.steps(2, every=2), "--train.batch_size=8"]
 DIFFERENCES = [
     ("--model.n_layer=3", r"process 1: .*model\.n_layer\D*\b3\b\D*\b2\b.*process 0"),
     ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
-    ("--data.file=NONE", "process 1: "),
     ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
 ]
 
@@ -248,7 +247,7 @@ DIFFERENCES = [
 def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_prints):
     other = tmp_path / "other.txt"
     other.write_text("four three two one " * 400)
-    places = {"OTHER": other, "NONE": tmp_path / "none", "ELSEWHERE": tmp_path / "elsewhere"}
+    places = {"OTHER": other, "ELSEWHERE": tmp_path / "elsewhere"}
     flag, _, value = of_second.partition("=")
     changed = [f"{flag}={places.get(value, value)}"]
     script = (

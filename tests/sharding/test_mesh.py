@@ -291,9 +291,6 @@ def test_one_device_is_left_alone():
     assert sharding.bind_mesh(mesh, jitted) is jitted
     with sharding.use_mesh(mesh):
         assert sharding.ambient_mesh() is None
-    model, tokens = tiny.make(), jnp.zeros((8, 2), jnp.int32)
-    variables, memory = tiny.variables(model), model.init_memory(batch_size=8, mem_len=4)
-    assert not constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
 
 
 def test_a_thread_has_a_mesh_in_bound_functions_only():
