@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from support import drawn_run, tiny
 from txl_jax import sharding
@@ -225,6 +226,44 @@ def tail_work() -> dict:
     return {"positions": positions, "all_gathers": text.count(" all-gather(")}
 
 
+def optimizers() -> dict[str, Any]:
+    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
+    sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
+    found: dict[str, Any] = {}
+    for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
+        changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
+        one, mixed = (updated(build_run("adaptive", mesh, **changes)) for mesh in ("one", "mixed"))
+        error = jax.tree.map(
+            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(), one[1], mixed[1], one[0]
+        )
+        found[kind] = {
+            "error": max(jax.tree.leaves(error)),
+            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
+            "bytes_per_device": on_one_device(mixed[2]),
+        }
+    return found
+
+
+def updated(parts: Built) -> tuple[Any, Any, Any]:
+    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's state."""
+    abstract, rng = parts.abstract_state, np.random.default_rng(0)
+
+    def draw() -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params)
+
+    def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, opt_state = parts.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
+    params = before = draw()
+    opt_state = parts.jit(parts.optimizer.init, out_shardings=shardings[1])(params)
+    step = parts.jit(update, out_shardings=shardings)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state, draw())
+    return jax.device_get(before), jax.device_get(params), opt_state
+
+
 def runs(*names: str, scored: bool = True) -> dict[str, Any]:
     """What `run` finds of these, such as "plain, mixed"; of all if there are none."""
     found = {}
@@ -245,6 +284,7 @@ def rest() -> dict[str, Any]:
         "runs": runs("adaptive, one", "adaptive, mixed"),
         "microbatches": [run(parts, scores=False) for parts in (whole, in_chunks)],
         "moved": moved(),
+        "optimizers": optimizers(),
     }
 
 
