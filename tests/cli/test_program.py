@@ -494,7 +494,6 @@ def test_none_is_a_value_of_settings_that_may_be_none():
 def test_mistakes_are_named():
     for words, pattern in (
         (["--model.n_layers=3"], r"--model\.n_layers\b.*\bmodel\.n_layer\b"),
-        (["--data.epoch_memory=carried"], r"--data\.epoch_memory\b.*\beea3a51\b"),
         (["--model.n_layer=three"], r"model\.n_layer=three\b"),
         (["--model.layer_norm=middle"], "post"),
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
