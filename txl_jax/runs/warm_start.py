@@ -33,7 +33,7 @@ from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.training.step import TrainState
-from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, shape_differences, transfer
+from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, transfer
 
 _CUTOFFS = "model.cutoffs"
 # Settings beside those of the model and its compatibility in which the fine-tuning may differ, and which change losses.
@@ -131,8 +131,6 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
     step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
-    if different := shape_differences(params, initial):
-        raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
     move = components.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
