@@ -120,7 +120,7 @@ def saved(vocabulary):
 @settings(max_examples=200)
 def test_saved_words_and_characters_are_the_same(words, line_mark, lower_case):
     distinct = tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"]))
-    characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))), lower_case)
+    characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))))
     symbols = ByteVocabulary(bytes(range(32, 127)), Newlines.DROP if lower_case else Newlines.KEEP)
     for own in (WordVocabulary(distinct, line_mark, lower_case, "<UNK>"), characters, symbols):
         assert saved(own) == own and digest(own) == hashlib.sha256(dumps(own).encode()).hexdigest()
@@ -222,13 +222,6 @@ def test_characters_are_known_or_replaced_and_their_bytes_are_counted(characters
     assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
     assert vocabulary.decode(ids).decode() == seen
     assert vocabulary.count_bytes(ids) == (0 if UNKNOWN in seen else len(text.encode()))
-
-
-def test_lower_case_characters():
-    vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
-    assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
-    assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
-    assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]
 
 
 # Subwords: the package's own ids, the bytes of each token, what is trained, and files that cannot be used
