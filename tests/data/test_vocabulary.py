@@ -240,7 +240,7 @@ def test_the_ids_are_those_of_the_package_in_blocks_too(lines, size):
     expected = PACKAGE.encode(text, add_special_tokens=False).ids
     assert OWN.encode(text.encode()).tolist() == joined(OWN.blocks([in_blocks(text.encode(), size)])) == expected
     assert OWN.encode(b"one").dtype == np.uint16 and OWN.size == PACKAGE.get_vocab_size() == made.SIZE
-    assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "hf", [0])
+    assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "subword", [0])
 
 
 @given(text=st.text())
@@ -326,7 +326,7 @@ def test_the_saved_form_is_two_lines_and_keeps_the_file():
     assert digest(OWN) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
     title, content = dumps(OWN).splitlines()
     for damaged in ("", "{}", content[: len(content) // 2]):
-        with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
+        with pytest.raises(UserError, match="'txl_jax vocabulary subword "):
             loads(f"{title}\n{damaged}\n", KINDS)
 
 

@@ -24,13 +24,12 @@ import jax
 from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
-from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, Tokenizer, WeightDType, config_tree
+from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, WeightDType, config_tree
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.config.experiment import preset
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import Corpus, read_corpus, refuse_packed
 from txl_jax.data.published import check_file, default_data, program_of
-from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import json_texts
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
@@ -518,11 +517,8 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 
 def _with_text(model: Weights, data: DataConfig) -> Weights:
     """Returns a portable model, which names no text, with the command's text, in the model's tokens."""
-    kind = Tokenizer.SUBWORD if isinstance(model.vocabulary, SubwordVocabulary) else Tokenizer(model.vocabulary.kind)
-    own = {"reset_at": model.config.data.reset_at, "tokenizer.kind": kind}
-    own |= {"tokenizer.line_mark": model.vocabulary.line_mark} if kind is Tokenizer.WORD else {}
-    text = config_tree.replace(data, own)
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, data=text))
+    own = {"data.reset_at": model.config.data.reset_at} | warm_start.tokenizer_settings(model.vocabulary)
+    return dataclasses.replace(model, config=config_tree.replace(dataclasses.replace(model.config, data=data), own))
 
 
 def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
