@@ -110,10 +110,7 @@ class WatchPlan(Plan):
     verbose: bool = setting(False, "Print details of attention and memory, which log.txt always contains.")
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns arguments for training: sinks, profile_steps, verbose. Raises `UserError` if one is invalid."""
-        given = config_tree.format_value(self.profile_steps)
-        wanted = "the first and the last training step, such as 10,15"
-        require(len(self.profile_steps) in (0, 2), f"--profile_steps must be {wanted}, got {given}")
+        """Returns arguments for training: sinks, profile_steps, verbose. Raises `UserError` if W&B is missing."""
         sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
         return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
 
@@ -378,7 +375,9 @@ class Job:
 
         return distributed.run_on_all(over_trained)
 
-    def trained(self, check: Callable[[ExperimentConfig], Any]) -> tuple[ExperimentConfig, Corpus, Run]:
+    def trained(
+        self, check: Callable[[ExperimentConfig], Any] = lambda config: None
+    ) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan: its settings with the flags applied, its text, and the run itself.
 
         `check` is called with the settings, before the text is read.
@@ -389,14 +388,12 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
-        """Reads the text of a config: for a trained run with its vocabulary and by default from its directories."""
+        """Reads the text of a config: for a trained run with its vocabulary."""
         folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
-            if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
-                folders = (run.text.data_dir, self.plan.cache_dir or run.text.cache_dir)
         return distributed.run_on_all(lambda: read_corpus(config.data, *folders, vocabulary=vocabulary))
 
 
