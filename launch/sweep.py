@@ -46,7 +46,6 @@ from txl_jax.errors import UserError, rephrased
 from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
-from txl_jax.runs.validation import with_defaults
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.lock import is_held
@@ -74,7 +73,7 @@ class Run:
         """The content of results.json, or None if it is corrupted or the run has not finished with these settings."""
         try:
             results = dict(storage.read_json(os.path.join(self.folder, RESULTS)))
-            same = with_defaults(results["eval"]) == config_tree.to_dict(self.config.eval)
+            same = results["eval"] == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
         except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -206,8 +206,8 @@ TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a"
         LONG_BYTE,
         *(f"{TITLE} {kind.kind} {start * 50_000}\na\n" for kind in KINDS for start in ("[", '{"a":')),
         f'{TITLE} id {{"size": {10**12}}}\n',
-        f"{TITLE} hf {{}}\n{json.dumps(TOKENIZER)}\n",  # The package panics: it has no token "ab".
-        f"{TITLE} hf {{}}\n{json.dumps(WORD_LEVEL)}\n",
+        f"{TITLE} subword {{}}\n{json.dumps(TOKENIZER)}\n",  # The package panics: it has no token "ab".
+        f"{TITLE} subword {{}}\n{json.dumps(WORD_LEVEL)}\n",
     ],
     ids=lambda text: text[:40],
 )

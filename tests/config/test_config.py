@@ -7,7 +7,7 @@ import re
 import pytest
 
 from txl_jax.config import COMPAT_PRESETS, Encoding, ExperimentConfig, ModelConfig, config_tree
-from txl_jax.config.experiment import REMOVED, apply_preset, from_record
+from txl_jax.config.experiment import apply_preset
 from txl_jax.errors import UserError
 
 
@@ -139,24 +139,6 @@ def test_every_setting_round_trips_through_json():
             assert type(config_tree.get(again, name)) is type(config_tree.get(config, name)), name
     found = [(leaf.name, before, after) for leaf, before, after in config_tree.differences(default, changed)]
     assert found == [(name, config_tree.get(default, name), config_tree.get(changed, name)) for name in names]
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_record_may_have_a_removed_setting_at_its_default_only(name):
-    record = config_tree.to_dict(ExperimentConfig())
-    assert name not in record
-    assert from_record(record | {name: REMOVED[name]}) == ExperimentConfig()
-    with pytest.raises(UserError, match=rf"^{re.escape(name)} is \S+, but .*\beea3a51\b"):
-        from_record(record | {name: 3})
-
-
-def test_settings_of_a_record_that_are_read_otherwise():
-    zeros = {"compat.memory_start": "zeros"}
-    assert from_record(zeros) == config_tree.replace(ExperimentConfig(), {"model.compat.memory_start": "zeros"})
-    documents = {"data.reset_at": "\\n"}
-    assert from_record(documents | {"model.end_token": 3}) == from_record(documents)
-    for before, now in (("lamb", "lamb_nvidia"), ("adam", "adam")):
-        assert from_record({"compat.lamb": "nvidia", "optimizer.name": before}).optimizer.name == now
 
 
 def test_an_unknown_setting_or_a_value_of_another_type_is_refused():

@@ -120,7 +120,7 @@ def saved(vocabulary):
 @settings(max_examples=200)
 def test_saved_words_and_characters_are_the_same(words, line_mark, lower_case):
     distinct = tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"]))
-    characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))), lower_case)
+    characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))))
     symbols = ByteVocabulary(bytes(range(32, 127)), Newlines.DROP if lower_case else Newlines.KEEP)
     for own in (WordVocabulary(distinct, line_mark, lower_case, "<UNK>"), characters, symbols):
         assert saved(own) == own and digest(own) == hashlib.sha256(dumps(own).encode()).hexdigest()
@@ -224,13 +224,6 @@ def test_characters_are_known_or_replaced_and_their_bytes_are_counted(characters
     assert vocabulary.count_bytes(ids) == (0 if UNKNOWN in seen else len(text.encode()))
 
 
-def test_lower_case_characters():
-    vocabulary = CharacterVocabulary("aé\N{REPLACEMENT CHARACTER}i\N{COMBINING DOT ABOVE}", lower_case=True)
-    assert vocabulary.encode("AaÉB".encode()).tolist() == [0, 0, 1, 2]
-    assert vocabulary.encode("İ".encode()).tolist() == [3, 4], "one capital of two lower-case characters"
-    assert joined(vocabulary.blocks([in_blocks("É A".encode(), 1)])) == [1, 2, 0]
-
-
 # Subwords: the package's own ids, the bytes of each token, what is trained, and files that cannot be used
 
 
@@ -247,7 +240,7 @@ def test_the_ids_are_those_of_the_package_in_blocks_too(lines, size):
     expected = PACKAGE.encode(text, add_special_tokens=False).ids
     assert OWN.encode(text.encode()).tolist() == joined(OWN.blocks([in_blocks(text.encode(), size)])) == expected
     assert OWN.encode(b"one").dtype == np.uint16 and OWN.size == PACKAGE.get_vocab_size() == made.SIZE
-    assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "hf", [0])
+    assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "subword", [0])
 
 
 @given(text=st.text())
@@ -333,7 +326,7 @@ def test_the_saved_form_is_two_lines_and_keeps_the_file():
     assert digest(OWN) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
     title, content = dumps(OWN).splitlines()
     for damaged in ("", "{}", content[: len(content) // 2]):
-        with pytest.raises(UserError, match="'txl_jax vocabulary hf "):
+        with pytest.raises(UserError, match="'txl_jax vocabulary subword "):
             loads(f"{title}\n{damaged}\n", KINDS)
 
 

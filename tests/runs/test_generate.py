@@ -107,7 +107,7 @@ def test_a_stop_is_a_token_or_the_text_of_several():
         (ByteVocabulary(b"\n a"), "a", 2),
         (ByteVocabulary(b"\n\\n"), "\\\\", 1),
         (ByteVocabulary(b"\n\xff"), "\udcff", 1),  # As Python takes a byte of the command line that is no UTF-8.
-        (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}", lower_case=True), "A", 0),
+        (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}"), "a", 0),
         (words(LineMark.EOS), "<eos>", 0),
         (words(LineMark.DOUBLE_S), "\\n", 4),
         (words(LineMark.S, lower_case=True), "The", 1),

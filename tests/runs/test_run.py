@@ -134,16 +134,6 @@ def test_a_missing_or_damaged_file_is_named(folder, name, text):
         Run.read(folder)
 
 
-def test_a_record_that_uses_a_removed_setting_names_it_and_the_commit_that_has_it(folder):
-    saved, removed = json.loads((folder / "config.json").read_text()), {"model.dropout.weight": 0.1}
-    (folder / "config.json").write_text(json.dumps(saved | {"config": saved["config"] | {"eval.segments_per_call": 8}}))
-    assert Run.read(folder).config == CONFIG
-    for changes in ({"config": saved["config"] | removed}, {"members": [{"seed": 1}, removed]}):
-        (folder / "config.json").write_text(json.dumps(saved | changes))
-        with pytest.raises(UserError, match=r"config\.json.*model\.dropout\.weight is 0\.1.*\beea3a51\b"):
-            Run.read_all(folder)
-
-
 @pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])
 def test_a_record_of_another_format_is_refused_whatever_else_it_has(folder, number):
     saved = {"config": {"model.n_later": 3}} | ({} if number is None else {"format": number})

@@ -18,7 +18,7 @@ from absl import flags
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import FieldType, Leaf, did_you_mean, format_value, require
-from txl_jax.config.experiment import REMOVED, REMOVED_ADVICE, apply_preset, preset, preset_names
+from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import as_path, is_remote
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_w
         name, message = getattr(error, "flagname", ""), str(error)
         if name:
             near = did_you_mean(name, list(flag_values)) or ". --help lists all flags."
-            message = f"unknown flag --{name}" + (f": {REMOVED_ADVICE}" if name in REMOVED else near)
+            message = f"unknown flag --{name}{near}"
         elif named := re.match(r"flag --([\w.]+)", message):
             name = named[1]
         raise UserError(f"{places.get(name, '')}{message}") from None

@@ -24,13 +24,12 @@ import jax
 from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
-from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, Tokenizer, WeightDType, config_tree
+from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, WeightDType, config_tree
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.config.experiment import preset
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import Corpus, read_corpus, refuse_packed
 from txl_jax.data.published import check_file, default_data, program_of
-from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import json_texts
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
@@ -111,10 +110,7 @@ class WatchPlan(Plan):
     verbose: bool = setting(False, "Print details of attention and memory, which log.txt always contains.")
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns arguments for training: sinks, profile_steps, verbose. Raises `UserError` if one is invalid."""
-        given = config_tree.format_value(self.profile_steps)
-        wanted = "the first and the last training step, such as 10,15"
-        require(len(self.profile_steps) in (0, 2), f"--profile_steps must be {wanted}, got {given}")
+        """Returns arguments for training: sinks, profile_steps, verbose. Raises `UserError` if W&B is missing."""
         sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
         return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
 
@@ -169,10 +165,6 @@ class Mode(enum.StrEnum):
     GENERATE = "generate"
 
 
-# Groups of settings that only training reads.
-_OF_TRAINING = ("seed", "init_", "minutes", "optimizer.", "train.", "regularization.", "average.", "profile_", "wandb_")
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TimedPlan, TextPlan):
     """The settings of a corpus's command."""
@@ -215,7 +207,6 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     with Run.open(workdir) as run:
         watched = plan.watch(run)
         config = job.config(run)
-        _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
         config = plan.keep_steps(config, job, run)
         run.compare(config)  # Before a text is read, which may take minutes.
@@ -384,7 +375,9 @@ class Job:
 
         return distributed.run_on_all(over_trained)
 
-    def trained(self, check: Callable[[ExperimentConfig], Any]) -> tuple[ExperimentConfig, Corpus, Run]:
+    def trained(
+        self, check: Callable[[ExperimentConfig], Any] = lambda config: None
+    ) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan: its settings with the flags applied, its text, and the run itself.
 
         `check` is called with the settings, before the text is read.
@@ -395,14 +388,12 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
-        """Reads the text of a config: for a trained run with its vocabulary and by default from its directories."""
+        """Reads the text of a config: for a trained run with its vocabulary."""
         folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
-            if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
-                folders = (run.text.data_dir, self.plan.cache_dir or run.text.cache_dir)
         return distributed.run_on_all(lambda: read_corpus(config.data, *folders, vocabulary=vocabulary))
 
 
@@ -508,7 +499,6 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     if run is None and plan.mode is not Mode.GENERATE:
         model = _with_text(model, job.defaults.data)
     config, own = job.config_of(model), job.defaults.data.corpus
-    _note_unread(plan, job, config, model.config)
     if run is not None and program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
         print(f"corpus    {config.data.corpus}, as in training (this command's own is {own})")
     if plan.mode is Mode.GENERATE:
@@ -524,11 +514,8 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 
 def _with_text(model: Weights, data: DataConfig) -> Weights:
     """Returns a portable model, which names no text, with the command's text, in the model's tokens."""
-    kind = Tokenizer.SUBWORD if isinstance(model.vocabulary, SubwordVocabulary) else Tokenizer(model.vocabulary.kind)
-    own = {"reset_at": model.config.data.reset_at, "tokenizer.kind": kind}
-    own |= {"tokenizer.line_mark": model.vocabulary.line_mark} if kind is Tokenizer.WORD else {}
-    text = config_tree.replace(data, own)
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, data=text))
+    own = {"data.reset_at": model.config.data.reset_at} | warm_start.tokenizer_settings(model.vocabulary)
+    return dataclasses.replace(model, config=config_tree.replace(dataclasses.replace(model.config, data=data), own))
 
 
 def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
@@ -550,7 +537,6 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
 
         weights = open_weights(workdir, member=plan.ensemble_member)
         config = job.config_of(weights)
-        _note_unread(plan, job, config, weights.config)
         weights = dataclasses.replace(weights, config=config)
         try:
             with score.open_input(plan.input) as file:
@@ -568,17 +554,6 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
             return 128 + signal.SIGPIPE
     return None
-
-
-def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig) -> None:
-    """Prints a note about typed flags without effect in this mode, unless they match the record."""
-    unread = ["input_format", "per_token"] if plan.input is None else ["data.", "generate.prompt"]
-    if plan.mode is not Mode.TRAIN:
-        unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
-    new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()
-    typed = [name for name, place in job.places.items() if not place and name in new - {"data.json_field"}]
-    if found := ", ".join(f"--{name}" for name in typed if name.startswith(tuple(unread))):
-        print(f"note      no effect with --mode={plan.mode}: {found}", flush=True)
 
 
 @contextlib.contextmanager

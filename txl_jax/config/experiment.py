@@ -7,12 +7,11 @@ size, F feed-forward size, V vocabulary, N layers, C clusters of the adaptive so
 import dataclasses
 import enum
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config.config_tree import Config, did_you_mean, format_value, from_dict, get, replace, require, setting
+from txl_jax.config.config_tree import Config, did_you_mean, from_dict, get, replace, require, setting
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
 from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
@@ -20,7 +19,6 @@ from txl_jax.config.training import (
     AverageConfig,
     MeshConfig,
     OptimizerConfig,
-    OptimizerName,
     RegularizationConfig,
     ScheduleOffset,
     TrainConfig,
@@ -55,23 +53,6 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "optimizer.adam_eps": 1e-6,
     },
 }
-# Settings of earlier versions with the values at which they did nothing: records may still contain them.
-REMOVED: Mapping[str, Any] = {
-    "model.residual": "sum",
-    "model.end_token": None,
-    "model.dropout.weight": 0.0,
-    "model.compat.lamb": "paper",
-    "data.tokenizer.lower_case": False,
-    "data.tokenizer.empty_end": "refuse",
-    "data.tokenizer.bin_type": "uint16",
-    "data.epoch_memory": "emptied",
-    "optimizer.adam_b1": 0.9,
-    "optimizer.mu_dtype": None,
-    "mesh.dcn_data": None,
-    "regularization.adversarial": 0.0,
-    "eval.segments_per_call": 8,
-}
-REMOVED_ADVICE = "the setting was removed. Commit eea3a51 is the last one with it."
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 
@@ -143,24 +124,6 @@ class ExperimentConfig(Config):
         expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
         wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
         require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps.")
-
-
-def from_record(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Returns the config that `to_dict` turned into a dictionary, in this version or an earlier one.
-
-    Raises `UserError` if a setting is unknown (with the nearest names) or was removed, or a value has the wrong type.
-    """
-    values = {re.sub(r"^compat\.", "model.compat.", name): value for name, value in values.items()}  # Of older records.
-    if values.get("data.reset_at") is not None:
-        values.pop("model.end_token", None)  # It follows from that and the vocabulary.
-    if values.get("model.compat.lamb") == "nvidia":
-        del values["model.compat.lamb"]
-        if values.get("optimizer.name") == OptimizerName.LAMB:
-            values["optimizer.name"] = OptimizerName.LAMB_NVIDIA
-    for name in REMOVED.keys() & values.keys():
-        if (value := values.pop(name)) != REMOVED[name]:
-            raise UserError(f"{name} is {format_value(value)}, but {REMOVED_ADVICE}")
-    return from_dict(ExperimentConfig, values)
 
 
 def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:

@@ -128,8 +128,6 @@ def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, 
     """Returns the settings that the ids depend on. A file counts by its content."""
     fields = [field.name for field in dataclasses.fields(tokenizer) if setting_of(field).shapes_tokens]
     settings = {name: value for name in fields if (value := getattr(tokenizer, name)) is not None}
-    # They were settings: without them every text would be encoded again.
-    settings |= {"lower_case": False, "sentencepiece_vocab": 8000}
     for name in ("vocab_file", "hf_file"):
         path = getattr(tokenizer, name)
         if path and not ignore_missing:

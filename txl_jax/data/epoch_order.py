@@ -110,14 +110,9 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return words.astype(np.int32)
 
 
-CHUNK = 1 << 20  # Sentences placed at a time, so that temporary arrays of int64 are shorter than the list.
-
-
 def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray:
     """Returns int64 [n + 1]: the start of each sentence if they are concatenated in this order, from starts[0] on."""
     begin = np.empty(len(starts), np.int64)
     begin[0] = starts[0]
-    for i in range(0, len(sentence), CHUNK):
-        part = sentence[i : i + CHUNK]
-        begin[i + 1 : i + 1 + len(part)] = starts[part + 1] - starts[part]
+    np.take(np.diff(starts), sentence, out=begin[1:], mode="clip")  # By default numpy would copy `out`.
     return np.cumsum(begin, out=begin)

@@ -39,7 +39,7 @@ class SubwordVocabulary(Vocabulary):
     content: str = dataclasses.field(repr=False)  # Of the file.
     _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)  # Were checked.
 
-    kind: ClassVar[str] = "hf"  # The name in portable checkpoints since 0.2.0.
+    kind: ClassVar[str] = "subword"
 
     def __post_init__(self) -> None:
         require(0 < self.size <= _MOST_TOKENS, f"it must have ids below {_MOST_TOKENS:,}, got {self.size - 1:,}")

@@ -105,7 +105,6 @@ class CharacterVocabulary(Vocabulary):
     """Unicode characters by rank. The replacement character encodes those not in the training split."""
 
     characters: str = dataclasses.field(repr=False)  # Distinct.
-    lower_case: bool = False
 
     kind: ClassVar[str] = "char"
     measure: ClassVar[Measure] = Measure.BPC
@@ -124,7 +123,6 @@ class CharacterVocabulary(Vocabulary):
         return self.characters.index(UNKNOWN_CHARACTER)
 
     def _encode(self, text: str) -> np.ndarray:
-        text = text.lower() if self.lower_case else text
         return self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
 
     @functools.cached_property

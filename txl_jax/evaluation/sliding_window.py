@@ -99,12 +99,7 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
     inputs [[0, 1, 2, 3]] targets [[1, 2, 3, 4]]
     inputs [[2, 3, 4, 5]] targets [[5, 6]]
     inputs [[4, 5, 6, 7]] targets [[7, 8]]
-
-    Raises `UserError` if the text has fewer than 2 tokens, or a stride or batch is not positive, or a stride above A.
     """
-    require(tokens.ndim == 1 and len(tokens) > 1, f"tokens must have one axis of at least 2, got shape {tokens.shape}")
-    wanted = f"stride must be 1 to attention_len ({attention_len}) and batch_size at least 1"
-    require(batch_size > 0 and 1 <= stride <= attention_len, f"{wanted}, got {stride} and {batch_size}")
     yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
     starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
     yield from _in_batches(tokens, starts, attention_len, stride, batch_size)

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, config_tree
-from txl_jax.config.config_tree import format_value
-from txl_jax.config.experiment import from_record
+from txl_jax.config.config_tree import format_value, from_dict
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
@@ -158,7 +157,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     damaged = f"{path} is corrupted or from another version (%s). Copy or convert it again."
     with rephrased(damaged, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-        config = from_record(saved["config"])
+        config = from_dict(ExperimentConfig, saved["config"])
         config.model.validate()
         expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.config import DataConfig, ExperimentConfig, config_tree
-from txl_jax.config.config_tree import require
-from txl_jax.config.experiment import from_record
+from txl_jax.config.config_tree import from_dict, require
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import UserError, rephrased
@@ -288,13 +287,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
             # Before anything else, which may mean something else there.
             other = "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats"
             require(number == FORMAT, f"its format must be {FORMAT}, got {number!r}: {other}")
-            self.config, text = from_record(saved["config"]), saved["text"]
+            self.config, text = from_dict(ExperimentConfig, saved["config"]), saved["text"]
             facts = {name: str(text[name]) for name in _TEXT_FACTS}
             expected, self.members = str(text["vocabulary_sha256"]), saved.get("members", [])
             for changes in by_name(self.members).values():
                 numbers = all(isinstance(value, int | float) for value in changes.values())  # And no "../..".
                 require(numbers, "the settings of ensemble members must be numbers, as they name directories")
-                from_record(saved["config"] | changes)
+                from_dict(ExperimentConfig, saved["config"] | changes)
             self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
                 Implementation.parse(implementation)

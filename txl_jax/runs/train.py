@@ -63,7 +63,7 @@ def train_run(
     """
     check_hooks(hooks, config.train.segments_per_call)
     if profile_steps is not None:
-        profiler.check_steps(*profile_steps, steps=config.train.steps)
+        profiler.check_steps(profile_steps, steps=config.train.steps)
     members = [ensemble.in_order(member) for member in members]
     run.compare(config, members)
     if distributed.is_multiprocess():

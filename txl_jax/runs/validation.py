@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from txl_jax.config import EvalConfig, config_tree
+from txl_jax.config import config_tree
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals
@@ -149,7 +149,7 @@ class Validation:
             except CheckpointError as error:
                 self.log.note(f"{error} The best checkpoint is chosen again from this step.")
                 return None
-            if notes is None or with_defaults(notes["eval"]) == self._eval_settings:
+            if notes is None or notes["eval"] == self._eval_settings:
                 return notes
             self.log.note(f"the best step is chosen again: step {notes['step']} was scored with other --eval settings")
             return None
@@ -167,7 +167,7 @@ class Validation:
         """Returns the results after `step` updates, or None if none exist at these evaluation settings."""
         results = read_results(self.run.path)
         try:
-            same = results["steps"] == step and with_defaults(results["eval"]) == self._eval_settings
+            same = results["steps"] == step and results["eval"] == self._eval_settings
         except (KeyError, TypeError, AttributeError):  # The file is missing, or corrupted: it is made again.
             return None
         return results if same else None
@@ -214,8 +214,3 @@ class Validation:
             return None, self._members.take(state.scored_params, index)
         _, saved, notes = restored
         return {name: value for name, value in notes.items() if name != "eval"}, saved["params"]
-
-
-def with_defaults(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Returns recorded evaluation settings with defaults for those added later, and without those removed since."""
-    return {name: evaluation.get(name, default) for name, default in config_tree.to_dict(EvalConfig()).items()}

@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax.config import (
-    Encoding,
-    ExperimentConfig,
-    InitVocabulary,
-    NormPlace,
-    Tokenizer,
-    TokenizerConfig,
-    config_tree,
-)
+from txl_jax.config import Encoding, ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
-from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError, rephrased
 from txl_jax.runs.build import Built, build_for
@@ -33,7 +24,7 @@ from txl_jax.runs.weights import Weights, open_weights
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.training.step import TrainState
-from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, shape_differences, transfer
+from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, transfer
 
 _CUTOFFS = "model.cutoffs"
 # Settings beside those of the model and its compatibility in which the fine-tuning may differ, and which change losses.
@@ -72,7 +63,7 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: I
     names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("model.compat.")]
     taken = {name: config_tree.get(trained.config, name) for name in names}
     if which is InitVocabulary.KEPT:
-        taken |= _tokenizer_settings(trained.vocabulary)
+        taken |= tokenizer_settings(trained.vocabulary)
     return config_tree.replace(defaults, taken)
 
 
@@ -84,7 +75,7 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 
     def read() -> Corpus:
         if vocabulary is not None:
-            theirs = config_tree.replace(config, _tokenizer_settings(vocabulary))
+            theirs = config_tree.replace(config, tokenizer_settings(vocabulary))
             different = config_tree.differences(theirs, config)
             named = "; ".join(f"{leaf.name} is {ours} instead of {kept}" for leaf, kept, ours in different)
             basis_of = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
@@ -131,8 +122,6 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
     step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
-    if different := shape_differences(params, initial):
-        raise UserError(f"the parameters in {trained.path} do not match the model's shapes: {'; '.join(different)}")
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
     move = components.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
@@ -159,10 +148,9 @@ def _open(path: str) -> Weights:
         return open_weights(path)
 
 
-def _tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
+def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that determine token ids, from a vocabulary."""
-    kind = Tokenizer.SUBWORD if isinstance(vocabulary, SubwordVocabulary) else vocabulary.kind  # Its saved kind is hf.
-    given = {"kind": kind, **vocabulary.header()}
+    given = {"kind": vocabulary.kind, **vocabulary.header()}
     names = [leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens]
     tokenizer = TokenizerConfig(**{name: given[name] for name in names if name in given})
     return {f"data.tokenizer.{name}": getattr(tokenizer, name) for name in names}

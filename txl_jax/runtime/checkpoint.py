@@ -56,8 +56,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
-        if keep < 1:
-            raise UserError(f"keep must be at least 1 (the latest checkpoint), got {keep}")
         self._directory = storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
         self._keep = keep
         self._log = log

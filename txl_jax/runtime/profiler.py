@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from txl_jax.runtime.storage import is_remote, upload
 PROFILE = "profile"
 
 
-def check_steps(first: int, last: int, *, steps: int) -> None:
-    """Raises `UserError` unless a run of `steps` updates makes the updates `first` to `last`, counted from 1."""
-    if not 1 <= first <= last <= steps:
-        wrong = f"--profile_steps must be the first and last step to profile, from 1 to {steps}"
-        raise UserError(f"{wrong}, got {first},{last}")
+def check_steps(profile_steps: Sequence[int], *, steps: int) -> None:
+    """Raises `UserError` unless these are the first and last of some updates, counted from 1, of a run of `steps`."""
+    if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= steps:
+        wrong = f"--profile_steps must be the first and last step to profile, such as 10,15, from 1 to {steps}"
+        got = ",".join(map(str, profile_steps))
+        raise UserError(f"{wrong}, got {got}")
 
 
 @dataclasses.dataclass(eq=False, repr=False)

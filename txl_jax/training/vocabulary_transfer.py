@@ -8,7 +8,7 @@ token counts as new.
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -91,18 +91,3 @@ def _tokens_of(name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray)
 def _clusters(tokens: Any, config: ModelConfig) -> np.ndarray:
     """Returns the cluster of each token id."""
     return np.searchsorted(np.asarray(config.cutoffs, np.int64), tokens, side="right")
-
-
-def shape_differences(old: Any, new: Any) -> Sequence[str]:
-    """Describes the parameters of two trees that differ in name or shape, except ones with a row per token."""
-    shapes = []
-    for tree in (old, new):
-        leaves = jax.tree.leaves_with_path(tree)
-        named = ((jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in leaves)
-        shapes.append({name: shape[1:] if _TABLE.fullmatch(name) or name == _BIAS else shape for name, shape in named})
-    before, after = shapes
-    return [
-        f"{name} is {before.get(name)} and {after.get(name)}"
-        for name in sorted(before | after)
-        if before.get(name) != after.get(name)
-    ]
