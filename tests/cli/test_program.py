@@ -279,6 +279,29 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tm
     assert config_in("--optimizer.warmup_steps=7")[0].optimizer.warmup_steps == 7
 
 
+def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
+    trained = config_tree.replace(ExperimentConfig(), {"train.steps": 24})
+
+    def run(plan, job):
+        config = flag_tree.build(trained)
+        program._note_unread(plan, job, config, trained if plan.mode != "train" else config)
+
+    for words, named in (
+        (["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9"], "train.mem_len"),
+        (["--mode=eval", "--generate.length=7"], "generate.length"),
+        (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
+        (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
+        (["--mode=generate", "--generate.length=3", "--data.roll=rows"], "data.roll"),
+        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
+        (["--input_format=lines"], "input_format"),
+        (["--train.mem_len=9", "--generate.length=7"], ""),
+    ):
+        start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+        found = [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes]
+        assert found == ([named.split()] if named else [])
+
+
 def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, tmp_path, monkeypatch):
     """Also the folder of compiled programs. On another machine they may not exist."""
     kept = []

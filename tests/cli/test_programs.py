@@ -63,7 +63,8 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
     assert now == recorded | {"config": recorded["config"] | {"train.steps": 4, "train.log_every": 4}}
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["changes"] == [{"step": 2, "name": "train.steps", "old": 2, "new": 4}]
-    succeed("text", workdir, "--mode=eval", "--eval.mem_len=8")
+    out = succeed("text", workdir, "--mode=eval", "--train.mem_len=7", "--eval.mem_len=8", "--train.steps=4")
+    assert re.findall(r"(?m)^note +.*", out) == ["note      no effect with --mode=eval: --train.mem_len"]
     assert not any((tmp_path / "there").iterdir()) and not any((tmp_path / "here").iterdir())
     code, _, err = run("text", workdir, "--train.steps=2", "--model.d_model=8")
     assert code == 1 and "--model.d_model was 16 and is now 8" in err and "fewer than the 4 " in err

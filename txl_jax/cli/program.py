@@ -165,6 +165,10 @@ class Mode(enum.StrEnum):
     GENERATE = "generate"
 
 
+# Groups of settings that only training reads.
+_OF_TRAINING = ("seed", "init_", "minutes", "optimizer.", "train.", "regularization.", "average.", "profile_", "wandb_")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TimedPlan, TextPlan):
     """The settings of a corpus's command."""
@@ -207,6 +211,7 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     with Run.open(workdir) as run:
         watched = plan.watch(run)
         config = job.config(run)
+        _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
         config = plan.keep_steps(config, job, run)
         run.compare(config)  # Before a text is read, which may take minutes.
@@ -499,6 +504,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     if run is None and plan.mode is not Mode.GENERATE:
         model = _with_text(model, job.defaults.data)
     config, own = job.config_of(model), job.defaults.data.corpus
+    _note_unread(plan, job, config, model.config)
     if run is not None and program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
         print(f"corpus    {config.data.corpus}, as in training (this command's own is {own})")
     if plan.mode is Mode.GENERATE:
@@ -537,6 +543,7 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
 
         weights = open_weights(workdir, member=plan.ensemble_member)
         config = job.config_of(weights)
+        _note_unread(plan, job, config, weights.config)
         weights = dataclasses.replace(weights, config=config)
         try:
             with score.open_input(plan.input) as file:
@@ -554,6 +561,17 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
             return 128 + signal.SIGPIPE
     return None
+
+
+def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig) -> None:
+    """Prints a note about typed flags without effect in this mode, unless they match the record."""
+    unread = ["input_format", "per_token"] if plan.input is None else ["data.", "generate.prompt"]
+    if plan.mode is not Mode.TRAIN:
+        unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
+    new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()
+    typed = [name for name, place in job.places.items() if not place and name in new - {"data.json_field"}]
+    if found := ", ".join(f"--{name}" for name in typed if name.startswith(tuple(unread))):
+        print(f"note      no effect with --mode={plan.mode}: {found}", flush=True)
 
 
 @contextlib.contextmanager
