@@ -69,12 +69,6 @@ def test_every_setting_of_a_page_exists(page):
     assert not {name for name in named if name not in SETTINGS and f"{name}." not in " ".join(SETTINGS)}
 
 
-@pytest.mark.full
-def test_every_flag_beside_an_original_one_exists():
-    ours = re.findall(r"`--([\w.]+)", (ROOT / "docs" / "original-flags.md").read_text())
-    assert len(ours) > 50 and not {*ours} - flag_names("experiments.enwik8")
-
-
 def test_the_page_of_settings_has_all_of_them():
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="settings.md"))
     fill = runpy.run_path(str(ROOT / ".ci" / "mkdocs_settings.py"))["on_page_markdown"]

@@ -173,16 +173,8 @@ def test_a_stop_string_ends_text_and_memory(made):
     assert more == run(made, Prompt(whole, 6, temperature=0.0)).tokens()
 
 
-def test_a_job_that_is_cancelled_or_late_leaves_its_session_and_its_neighbours(made):
+def test_a_late_job_leaves_its_session(made):
     session = begin(made)
-    alone = content(run(made, Prompt(ids(5), 60, seed=1)))
-    neighbour = submit(made, Prompt(ids(5), 60, seed=1))[1]
-    job, result = submit(made, Prompt(ids(30), 4000), session)
-    result.next()
-    made.cancel([job])
-    refused(499, result.wait)
-    assert session.state is EMPTY and not session.busy and content(neighbour.wait()) == alone
-    begin(made, session)
     refused(504, submit(made, Prompt(ids(30), 4000), session, seconds=0.05)[1].wait)
     assert session.state is EMPTY and not session.busy
 

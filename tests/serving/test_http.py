@@ -19,7 +19,7 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.serving import protocol
 from txl_jax.serving.engine import Limits, Piece, Prompt
 
-LIMITS = Limits(body_bytes=20_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
+LIMITS = Limits(body_bytes=70_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_stream_is_the_same_text_in_pieces(port):
 
 
 def test_scores_of_prompts_are_those_of_the_library(port):
-    """As lm-evaluation-harness asks for them: ids or text, echo, one token or none, and the likeliest tokens."""
+    """As lm-evaluation-harness asks for them: ids, echo, one token or none, and the likeliest tokens."""
     model = tiny_model.make()
     prompts = [ids(40).tolist(), ids(70, seed=1).tolist()]
     for max_tokens in (0, 1):
@@ -88,9 +88,6 @@ def test_scores_of_prompts_are_those_of_the_library(port):
                 order = np.argsort(-row)[:3]
                 assert list(top) == [model.decode([token]) for token in order]
                 np.testing.assert_allclose(list(top.values()), row[order], rtol=1e-5, atol=1e-5)
-    text = complete(port, prompt=model.decode(prompts[0]), max_tokens=0, echo=True, logprobs=1)[1]
-    found = sum(text["choices"][0]["logprobs"]["token_logprobs"][1:])
-    np.testing.assert_allclose(found, -model.score(prompts[:1])[0].nats, 1e-5)
 
 
 def test_a_session_over_http(running):
@@ -124,7 +121,7 @@ MISTAKES = {
     "nan": (b'{"temperature": NaN}', 400, "malformed_json"),
     "a key twice": (b'{"max_tokens": 1, "prompt": "a", "max_tokens": 2}', 400, "malformed_json"),
     "deep": (b"[" * 15_000, 400, "malformed_json"),
-    "too long": (b" " * 30_000, 413, "body_too_large"),
+    "too long": (b" " * 80_000, 413, "body_too_large"),
     "unknown field": ({"promt": "a"}, 400, "unknown_parameter"),
     "another model": ({"model": "gpt"}, 404, "model_not_found"),
     "true for a number": ({"n": True}, 400, "n"),
@@ -186,10 +183,8 @@ def test_other_paths_methods_and_types(port):
 
 
 def test_texts_of_too_many_tokens_are_not_taken_apart(port):
-    with_many = {"/tokenize": {"prompt": "a" * 20_001}, "/detokenize": {"tokens": [1] * 20_001}}
-    with server(limits=Limits(tokens=20_000)) as (other, _):
-        for path, body in with_many.items():
-            assert refusal(ask(other, path, body)) == (400, "too_many_tokens")
+    for path, body in (("/tokenize", {"prompt": "a" * 20_001}), ("/detokenize", {"tokens": [1] * 20_001})):
+        assert refusal(ask(port, path, body)) == (400, "too_many_tokens")
     for path in ("/tokenize", "/detokenize"):
         assert ask(port, path, b'{"prompt": "a", "prompt": "b"}')[0] == ask(port, path, {"prompt": 1})[0] == 400
 
@@ -222,16 +217,6 @@ def test_a_session_is_free_after_whatever_fails(running, monkeypatch):
     monkeypatch.undo()
     assert complete(port, session=name)[0] == 200
     assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
-
-
-def test_the_schema_has_all_routes(port):
-    found = ask(port, "/openapi.json")[1]
-    assert {f"{method} {path}" for path, methods in found["paths"].items() for method in methods} == {
-        *("post /v1/completions", "get /v1/models", "get /v1/models/{name}", "get /metrics"),
-        *("post /v1/sessions", "get /v1/sessions", "get /v1/sessions/{name}", "delete /v1/sessions/{name}"),
-        *("get /tokenizer_info", "post /tokenize", "post /detokenize"),
-    }
-    assert found["components"]["schemas"]["CompletionBody"]["properties"]["max_tokens"]["default"] == 16
 
 
 def test_a_text_begins_from_a_session_any_number_of_times(port):

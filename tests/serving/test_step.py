@@ -133,17 +133,6 @@ def test_a_row_that_goes_back_draws_the_same_again():
     assert first[1:] == second and nats[1:] == again
 
 
-def test_a_row_taken_out_goes_on_elsewhere():
-    """Far beyond the ring's length, at the smallest position of the same slots."""
-    step, weights, _ = programs()
-    rings, position, _ = read(step, weights, step.init_cache(weights), 0, ids(5 * step.capacity + 3))
-    state, other = step.take(rings, 0), step.normal_position(position)
-    assert other < position and other % step.capacity == position % step.capacity
-    _, expected, _ = write(step, weights, rings, 0, 3, position, 30)
-    rings = step.put(step.init_cache(weights), 3, state)
-    assert write(step, weights, rings, 3, 3, other, 30)[1] == expected
-
-
 def test_several_devices_and_documents_kept_apart_are_refused():
     components = tiny_model.make().components
     mesh = jax.sharding.AbstractMesh((4, 2, 1), ("data", "fsdp", "tensor"))

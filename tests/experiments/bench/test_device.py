@@ -99,9 +99,6 @@ def test_interpreted_kernels_go_the_whole_way_and_a_wrong_one_is_named_and_not_t
     assert f"- {name} does not compile or run: no such product (tiny training)" in lines
 
 
-def test_unknown_names_and_models_without_this_attention_are_refused():
-    for settings in ({"paths": ("fusd",)}, {"tasks": ("fusd", "training")}, {"tiles": ("8x8", "fusd")}):
-        with pytest.raises(UserError, match="'fusd'"):
-            Plan(**settings).validate()
+def test_models_without_this_attention_are_refused():
     with pytest.raises(UserError, match=r"tiny .*model.encoding=relative.*\bshaw\b"):
         case("training", config_tree.replace(CONFIG, {"model.encoding": "shaw"}))

@@ -152,15 +152,6 @@ def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
         estimate.parse(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_slices", "num_devices"),  # The v3 has two devices per chip.
-    [("h100x1", 1, 1), ("h100x8", 1, 8), ("h100x24", 1, 24), ("v5e:2x4", 1, 8), ("2*v5e:4x8", 2, 64), ("v3:2x2", 1, 8)],
-)
-def test_devices_are_counted(name, num_slices, num_devices):
-    found = estimate.parse(name)
-    assert (found.num_slices, found.num_devices) == (num_slices, num_devices) and estimate.slices(name) == [name]
-
-
 def test_every_device_has_a_peak_and_a_memory():
     for chip in estimate.CHIPS.values():
         assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, chip.kind

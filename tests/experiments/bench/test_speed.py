@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import serving, speed, timing
-from experiments.bench.speed import Peer, Plan
+from experiments.bench.speed import Plan
 from experiments.bench.timing import Task
 from support import tiny, tiny_run
 from txl_jax.config import EvalConfig, ExperimentConfig, GenerateConfig, TrainConfig, config_tree
@@ -52,19 +52,6 @@ def test_a_row_per_task_and_generation_twice_with_tails(capsys):
         ["generation", "3 x 1", "7"],
         ["generation, every tail read", "3 x 1", "7"],
     ]
-
-
-def test_unknown_tasks_and_tasks_that_the_peer_lacks_are_refused():
-    assert Plan(peer=Peer.HUGGINGFACE).chosen_tasks == ("training", "evaluation", "generation")
-    assert Plan(peer=Peer.ORIGINAL).chosen_tasks == ("training", "evaluation")
-    for settings, words in (
-        ({"tasks": ("trainig",)}, r"'trainig'.*\btraining\b"),
-        ({"peer": Peer.ORIGINAL, "peer_path": "/clone", "tasks": ("generation",)}, r"--peer=original.*generation"),
-        ({"peer": Peer.ORIGINAL}, "--peer_path"),
-        ({"peer_path": "/clone"}, "--peer=original"),
-    ):
-        with pytest.raises(UserError, match=words):
-            Plan(**settings).validate()
 
 
 @pytest.mark.parametrize(

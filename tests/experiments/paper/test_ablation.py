@@ -10,8 +10,7 @@ import pytest
 from experiments.paper import ablation
 from experiments.paper.ablation import TABLES, Plan, Row, Table, row_config, row_named
 from support import tiny_run
-from txl_jax.config import Encoding, LossPart, Network, config_tree
-from txl_jax.errors import UserError
+from txl_jax.config import Encoding, LossPart, config_tree
 from txl_jax.metrics import Measure
 from txl_jax.runs.score import Interrupted
 
@@ -103,16 +102,6 @@ def test_the_shortest_length_that_is_as_good():
     scores = {4: 9.0, 8: 5.005, L + M: 5.0, 40: 5.001}
     assert ablation._summarize(config, scores, Measure.PPL) == (5.0, 5.0, 8, scores)
     assert ablation._summarize(config, scores, Measure.BPC) == (5.0, 5.0, L + M, scores)
-
-
-def test_nothing_to_do_is_refused(base):
-    with pytest.raises(UserError, match="1, 1"):
-        plan_of(SHAW, seeds=(1, 1)).validate()
-    with pytest.raises(UserError, match=r"\[0\]"):
-        plan_of(SHAW, lengths=(0,)).check(base[0])
-    for changes, named in (({"model.network": Network.LSTM}, "lstm"), ({"train.mem_len": 0}, r"train\.mem_len")):
-        with pytest.raises(UserError, match=named):
-            plan_of(SHAW).check(config_tree.replace(base[0], changes))
 
 
 def test_the_whole_table_follows_from_a_base_with_tied_positions(base):

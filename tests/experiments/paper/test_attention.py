@@ -9,9 +9,9 @@ import pytest
 
 from experiments.paper import attention
 from experiments.paper.attention import Plan
-from support import oracles, tiny, tiny_run
+from support import oracles, tiny
 from txl_jax import plots
-from txl_jax.config import DType, Encoding, Network, config_tree
+from txl_jax.config import DType
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility, positions
 from txl_jax.runs.score import Interrupted
@@ -122,15 +122,3 @@ def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
         with pytest.raises(ValueError, match=pattern):
             draw(run, tmp_path / "a", **others)
     assert not (tmp_path / "a").exists()
-
-
-def test_models_without_such_a_memory_or_head_are_refused():
-    for changes, pattern in (
-        ({"model.network": Network.LSTM}, r"\blstm\b"),
-        ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
-        ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
-    ):
-        with pytest.raises(ValueError, match=pattern):
-            Plan().check(config_tree.replace(tiny_run.CONFIG, changes))
-    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*\b2\.0\b"):
-        Plan(heads=("2.0",)).check(tiny_run.CONFIG)

@@ -1,4 +1,4 @@
-"""Tests scores by attention length: each row against an evaluation at its settings, windows, files, refusals."""
+"""Tests scores by attention length: each row against an evaluation at its settings, windows, files."""
 
 import csv
 import re
@@ -11,7 +11,6 @@ from experiments.paper.context_length import Plan
 from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding, config_tree
-from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 from txl_jax.runs import score
 from txl_jax.runs.score import Interrupted, Split
@@ -80,17 +79,3 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
     with pytest.raises(Interrupted, match=r"\b8\b"):
         sweep((config, *others), [5, 8], stop_requested=first_is_printed)
     assert [row["attention_length"] for row in table(recurrent)] == [5]
-
-
-@pytest.mark.parametrize(
-    ("changes", "lengths", "stride", "pattern"),
-    [
-        ({}, [8, 0], None, r"\[8, 0\]"),
-        ({}, [8], 4, r"\bstride\D*\b4\b"),
-        ({"train.mem_len": 0, "train.same_length": False}, [8], None, r"\bstride\b"),
-        ({"train.mem_len": 0, "train.same_length": False}, [8, 6], 7, r"\bstride\D*\b7\b.*\b6\b"),
-    ],
-)
-def test_errors_are_found_before_a_text_is_read(changes, lengths, stride, pattern):
-    with pytest.raises(UserError, match=pattern):
-        Plan(lengths=tuple(lengths), stride=stride).check(config_tree.replace(tiny_run.CONFIG, changes))
