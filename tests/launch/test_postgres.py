@@ -18,14 +18,18 @@ import pytest
 from launch import sweep
 from support import ON_PATH, ROOT
 from support.programs import write_words
-from support.sweep_worker import TINY, trials
+from support.sweep_worker import FILE, TINY, check_each_trained_once, starts, trials
 from support.waiting import wait_until
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
-CONTENT = TINY.replace("checkpoint_every = 600", "checkpoint_every = 100") + (
+CONTENT = FILE + (
+    "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 10\n'
+)
+
+MODELS = TINY.replace("checkpoint_every = 600", "checkpoint_every = 100") + (
     "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-4, 1e-3, 3e-3, 1e-2]\n"
 )
-PRUNER = '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
 
 
 def shell(*commands):
@@ -77,10 +81,10 @@ def postgres(networks):
 class Workers:
     """Four workers, two in each network, and what disturbs them."""
 
-    def __init__(self, folder, networks, postgres):
+    def __init__(self, folder, networks, postgres, **variables):
         (self.server, self.control, port), self.out, self.log = postgres, folder / "out", folder / "log"
         self.url = f"postgresql+psycopg://postgres@10.77.1.1:{port}/postgres"
-        environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu", "REAL_TRAININGS": "1"}
+        environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
         words = [sys.executable, "-m", "support.sweep_worker", str(folder / "sweep.toml"), f"--out={self.out}"]
         self.commands = [
             ["ip", "netns", "exec", name, *words, f"--storage=postgresql://postgres@{address}:{port}/postgres"]
@@ -124,24 +128,46 @@ class Workers:
 
 
 @pytest.fixture
-def workers(tmp_path, networks, postgres):
-    write_words(tmp_path, 12_000)
-    (tmp_path / "alone.toml").write_text(CONTENT.replace("WORK", str(tmp_path)))
-    (tmp_path / "sweep.toml").write_text(CONTENT.replace("WORK", str(tmp_path)) + PRUNER)
-    found = Workers(tmp_path, networks, postgres)
-    yield found
-    for process in found.processes:
-        process.kill()
-        process.wait()
+def start_workers(tmp_path, networks, postgres):
+    with contextlib.ExitStack() as at_end:
+
+        def start(content, **variables):
+            (tmp_path / "sweep.toml").write_text(content)
+            workers = Workers(tmp_path, networks, postgres, **variables)
+            at_end.callback(lambda: [process.kill() or process.wait() for process in workers.processes])
+            return workers
+
+        yield start
 
 
 @pytest.mark.nightly(part="postgres")
-def test_forty_models_are_those_that_are_trained_alone_despite_kills_restarts_and_a_cut(workers, tmp_path):
+def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_workers):
+    workers = start_workers(CONTENT, STEP_SECONDS="0.3")
+    out = workers.out
+    wait_until(lambda: len(list(out.glob("*/ends"))) >= 3, seconds=600)
+    workers.disturb()
+    losses = workers.losses()
+    for name, loss in losses.items():
+        seed, rate = (float(part.partition("=")[2]) for part in name.split("+"))
+        assert loss in (None, pytest.approx(seed + 10 * rate + 1 / 20, abs=1e-12))
+    assert any(len(starts(out / name)) > 1 for name in losses), "some were resumed"
+    for name in [name for name, loss in losses.items() if loss is None]:
+        shutil.rmtree(out / name)
+    check_each_trained_once(out, len([*out.glob("*/ends")]))
+
+
+@pytest.mark.nightly(part="postgres")
+def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
+    write_words(tmp_path, 12_000)
+    content = MODELS.replace("WORK", str(tmp_path))
+    pruned = content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
+    workers = start_workers(pruned, REAL_TRAININGS="1")
     wait_until(lambda: len(list(workers.out.glob("*/results.json"))) >= 3, seconds=600)
     workers.disturb()
     losses = workers.losses()
     logs = [(workers.out / name / "sweep.log").read_text() for name in losses]
     assert any("resuming " in log for log in logs) and None in losses.values()
+    (tmp_path / "alone.toml").write_text(content)
     code = sweep.main(["sweep", str(tmp_path / "alone.toml"), f"--out={tmp_path / 'alone'}", "--jobs=2"])
     assert code == 0
     for name in [name for name, loss in losses.items() if loss is not None]:
