@@ -277,6 +277,7 @@ def test_blocks_are_made_once_while_the_caller_does_something_else_and_none_past
         assert recorder.await_calls(1) == [16]
         assert recorder.begun.empty(), "no more than two ahead"
         assert [prefetcher(14), prefetcher(16)] == [(14, 2), (16, 2)]
+        assert not prefetcher._pending
     assert recorder.calls == [10, 12, 14, 16]
     assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
 
