@@ -3,7 +3,6 @@
 import collections
 import functools
 import hashlib
-import json
 import os
 import tracemalloc
 from pathlib import Path
@@ -14,27 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, own_text, text_of, words_of
-from support.miniature import arrange
-from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
+from txl_jax.config import LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data import corpus, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
-from txl_jax.data.published import default_data
 from txl_jax.data.text import SPLITS, File, Text
 from txl_jax.data.token_store import find_store, open_store
-from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
-def splits(corpus):
-    return [corpus.train, corpus.valid, corpus.test]
-
-
 def texts(corpus):
-    return [corpus.vocabulary.decode(ids) for ids in splits(corpus)]
+    return [corpus.vocabulary.decode(ids) for ids in (corpus.train, corpus.valid, corpus.test)]
 
 
 def stores(cache_dir):
@@ -121,17 +113,6 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
     assert read(config, vocabulary=trained.vocabulary).train.filename == other.train.filename
     third = read(config, vocabulary=WordVocabulary(("<eos>", "cow", "<unk>")))
     assert texts(third)[2] == b"<unk> cow <unk> \n" * 2 and len(stores(tmp_path / "cache")) == 4
-
-
-@pytest.mark.full
-def test_penn_treebank_as_own_text(data_dir, read):
-    files = {split: (str(data_dir / "ptb" / f"ptb.{split}.txt"),) for split in ("train", "valid", "test")}
-    corpus = read(own_text(kind=Tokenizer.WORD, **files))
-    assert list(map(len, splits(corpus))) == [929_589, 73_760, 82_430]
-    assert corpus.vocabulary.size == 10_000 and corpus.vocabulary.words[:3] == ("<eos>", "the", "<unk>")
-    for split, ids in zip(files, splits(corpus), strict=True):
-        assert corpus.vocabulary.decode(ids).split() == Path(*files[split]).read_bytes().split()
-    assert len(corpus.sentences) == 42_068 + 1
 
 
 # Vocabularies of a text
@@ -240,20 +221,6 @@ def assert_same(one, other):
     np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
 
 
-def test_the_ids_of_each_split_are_mapped(tmp_path):
-    tokens = open_store(text_of(), SETTINGS, make_words, folder=tmp_path)
-    assert [tokens.splits[split].tolist() for split in SPLITS] == [[0, 2, 1, 5, 1], [2, 1], [5, 1]]
-    assert tokens.sentences.tolist() == [0, 3, 5] and tokens.sentences.dtype == np.int64
-    assert tokens.vocabulary == dumps(make_words())
-    for array in (*tokens.splits.values(), tokens.sentences):
-        assert isinstance(array, np.memmap) and not array.flags.writeable
-    (name,) = names(tmp_path)
-    assert name == token_store._path(text_of(), SETTINGS, tmp_path).name
-    arrays = {f"{name}.npy" for name in (*SPLITS, "sentences")}
-    assert set(names(tmp_path / name)) == arrays | {"store.json", "vocabulary.txt"}
-    assert json.loads((tmp_path / name / "store.json").read_text())["tokens"] == {"train": 5, "valid": 2, "test": 2}
-
-
 @pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)])
 def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
     many = WordVocabulary(("<eos>", "<unk>", *map(str, range(2, size))))
@@ -360,18 +327,3 @@ def test_memory_is_that_of_a_block(tmp_path):
         tracemalloc.stop()
     assert len(tokens.splits["train"]) > 1.9e6
     assert peak < 1.5e6
-
-
-def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
-    for error in (ValueError("some.txt is not UTF-8"), KeyboardInterrupt()):
-
-        def blocks(error=error):
-            yield b"the cat\n"
-            raise error
-
-        broken = Text("own text", "made up", "d", text_of().splits | {"valid": (File("some.txt", 99, blocks),)})
-        with pytest.raises(type(error)) as caught:
-            open_store(broken, SETTINGS, make_words, folder=tmp_path)
-        assert caught.value is error, "nothing else is reported"
-        assert names(tmp_path) == []
-    assert len(open_store(text_of(), SETTINGS, make_words, folder=tmp_path).splits["train"]) == 5

@@ -89,16 +89,6 @@ def test_other_tokens_are_split_where_lines_begin(path, tokens, lines, open_end)
         "".join(text_blocks(text.splits[name], close_lines=False))  # No character is cut.
 
 
-@pytest.mark.parametrize(("unit", "border"), [("ab ", b" "), ("日", "日".encode())])
-def test_very_long_lines_are_split_at_words_or_characters(unit, border, path):
-    content = unit.encode() * 500_000
-    path.write_bytes(content + b"\n")
-    train, valid, test = parts(read_own_text(own_text(file=str(path), kind=Tokenizer.WORD)))
-    assert train + valid + test == content + b"\n"
-    assert train.endswith(border) and valid.endswith(border)
-    assert 0 <= len(train) - len(content + b"\n") * 90 // 100 <= len(unit.encode())
-
-
 def test_large_files_come_in_blocks(path):
     content = random.Random(0).randbytes(2 * BLOCK_BYTES + 5)
     path.write_bytes(content)

@@ -16,7 +16,6 @@ from txl_jax.data import epoch_order
 from txl_jax.data.epoch_order import ShuffledSentences, random_permutation, random_words
 from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import evaluation_segments, training_segments
-from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
 
@@ -159,39 +158,32 @@ def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, le
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
-def test_a_text_of_one_token_less_than_a_segment_is_refused():
-    assert training_segments(numbered(31), batch_size=5, segment_len=6).n_segments == 1
-    with pytest.raises(UserError) as caught:
-        training_segments(numbered(30), batch_size=5, segment_len=6)
-    assert {"5", "6", "30"} <= set(re.findall(r"\d+", str(caught.value)))
-    assert "--train.batch_size" in str(caught.value) and "--train.segment_len" in str(caught.value)
+WRONG = [
+    *(({"tokens": np.zeros(shape, np.uint8)}, re.escape(str(shape))) for shape in ((0,), (1,), (4, 5))),
+    ({"batch_size": 0}, r"batch_size\D*\b0\b"),
+    ({"segment_len": -1}, "segment_len.*-1"),
+    *(({"own": own}, re.escape(str(own))) for own in ([6], [-1, 2], [2, 1], [3, 3])),
+]
+WRONG = [(constructor, *case) for constructor in (training_segments, evaluation_segments) for case in WRONG]
+WRONG += [
+    (evaluation_segments, {"warmup_tokens": -1}, r"warmup_tokens.*-1\b"),
+    # One token less than a segment has.
+    (training_segments, {"segment_len": 10, "batch_size": 5}, r"5 x 10, got 50\b.*--train\.batch_size"),
+    *((training_segments, {"stride": stride}, rf"segment_len=2\b.*stride={stride}\b") for stride in (-1, 3)),
+]
 
 
-@pytest.mark.parametrize("constructor", [training_segments, evaluation_segments])
-@pytest.mark.parametrize(
-    ("shape", "sizes", "named"),
-    [
-        *((shape, {}, re.escape(str(shape))) for shape in ((0,), (1,), (4, 5))),
-        ((50,), {"batch_size": 0}, r"batch_size\D*\b0\b"),
-        ((50,), {"segment_len": -1}, "segment_len.*-1"),
-        *(((50,), {"own": own}, re.escape(str(own))) for own in ([6], [-1, 2], [2, 1], [3, 3])),
-    ],
-)
-def test_texts_sizes_and_rows_that_cannot_be(constructor, shape, sizes, named):
+@pytest.mark.parametrize(("constructor", "settings", "named"), WRONG)
+def test_texts_and_settings_that_cannot_be(constructor, settings, named):
     with pytest.raises(ValueError, match=named):
-        constructor(np.zeros(shape, np.uint8), **{"batch_size": 6, "segment_len": 2} | sizes)
+        constructor(**{"tokens": numbered(50), "batch_size": 6, "segment_len": 2} | settings)
 
 
-def test_settings_that_cannot_be():
+def test_orders_and_steps_that_cannot_be():
     sizes = {"batch_size": 2, "segment_len": 2}
-    with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
-        evaluation_segments(numbered(50), **sizes, warmup_tokens=-1)
     for roll in (Roll.STREAM, Roll.ROWS):
         with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
             training_segments(numbered(50), **sizes, roll=roll, sentence_starts=np.array([0, 50]))
-    for stride in (-1, 3):
-        with pytest.raises(ValueError, match=rf"segment_len=2\b.*stride={stride}\b"):
-            training_segments(numbered(50), **sizes, stride=stride)
     for first_step, count in ((-1, 2), (0, 0)):
         with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
             training_segments(numbered(50), **sizes).segments(first_step, count)
@@ -273,22 +265,17 @@ class Recorder:
         return [self.begun.get(timeout=SECONDS) for _ in range(n)]
 
 
-@pytest.mark.parametrize(("start", "steps"), [(0, 18), (6, 18), (0, 20)])
-def test_a_run_makes_each_block_once_and_none_past_its_end(start, steps):
+def test_blocks_are_made_once_while_the_caller_does_something_else_and_none_past_the_end():
     recorder = Recorder()
-    with Prefetcher(recorder, segments_per_call=3, steps=steps) as prefetcher:
-        assert [prefetcher(step) for step in range(start, 18, 3)] == [(step, 3) for step in range(start, 18, 3)]
-    assert recorder.calls == list(range(start, 18, 3))
-
-
-def test_the_following_blocks_are_made_while_the_caller_does_something_else():
-    recorder = Recorder()
-    with Prefetcher(recorder, segments_per_call=2, steps=100) as prefetcher:
+    with Prefetcher(recorder, segments_per_call=2, steps=19) as prefetcher:
         assert prefetcher(10) == (10, 2)
         assert recorder.await_calls(3) == [10, 12, 14]
         assert prefetcher(12) == (12, 2)
         assert recorder.await_calls(1) == [16]
         assert recorder.begun.empty(), "no more than two ahead"
+        assert [prefetcher(14), prefetcher(16)] == [(14, 2), (16, 2)]
+        assert not prefetcher._pending
+    assert recorder.calls == [10, 12, 14, 16]
     assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
 
 

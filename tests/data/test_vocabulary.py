@@ -80,14 +80,6 @@ def test_the_id_of_unknown_tokens():
             vocabulary.encode("é\n".encode() + b"\xff")
 
 
-@given(content=st.binary(min_size=1))
-def test_bytes_come_back_and_are_counted(content):
-    own = ByteVocabulary.of(content)
-    ids = own.encode(content)
-    assert own.symbols == bytes(sorted(set(content))) and ids.dtype == np.uint8, "ids are ranks"
-    assert own.decode(ids) == content and own.count_bytes(ids) == len(content)
-
-
 @pytest.mark.parametrize("line_mark", LineMark)
 @given(lines=st.lists(st.lists(st.sampled_from(["a", "wörd", "é"]), min_size=1), min_size=1))
 def test_the_bytes_of_words_are_those_of_the_text_with_single_spaces(line_mark, lines):

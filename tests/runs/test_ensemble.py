@@ -1,6 +1,5 @@
-"""Tests ensembles: each member is the run that it would be alone, stopped, resumed, scored and split off alike."""
+"""Tests ensembles: each member is the run that it would be alone. How it resumes: tests/faults/test_kills.py."""
 
-import json
 import operator
 
 import jax
@@ -14,7 +13,6 @@ from txl_jax.errors import UserError
 from txl_jax.runs import ensemble
 from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
-from txl_jax.runtime.log import read_metrics
 from txl_jax.training.ensemble import Variation, make_ensemble_step
 from txl_jax.training.step import make_train_step
 
@@ -43,13 +41,6 @@ def records(path, member=None):
     return [each for each in runs.numbers(path) if each.pop("member", None) == member]
 
 
-@pytest.fixture(scope="module")
-def whole(base, tmp_path_factory):
-    """(folder, outcome) of an ensemble that was never stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, run(base, folder)
-
-
 @pytest.mark.full
 def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     """Shown by the member that differs most."""
@@ -67,18 +58,6 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     both = Run(tmp_path / "all", member=name), lone
     own_state, lone_state = (runs.state_of(each)[1] for each in both)
     tiny_run.assert_close(own_state, lone_state, rtol=1e-6, atol=1e-9)
-
-
-def test_one_workdir_holds_all_members(base, whole):
-    folder, outcome = whole
-    assert outcome.finished and outcome.step == STEPS
-    losses = [found["test"]["loss"] for found in outcome.results["members"].values()]
-    assert len({round(loss, 3) for loss in losses}) == 3
-    assert json.loads((folder / "results.json").read_text()) == outcome.results
-    saved = json.loads((folder / "config.json").read_text())
-    assert saved["members"] == [{"seed": 3}, {"seed": 4, RATE: 0.02, DROPOUT: 0.0}, {DROPOUT: 0.5}]
-    assert saved["config"] == config_tree.to_dict(base[0])
-    assert {record["member"] for record in read_metrics(folder)} == set(NAMES)
 
 
 @pytest.mark.parametrize(

@@ -49,19 +49,6 @@ def test_what_was_recorded_is_read_and_nothing_is_made_before(where, request, tm
     assert {"config.json", "vocabulary.txt"} <= set(files.names(place)) <= {"config.json", "vocabulary.txt", NAME}
 
 
-def test_the_record_is_read_once_and_written_only_if_it_changes(tmp_path, monkeypatch):
-    runs.record(tmp_path, CONFIG, TEXT)
-    read, write, name, seen = files.read, files.write, os.path.basename, []
-    monkeypatch.setattr(files, "read", lambda path: (seen.append(name(path)), read(path))[1])
-    monkeypatch.setattr(files, "write", lambda path, data: (seen.append(f"+{name(path)}"), write(path, data)))
-    for config in (CONFIG, config_tree.replace(CONFIG, {"train.log_every": 7})):
-        with Run.open(tmp_path) as run:
-            run.compare(config)
-            run.begin(config, TEXT)
-    assert seen == ["config.json", "vocabulary.txt"] * 2 + ["+vocabulary.txt", "+config.json"]
-    assert Run.read(tmp_path).config.train.log_every == 7
-
-
 def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
     with Run.open(tmp_path / "run") as late:
         runs.record(tmp_path / "run", CONFIG, TEXT)

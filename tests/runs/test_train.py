@@ -1,4 +1,7 @@
-"""Tests the training job: its parts, stop and resume, a bucket, refusals, a finished run, more or fewer steps."""
+"""Tests the training job: its parts, signals, samples, refusals, a finished run, more or fewer steps.
+
+What kills, signals and faults of storage do to a run is in tests/faults.
+"""
 
 import itertools
 import json
@@ -18,7 +21,7 @@ import txl_jax
 from support import runs, tiny, tiny_model, tiny_run
 from support.runs import numbers, stop_after
 from txl_jax import flops
-from txl_jax.config import DType, config_tree
+from txl_jax.config import config_tree
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
@@ -31,7 +34,6 @@ from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.step import make_train_step
@@ -66,31 +68,6 @@ def kill_after(step):
     return Hook(2, kill)
 
 
-def test_a_run_leaves_results_metrics_and_checkpoints(run_once, config, corpus):
-    workdir, outcome = run_once
-    assert outcome.finished and outcome.step == STEPS
-    assert json.loads(Path(workdir.path, "results.json").read_text()) == outcome.results
-    assert outcome.results["test"]["tokens"] == len(corpus.test) - 1
-    records = read_metrics(workdir.path)
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(4, STEPS + 1, 4))
-    valid = [r for r in records if r["kind"] == "valid"]
-    assert [r["step"] for r in valid] == [8, 16, 24]
-    assert outcome.results["best_valid"]["loss"] == min(r["loss"] for r in valid)
-    assert runs.state_of(workdir)[0] == STEPS
-    assert valid[-1]["loss"] < np.log(256)  # It learned something.
-
-
-def test_a_stopped_run_goes_on_exactly(run_once, config, corpus, tmp_path):
-    """The fifth question is asked in the middle of the first evaluation, which the next start repeats."""
-    whole, _ = run_once
-    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(5)).finished
-    assert "valid" not in {record["kind"] for record in numbers(tmp_path)}
-    assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(4)).finished
-    assert runs.train(config, corpus, tmp_path).finished
-    assert numbers(tmp_path) == numbers(whole)
-    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path, whole)))
-
-
 def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tmp_path, monkeypatch):
     """At the next progress line, of step 4; the other steps are those of `train.checkpoint_every`."""
     (whole, outcome), saved, save = run_once, [], RunCheckpoints.save
@@ -102,17 +79,6 @@ def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tm
     assert runs.train(config, corpus, tmp_path, hooks=[maintain]).results == outcome.results
     assert numbers(tmp_path) == numbers(whole) and saved == [4, 6, 12, 18, 24]
     assert "note      checkpoint saved at step 4," in (tmp_path / "log.txt").read_text()
-
-
-@pytest.mark.full
-def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket):
-    """An error ends it between two checkpoints; it resumes, and is scored once more."""
-    (local, outcome), remote = run_once, Run(bucket / "run")
-    with pytest.raises(Killed):
-        runs.train(config, corpus, remote, hooks=[kill_after(16)])  # The last checkpoint is of 12.
-    assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
-    assert runs.train(config, corpus, remote).results == outcome.results
-    assert numbers(remote) == numbers(local)
 
 
 @pytest.fixture
@@ -165,19 +131,6 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(run_once, co
     logged = runs.log_lines(folder / "log.txt")
     for begins in ("command  ", "versions ", "attention"):  # On one device, in log.txt alone.
         assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(printed)
-
-
-@pytest.mark.full
-def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(config, corpus, tmp_path):
-    runs.train(config, corpus, tmp_path, stop_requested=stop_after(3))
-    steps = sorted(os.listdir(latest := Run(tmp_path).latest))
-    # The same run, but with a rate that blows up; the workdir records that it was started so.
-    wild = config_tree.replace(config, {"optimizer.learning_rate": 1e30})
-    (tmp_path / "config.json").unlink()
-    runs.record(tmp_path, wild, corpus)
-    with pytest.raises(NonFiniteError, match=r"(?<![\w.])6(?![\w.])"):  # The step of the checkpoint.
-        runs.train(wild, corpus, tmp_path)
-    assert sorted(os.listdir(latest)) == steps
 
 
 def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
@@ -244,17 +197,6 @@ def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus,
     assert generate_text(config, workdir)
 
 
-def test_evaluation_and_generation_use_the_best_parameters(finished, config, corpus):
-    workdir, outcome = finished
-    scored = score.evaluate_splits(config, corpus, workdir)
-    assert scored["test"] == {k: v for k, v in outcome.results["test"].items() if k != "step"}
-    assert scored["step"] == outcome.results["best_valid"]["step"]
-    longer = config_tree.replace(config, {"generate.length": 30, "generate.samples": 2, "generate.prompt": "one "})
-    texts = generate_text(longer, workdir)
-    assert {len(text) for text in texts} == {len("one ") + 30} and texts[0] != texts[1]
-    assert generate_text(longer, workdir) == texts
-
-
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
     (workdir, _), parts = finished, build(config, vocab_size=corpus.vocabulary.size)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.abstract_state.params)
@@ -286,21 +228,6 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
 
 
 # The parts of a run
-
-
-def test_the_initial_state_is_as_announced():
-    made = tiny_run.parts(model__dtype=DType.BFLOAT16)
-    state = made.init_state()
-    announced = jax.tree.leaves(made.abstract_state)
-    for (path, found), expected in zip(jax.tree.leaves_with_path(state), announced, strict=True):
-        for name in ("shape", "dtype", "sharding"):
-            assert getattr(found, name) == getattr(expected, name), jax.tree_util.keystr(path)
-    assert state.step == 0 and state.memory.hidden.dtype == "bfloat16"
-    assert made.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert sum(leaf.size for leaf in moments) == 2 * made.num_parameters
-    assert not any(leaf.any() for leaf in moments)
-    assert np.std(state.params["stack"]["layers"]["attention"]["query"]) == pytest.approx(0.4, rel=0.2)
 
 
 def test_the_training_program_does_not_grow_with_the_layers():

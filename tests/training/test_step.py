@@ -1,4 +1,4 @@
-"""Tests one call of S updates: the same numbers for every S and in parts of rows, what is scored, dropout, memory."""
+"""Tests one call of S updates: the same numbers for every S and in parts of rows, what is scored, memory."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,17 +84,6 @@ def test_padding_contributes_nothing():
     assert (metrics.nats, metrics.tokens, metrics.grad_norm) == (0, 0, 0)
 
 
-def test_dropout_is_a_function_of_the_step():
-    made, *_ = tiny_run.compiled()
-    first, segments = tiny_run.state(made), tiny_run.text().segments(0, 1)
-
-    def nats(step, **changes):
-        return one_update(first.replace(step=np.int32(step)), segments, **changes)[1].nats
-
-    assert nats(4) == nats(4) != nats(5)
-    assert nats(0, **HALF) == nats(5, **HALF)  # Without dropout.
-
-
 def test_the_memory_reaches_the_next_segment_of_rows_that_are_not_reset():
     made, *_ = tiny_run.compiled()
     state, _ = one_update()
@@ -130,12 +119,4 @@ CHANGES = [
 def test_all_parts_together_are_the_whole_batch(changes, x64):
     """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's end."""
     found, whole = (tiny_run.train(tiny_run.STEPS, **of, **changes) for of in (PARTS, EXACT))
-    tiny_run.assert_close(found, whole, atol=1e-11)
-
-
-@pytest.mark.full
-def test_rows_without_weight_count_for_no_part(x64):
-    """One part's rows all have weight 0: what the others give is the mean over their tokens."""
-    segments = with_weights(tiny_run.text().segments(0, 1), np.s_[:, 0], 0)
-    found, whole = (one_update(segments=segments, **of) for of in (PARTS, EXACT))
     tiny_run.assert_close(found, whole, atol=1e-11)
