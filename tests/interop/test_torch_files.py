@@ -4,10 +4,8 @@ import os
 import struct
 import zipfile
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies
 
 from support import torch_bytes
 from support.torch_bytes import Call, Name, Object, Persistent, by_format
@@ -52,7 +50,6 @@ def test_views_share_a_storage(write, tmp_path):
         "empty": base[:0],
     }
     path = write(tmp_path / "a.bin", expected)
-    assert path.stat().st_size < 2 * base.nbytes + 3000
     found = tensors(path)
     check_equal(found, expected)
     assert not found["part"].read().flags.writeable
@@ -159,23 +156,6 @@ def test_a_truncated_file_is_refused(write, tmp_path):
         path.write_bytes(whole[:end])
         with pytest.raises(UserError, match=r"a\.pt"):
             tensors(path)
-
-
-@by_format
-@hypothesis.settings(max_examples=80, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(draw=strategies.data())
-def test_a_damaged_file_is_read_or_refused(write, draw, tmp_path):
-    path = write(tmp_path / "a.pt", {**WEIGHTS, "m": torch_bytes.module("a.B", parameters={"w": array(2)})})
-    changed = bytearray(path.read_bytes())
-    for _ in range(draw.draw(strategies.integers(1, 4))):
-        changed[draw.draw(strategies.integers(0, len(changed) - 1))] = draw.draw(strategies.integers(0, 255))
-    path.write_bytes(bytes(changed))
-    try:
-        found = tensors(path)
-    except UserError:
-        return
-    for name in found:
-        assert found[name].read().shape == found[name].shape
 
 
 @pytest.mark.parametrize("data", [None, b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
