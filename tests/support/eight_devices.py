@@ -9,16 +9,16 @@ import functools
 import json
 import math
 import re
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from support import drawn_run, tiny
 from txl_jax import sharding
@@ -78,7 +78,7 @@ def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: r
 
 
 def run(parts: Built, *, scores: bool) -> dict:
-    """Losses of each update, parameters after the last, bytes per device, and collectives."""
+    """Losses of each update, parameters after the last, bytes per device, and what devices gather."""
     train_step = parts.compile_step().program
     state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
     found = {
@@ -95,53 +95,21 @@ def run(parts: Built, *, scores: bool) -> dict:
         ],
         "memory_per_device": shard_of(state.memory.hidden),
         "largest": largest_parts(parts),
-        "collectives": collectives(train_step.as_text()),
+        "gathered": gathered(train_step.as_text()),
     }
     return found | (scored(parts, state.params) if scores else {})
 
 
-def collectives(text: str) -> list[dict]:
-    """What XLA's text of a program for CPUs sends between devices: size, group, loops around it, executions, source."""
-    computations: dict[str, list[str]] = {}
-    name = ""
+def gathered(text: str) -> list[dict]:
+    """The arrays that XLA's text of a program gathers from other devices: shape, bytes, and whether of a layer."""
+    found = []
     for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = header[1]  # The last one is the program's own.
-        computations.setdefault(name, []).append(line)
-
-    def visit(name: str, loops: int, times: int) -> Iterator[dict]:
-        for line in computations[name]:
-            if found := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
-                arrays = [
-                    (math.prod(map(int, filter(None, sizes.split(",")))) * int(bits or 8) // 8, array)
-                    for array, bits, sizes in re.findall(r"(\b[a-z]+(\d*)\[([\d,]*)\])", found[1])
-                ]
-                source = re.search(r'op_name="([^"]*)"', line)
-                sent = {"kind": found[2], "n_bytes": sum(size for size, _ in arrays), "devices": group_size(line)}
-                sent |= dict(zip(("largest", "shape"), max(arrays), strict=True))
-                if sent["devices"] > 1:
-                    yield sent | {"loops": loops, "times": times, "source": source[1] if source else ""}
-            count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            roles = "body|calls|to_apply|true_computation|false_computation"
-            for role, inner in re.findall(rf"({roles})=%?([\w.\-]+)", line):
-                is_body = role == "body"
-                yield from visit(inner, loops + is_body, times * int(count[1]) if is_body and count else times)
-
-    return list(visit(name, 0, 1))
-
-
-def group_size(line: str) -> int:
-    """How many devices exchange with one another, in each of the ways in which XLA writes groups."""
-    if "source_target_pairs=" in line:
-        return 2
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(found[1].split(","))
-    found = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
-    assert found, line
-    sizes = dict(axis.split("=") for axis in found[1].split(","))
-    return math.prod(int(sizes[axis]) for axis in found[2].split(","))
+        if instruction := re.search(r"= (.*?) all-gather\(", line):
+            for bits, sizes in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", instruction[1]):
+                shape = [int(size) for size in sizes.split(",") if size]
+                n_bytes = math.prod(shape) * int(bits) // 8
+                found.append({"shape": shape, "n_bytes": n_bytes, "in_stack": "/stack/" in line})
+    return found
 
 
 def on_one_device(tree: Any) -> int:
@@ -153,11 +121,11 @@ def shard_of(array: jax.Array) -> tuple[int, ...]:
 
 
 def largest_parts(parts: Built) -> dict[str, int]:
-    """Bytes of all of one layer's parameters, and of the largest table of a cluster."""
+    """Bytes of the largest matrix of one layer, and of the largest table of a cluster."""
     params = parts.abstract_state.params
-    layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
+    matrices = jax.tree.leaves(params["stack"]["layers"])
     tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
-    cluster = max(leaf.size * leaf.dtype.itemsize for leaf in tables)
+    layer, cluster = (max(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in (matrices, tables))
     return {"layer": layer // parts.config.model.n_layer, "cluster": cluster}
 
 
@@ -227,41 +195,40 @@ def tail_work() -> dict:
 
 
 def optimizers() -> dict[str, Any]:
-    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
+    """Runs with those optimizers that look at whole tensors: on the mixed mesh, beside one device."""
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
     found: dict[str, Any] = {}
     for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
         changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
-        one, mixed = (updated(build_run("adaptive", mesh, **changes)) for mesh in ("one", "mixed"))
-        error = jax.tree.map(
-            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(), one[1], mixed[1], one[0]
-        )
+        one, mixed = (run(build_run("adaptive", mesh, **changes), scores=False) for mesh in ("one", "mixed"))
         found[kind] = {
-            "error": max(jax.tree.leaves(error)),
-            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
-            "bytes_per_device": on_one_device(mixed[2]),
+            "error": np.abs(np.subtract(one["params"], mixed["params"])).max(),
+            "bytes": one["moment_bytes_per_device"],
+            "bytes_per_device": mixed["moment_bytes_per_device"],
         }
     return found
 
 
-def updated(parts: Built) -> tuple[Any, Any, Any]:
-    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's state."""
-    abstract, rng = parts.abstract_state, np.random.default_rng(0)
+def host_time() -> dict[str, float]:
+    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50. Rows grow with the devices.
 
-    def draw() -> Any:
-        return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params)
-
-    def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, opt_state = parts.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
-    params = before = draw()
-    opt_state = parts.jit(parts.optimizer.init, out_shardings=shardings[1])(params)
-    step = parts.jit(update, out_shardings=shardings)
-    for _ in range(2):
-        params, opt_state = step(params, opt_state, draw())
-    return jax.device_get(before), jax.device_get(params), opt_state
+    As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the metrics of the one
+    before. Other threads' time, such as the devices', does not count.
+    """
+    found = {}
+    for name, mesh in MESHES.items():
+        rows = 4 if name == "one" else 32
+        parts = build_run("plain", mesh, train__batch_size=rows, train__segments_per_call=1)
+        step, state, before, times = parts.compile_step().program, parts.init_state(), None, []
+        reader = training_segments(np.tile(TOKENS, 20), batch_size=rows, segment_len=L)
+        for number in range(60):
+            began = time.thread_time()
+            state, metrics = step(state, parts.place(reader.segments(number, 1)))
+            jax.device_get(before)
+            before = metrics
+            times.append(1e3 * (time.thread_time() - began))
+        found[name] = statistics.median(times[10:])
+    return found
 
 
 def runs(*names: str, scored: bool = True) -> dict[str, Any]:
@@ -316,7 +283,7 @@ def warm_start() -> list[dict]:
 
 
 KINDS = {"few": few, "rest": rest, "exact": lambda: {"runs": runs()}, "usual": lambda: {"runs": runs(scored=False)}}
-KINDS["warm start"] = warm_start
+KINDS |= {"host time": host_time, "warm start": warm_start}
 
 if __name__ == "__main__":
     print(json.dumps(KINDS[sys.argv[1]]()))
