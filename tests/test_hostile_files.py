@@ -149,12 +149,6 @@ def test_a_setting_that_nests_deep(tmp_path):
         formats.read(tmp_path / "checkpoint_best.pt")
 
 
-def test_a_folder_with_any_index_of_tensorflow(tmp_path):
-    for name in ("weights1.index", "a-b1.index", "model.ckpt-\N{ARABIC-INDIC DIGIT THREE}.index", "model.ckpt-7.index"):
-        (tmp_path / name).touch()
-    assert formats.tensorflow.find(tmp_path).name == "model.ckpt-7"
-
-
 # Vocabularies
 
 LONG_BYTE = f"{TITLE} byte {{}}\n{LONG.decode()}\n"
