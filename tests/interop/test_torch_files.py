@@ -184,26 +184,6 @@ def test_other_archives_are_refused(tmp_path):
         torch_files.read(path)
 
 
-def test_reading_takes_no_memory_for_what_is_not_asked_for(tmp_path):
-    """A sparse file of 4 GB."""
-    big = ("storage", Name("torch", "FloatStorage"), "big", "cpu", 1 << 30)
-    rebuild = Name("torch._utils", "_rebuild_tensor_v2")
-    value = {
-        "big": Call(rebuild, (Persistent((*big, None)), 0, (1 << 15, 1 << 15), (1 << 15, 1), False, None)),
-    }
-    writer = torch_bytes.Writer(legacy=True)
-    parts = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, value, ["big"]]
-    head = b"".join(map(writer.pickled, parts)) + struct.pack("<q", 1 << 30)
-    with open(tmp_path / "a.bin", "wb") as file:
-        file.write(head)
-        file.truncate(len(head) + (1 << 32))
-        file.seek(len(head) + (1 << 32) - 8)
-        file.write(np.float32([1.5, 2.5]).tobytes())
-    found = tensors(tmp_path / "a.bin")
-    assert found["big"].shape == (1 << 15, 1 << 15)
-    assert found["big"].read()[-1, -1] == 2.5
-
-
 @pytest.mark.nightly(part="huggingface")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("legacy", [False, True])
