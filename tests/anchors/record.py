@@ -4,10 +4,10 @@
     PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]   # replaces NAME.json; without a name, all
 
 What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the first updates, in
-which masks of dropout show; and the tokens of every kind of draw. Everything goes through the public names of `txl_jax`
-and its files, so that modules can be moved. Write the files again only for a change that is meant to change numbers,
-and say so in the commit. The orders in which texts are read are in tests/data/test_segments.py; meshes and ensembles
-are compared with the runs of one device and of one member.
+which masks of dropout show; and the tokens of every kind of draw. Runs go through the public names of `txl_jax` and its
+files, so that modules can be moved. Write the files again only for a change that is meant to change numbers, and say so
+in the commit. The orders in which texts are read are in tests/data/test_segments.py; meshes and ensembles are compared
+with the runs of one device and of one member.
 
 Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so those runs have
 losses of their own.
@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 import txl_jax
-from support.tiny import enable_x64
+from support import tiny
 
 FOLDER = Path(__file__).parent
 UPDATES, STEPS = 3, 4  # Those of runs that are stopped before they compile an evaluation, and of the others.
@@ -95,19 +95,8 @@ def text() -> bytes:
 
 def config(folder: Path, changes: dict[str, Any]) -> txl_jax.ExperimentConfig:
     file = folder / "text.txt"
-    if not file.exists():
-        file.write_bytes(text())
-    made = txl_jax.ExperimentConfig()
-    for name, value in (BASE | {"data.file": str(file)} | changes).items():
-        made = _with(made, name.split("."), value)
-    return made
-
-
-def _with(tree: Any, names: list[str], value: Any) -> Any:
-    name, *rest = names
-    before = getattr(tree, name)
-    after = _with(before, rest, value) if rest else type(before)(value) if isinstance(before, str) else value
-    return dataclasses.replace(tree, **{name: after})
+    file.write_bytes(text())
+    return tiny.changed(txl_jax.ExperimentConfig(), **BASE | {"data.file": str(file)} | changes)
 
 
 def summary(tree: Any) -> dict[str, Any]:
@@ -158,7 +147,7 @@ def train(folder: Path, changes: dict[str, Any], *hooks: txl_jax.Hook) -> dict[s
 
 
 def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    with enable_x64(True):
+    with tiny.enable_x64(True):
         return run(folder, {**changes, "model.dtype": "float64"})
 
 

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, own_text, text_of, words_of
-from txl_jax.config import LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
+from support.miniature import arrange
+from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
 from txl_jax.data import corpus, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import make_vocabulary, read_corpus
+from txl_jax.data.published import default_data
 from txl_jax.data.text import SPLITS, File, Text
 from txl_jax.data.token_store import find_store, open_store
 from txl_jax.data.word_tokens import WordVocabulary
@@ -327,3 +329,18 @@ def test_memory_is_that_of_a_block(tmp_path):
         tracemalloc.stop()
     assert len(tokens.splits["train"]) > 1.9e6
     assert peak < 1.5e6
+
+
+def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
+    for error in (ValueError("some.txt is not UTF-8"), KeyboardInterrupt()):
+
+        def blocks(error=error):
+            yield b"the cat\n"
+            raise error
+
+        broken = Text("own text", "made up", "d", text_of().splits | {"valid": (File("some.txt", 99, blocks),)})
+        with pytest.raises(type(error)) as caught:
+            open_store(broken, SETTINGS, make_words, folder=tmp_path)
+        assert caught.value is error, "nothing else is reported"
+        assert names(tmp_path) == []
+    assert len(open_store(text_of(), SETTINGS, make_words, folder=tmp_path).splits["train"]) == 5

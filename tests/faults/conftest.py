@@ -28,13 +28,6 @@ def undisturbed(place):
     return place.workdir("undisturbed")
 
 
-@pytest.fixture(scope="session")
-def undisturbed_ensemble(place):
-    """The workdir of an ensemble that nothing happened to."""
-    finished(place.train("undisturbed-ensemble", program="ensemble"))
-    return place.workdir("undisturbed-ensemble")
-
-
 @pytest.fixture
 def fault_seed():
     """Seed of random moments: TXL_FAULT_SEED repeats them as far as processes can be repeated."""

@@ -52,9 +52,10 @@ def test_kills_before_chosen_file_operations(moments, place, undisturbed):
 
 
 @pytest.mark.full
-def test_kills_of_an_ensemble(place, undisturbed_ensemble):
+def test_kills_of_an_ensemble(place):
     train = functools.partial(place.train, program="ensemble")
-    kill_at_each(OF_ENSEMBLE, "ensemble", train, place, undisturbed_ensemble)
+    finished(train("undisturbed-ensemble"))
+    kill_at_each(OF_ENSEMBLE, "ensemble", train, place, place.workdir("undisturbed-ensemble"))
 
 
 def assert_nothing_left_over(place, name):

@@ -103,6 +103,7 @@ def test_what_has_no_usable_words(tmp_path):
         ({"words": ["a"]}, "idx2sym"),
         ({"idx2sym": [1, 2]}, "distinct"),
         ({"idx2sym": ["a", "a"]}, "distinct"),
+        ({"idx2sym": ["a", "\ud800"]}, "distinct"),
         ({"vocab": {"vocab": {"vocab": {"idx2sym": ["a"]}}}}, "idx2sym"),
         ({"idx2sym": WORDS[:-1]}, r"\b5\b.*\b6\b"),
     ],

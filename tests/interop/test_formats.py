@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pickle
 import re
 
 import jax
@@ -171,15 +170,3 @@ def test_what_holds_no_weights(tmp_path):
     gpt2 = torch_bytes.write_zip(tmp_path / "gpt2.bin", {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)})
     with pytest.raises(UserError, match=r"transformer\.h\.0\.ln_1\.weight"):
         formats.read(gpt2)
-
-
-def test_bytes_keep_their_ids(tmp_path):
-    """The release ranks the bytes of enwik8 by count, and writes them as numbers."""
-    config, params = foreign.make("pytorch", tie_weight=False)
-    torch_bytes.write_legacy(tmp_path / "model.pt", foreign.pickled_module(config, params))
-    text = np.random.default_rng(0).permutation(range(90, 90 + foreign.V)).tolist()
-    corpus = {"dataset": "enwik8", "vocab": {"idx2sym": [str(value) for value in text]}}
-    (tmp_path / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
-    found = formats.read(tmp_path)
-    foreign.check(found, config, params)
-    assert found.info.vocabulary.encode(bytes(text)).tolist() == list(range(foreign.V))

@@ -200,6 +200,8 @@ def test_the_published_layout(tmp_path, monkeypatch):
     other = jax.tree.map(lambda value: value + 1, params)
     write_with_stub(tmp_path / "model" / "model.ckpt-9", variables_of(config, other), monkeypatch)
     write_with_stub(tmp_path / "model" / "model.ckpt-10", variables_of(config, params), monkeypatch)
+    for name in ("weights1", "a-b1", "model.ckpt-\N{ARABIC-INDIC DIGIT THREE}"):  # They name no step.
+        (tmp_path / "model" / f"{name}.index").touch()
     corpus = {"dataset": "wt103", "vocab": {"idx2sym": list(foreign.WORDS), "lower_case": False}}
     (tmp_path / "data" / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
     (tmp_path / "data" / "corpus-info.json").write_text(json.dumps({"dataset": "wt103", "vocab_size": foreign.V}))

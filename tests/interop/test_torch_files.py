@@ -4,10 +4,8 @@ import os
 import struct
 import zipfile
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies
 
 from support import torch_bytes
 from support.torch_bytes import Call, Name, Object, Persistent, by_format
@@ -52,7 +50,6 @@ def test_views_share_a_storage(write, tmp_path):
         "empty": base[:0],
     }
     path = write(tmp_path / "a.bin", expected)
-    assert path.stat().st_size < 2 * base.nbytes + 3000
     found = tensors(path)
     check_equal(found, expected)
     assert not found["part"].read().flags.writeable
@@ -161,23 +158,6 @@ def test_a_truncated_file_is_refused(write, tmp_path):
             tensors(path)
 
 
-@by_format
-@hypothesis.settings(max_examples=80, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-@hypothesis.given(draw=strategies.data())
-def test_a_damaged_file_is_read_or_refused(write, draw, tmp_path):
-    path = write(tmp_path / "a.pt", {**WEIGHTS, "m": torch_bytes.module("a.B", parameters={"w": array(2)})})
-    changed = bytearray(path.read_bytes())
-    for _ in range(draw.draw(strategies.integers(1, 4))):
-        changed[draw.draw(strategies.integers(0, len(changed) - 1))] = draw.draw(strategies.integers(0, 255))
-    path.write_bytes(bytes(changed))
-    try:
-        found = tensors(path)
-    except UserError:
-        return
-    for name in found:
-        assert found[name].read().shape == found[name].shape
-
-
 @pytest.mark.parametrize("data", [None, b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
 def test_other_files_are_refused(data, tmp_path):
     if data is not None:
@@ -202,26 +182,6 @@ def test_other_archives_are_refused(tmp_path):
     path.write_bytes(data[:-20] + struct.pack("<q", 4) + data[-12:])
     with pytest.raises(UserError, match="storage 0"):  # Of another length.
         torch_files.read(path)
-
-
-def test_reading_takes_no_memory_for_what_is_not_asked_for(tmp_path):
-    """A sparse file of 4 GB."""
-    big = ("storage", Name("torch", "FloatStorage"), "big", "cpu", 1 << 30)
-    rebuild = Name("torch._utils", "_rebuild_tensor_v2")
-    value = {
-        "big": Call(rebuild, (Persistent((*big, None)), 0, (1 << 15, 1 << 15), (1 << 15, 1), False, None)),
-    }
-    writer = torch_bytes.Writer(legacy=True)
-    parts = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, value, ["big"]]
-    head = b"".join(map(writer.pickled, parts)) + struct.pack("<q", 1 << 30)
-    with open(tmp_path / "a.bin", "wb") as file:
-        file.write(head)
-        file.truncate(len(head) + (1 << 32))
-        file.seek(len(head) + (1 << 32) - 8)
-        file.write(np.float32([1.5, 2.5]).tobytes())
-    found = tensors(tmp_path / "a.bin")
-    assert found["big"].shape == (1 << 15, 1 << 15)
-    assert found["big"].read()[-1, -1] == 2.5
 
 
 @pytest.mark.nightly(part="huggingface")

@@ -7,11 +7,11 @@ tokens, of which the second and third divide among neither 8 devices nor (the se
 import dataclasses
 import functools
 import json
-import math
 import re
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: r
 
 
 def run(parts: Built, *, scores: bool) -> dict:
-    """Losses of each update, parameters after the last, bytes per device, and collectives."""
+    """Losses of each update, parameters after the last, bytes per device, and what devices gather."""
     train_step = parts.compile_step().program
     state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
     found = {
@@ -94,54 +94,20 @@ def run(parts: Built, *, scores: bool) -> dict:
             shard_of(table) for name, table in sorted(state.params["embedding"].items()) if name.startswith("table")
         ],
         "memory_per_device": shard_of(state.memory.hidden),
-        "largest": largest_parts(parts),
-        "collectives": collectives(train_step.as_text()),
+        "gathered": gathered(train_step.as_text()),
     }
     return found | (scored(parts, state.params) if scores else {})
 
 
-def collectives(text: str) -> list[dict]:
-    """What XLA's text of a program for CPUs sends between devices: size, group, loops around it, executions, source."""
-    computations: dict[str, list[str]] = {}
-    name = ""
+def gathered(text: str) -> list[dict]:
+    """The shapes of arrays that a program, as XLA's text, gathers from other devices, and whether a layer does."""
+    found = []
     for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = header[1]  # The last one is the program's own.
-        computations.setdefault(name, []).append(line)
-
-    def visit(name: str, loops: int, times: int) -> Iterator[dict]:
-        for line in computations[name]:
-            if found := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
-                arrays = [
-                    (math.prod(map(int, filter(None, sizes.split(",")))) * int(bits or 8) // 8, array)
-                    for array, bits, sizes in re.findall(r"(\b[a-z]+(\d*)\[([\d,]*)\])", found[1])
-                ]
-                source = re.search(r'op_name="([^"]*)"', line)
-                sent = {"kind": found[2], "n_bytes": sum(size for size, _ in arrays), "devices": group_size(line)}
-                sent |= dict(zip(("largest", "shape"), max(arrays), strict=True))
-                if sent["devices"] > 1:
-                    yield sent | {"loops": loops, "times": times, "source": source[1] if source else ""}
-            count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            roles = "body|calls|to_apply|true_computation|false_computation"
-            for role, inner in re.findall(rf"({roles})=%?([\w.\-]+)", line):
-                is_body = role == "body"
-                yield from visit(inner, loops + is_body, times * int(count[1]) if is_body and count else times)
-
-    return list(visit(name, 0, 1))
-
-
-def group_size(line: str) -> int:
-    """How many devices exchange with one another, in each of the ways in which XLA writes groups."""
-    if "source_target_pairs=" in line:
-        return 2
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(found[1].split(","))
-    found = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
-    assert found, line
-    sizes = dict(axis.split("=") for axis in found[1].split(","))
-    return math.prod(int(sizes[axis]) for axis in found[2].split(","))
+        if instruction := re.search(r"= (.*?) all-gather\(", line):
+            for sizes in re.findall(r"\w\[([\d,]*)\]", instruction[1]):
+                shape = [int(size) for size in sizes.split(",") if size]
+                found.append({"shape": shape, "in_stack": "/stack/" in line})
+    return found
 
 
 def on_one_device(tree: Any) -> int:
@@ -150,15 +116,6 @@ def on_one_device(tree: Any) -> int:
 
 def shard_of(array: jax.Array) -> tuple[int, ...]:
     return array.addressable_shards[0].data.shape
-
-
-def largest_parts(parts: Built) -> dict[str, int]:
-    """Bytes of all of one layer's parameters, and of the largest table of a cluster."""
-    params = parts.abstract_state.params
-    layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stack"]["layers"]))
-    tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
-    cluster = max(leaf.size * leaf.dtype.itemsize for leaf in tables)
-    return {"layer": layer // parts.config.model.n_layer, "cluster": cluster}
 
 
 def scored(parts: Built, params: Any) -> dict:
@@ -189,6 +146,28 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
     keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
     reader = evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len)
     return evaluate(parts.eval_step, weights, memory, reader, place=parts.place), keys_per_device
+
+
+def host_time() -> dict[str, float]:
+    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50. Rows grow with the devices.
+
+    As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the metrics of the one
+    before. Other threads' time, such as the devices', does not count.
+    """
+    found = {}
+    for name, mesh in MESHES.items():
+        rows = 4 if name == "one" else 32
+        parts = build_run("plain", mesh, train__batch_size=rows, train__segments_per_call=1)
+        step, state, before, times = parts.compile_step().program, parts.init_state(), None, []
+        reader = training_segments(np.tile(TOKENS, 20), batch_size=rows, segment_len=L)
+        for number in range(60):
+            began = time.thread_time()
+            state, metrics = step(state, parts.place(reader.segments(number, 1)))
+            jax.device_get(before)
+            before = metrics
+            times.append(1e3 * (time.thread_time() - began))
+        found[name] = statistics.median(times[10:])
+    return found
 
 
 def moved() -> list[float]:
@@ -315,7 +294,7 @@ def warm_start() -> list[dict]:
     return found
 
 
-KINDS = {"few": few, "rest": rest, "exact": lambda: {"runs": runs()}, "warm start": warm_start}
+KINDS = {"few": few, "rest": rest, "exact": lambda: {"runs": runs()}, "host time": host_time, "warm start": warm_start}
 
 if __name__ == "__main__":
     print(json.dumps(KINDS[sys.argv[1]]()))
