@@ -14,10 +14,11 @@ import sys
 import jax
 import numpy as np
 
-from txl_jax import sharding
 from txl_jax.cli import other_hosts
 from txl_jax.config import MeshConfig
 from txl_jax.runtime import distributed
+from txl_jax.sharding.axes import named_sharding
+from txl_jax.sharding.mesh import make_mesh
 
 found = {}
 
@@ -43,8 +44,8 @@ found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1
 found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
 found["other"] = outcome(lambda: distributed.assert_same_on_all({"text": me, "same": None}, "mend it"))
 found["errors"] = [distributed.first_error(None), distributed.first_error("no network" if me else None)]
-mesh = sharding.make_mesh(MeshConfig())
-sharding_of_rows = sharding.named_sharding(mesh, "batch", None)
+mesh = make_mesh(MeshConfig())
+sharding_of_rows = named_sharding(mesh, "batch", None)
 sharded = jax.make_array_from_process_local_data(sharding_of_rows, np.arange(6.0).reshape(2, 3) + 6 * me, (4, 3))
 assert not sharded.is_fully_addressable
 found["sharded"] = distributed.to_host(sharded).tolist()

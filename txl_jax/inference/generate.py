@@ -30,7 +30,7 @@ from txl_jax.inference.decode import Limits, Rows, row_key
 from txl_jax.inference.prepare import DecodeParams
 from txl_jax.inference.scorer import memory_dtype
 from txl_jax.runtime import distributed
-from txl_jax.sharding import bind_mesh
+from txl_jax.sharding.mesh import bind_mesh
 
 # Rows whose prompts are read, but for the last tokens: the cache, and `given` [R, G] and `number` [R] of `decode.Rows`.
 Started = tuple[KVCache, np.ndarray, np.ndarray]

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import CheckpointError
@@ -30,6 +29,7 @@ from txl_jax.runs.run import Run, read_results
 from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
+from txl_jax.sharding.mesh import make_mesh
 
 _ROWS, _ROW_LEN = 3, 8  # Of tokens, for verification.
 
@@ -202,4 +202,4 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
 
 @functools.lru_cache(maxsize=1)
 def _build(config: ExperimentConfig, vocab_size: int) -> Built:
-    return build(config, vocab_size=vocab_size, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))
+    return build(config, vocab_size=vocab_size, mesh=make_mesh(config.mesh, jax.devices()[:1]))
