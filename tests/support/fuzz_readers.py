@@ -181,7 +181,6 @@ def headers(folder: Path) -> list[Seed]:
     theirs = foreign.huggingface_folder(folder / "theirs", config, params)
     found = formats.read(theirs)
     convert_quietly(theirs, folder / "original", to_format=TargetFormat.ORIGINAL)
-    (folder / "original" / portable.RECORD).unlink()
     safetensors.write(theirs / "model.safetensors", found.leaves)
     return [(theirs / "model.safetensors", read_tensors), (folder / "original" / "model.safetensors", read_tensors)]
 
@@ -218,7 +217,7 @@ def manifests(folder: Path) -> list[Seed]:
     lines = [{"kind": kind, "step": step} | values for step in (1, 2) for kind in ("train", "valid")]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     convert_quietly(workdir, folder / "portable")
-    convert_quietly(workdir, folder / "back", to_format=TargetFormat.HUGGINGFACE)
+    convert_quietly(workdir, folder / "theirs", to_format=TargetFormat.HUGGINGFACE)
     ensemble = shutil.copytree(workdir, folder / "ensemble")
     record = json.loads((ensemble / "config.json").read_text())
     members = {"members": [{"seed": 1}, {"seed": 2}], "attention": {"training": "tiled 8x8"}}
@@ -229,13 +228,9 @@ def manifests(folder: Path) -> list[Seed]:
     found += [(ensemble / "config.json", read_run), (ensemble / "results.json", read_run)]
     found += [(step / "digests.json", read_run), (step / "notes" / "metadata", read_run)]
     found += [(folder / "portable" / "config.json", read_portable)] * 3
-    found += [(folder / "back" / name, read_model) for name in ("txl_jax.json", "config.json")]
+    found += [(folder / "theirs" / "config.json", read_model)]
     models = _models(folder / "models")
     found += [(path.with_name("config.json"), read_model) for path in models[:2]]
-    index = shutil.copytree(models[0].parent, folder / "index") / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "part-1.bin", "b": "part-1.bin"}, "metadata": {}}))
-    index.with_name("pytorch_model.bin").rename(index.with_name("part-1.bin"))
-    found += [(index, read_model)] * 2
     with contextlib.redirect_stdout(None):
         export.run(export.Plan(from_=str(workdir), to=str(folder / "exported")), None)
     found += [(folder / "exported" / name, read_exported) for name in ("manifest.json", "score.jax_export")]
