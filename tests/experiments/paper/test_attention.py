@@ -1,7 +1,5 @@
 """Tests the attention study: the weights and terms by distance, averages, what is written, and what is refused."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,9 +91,8 @@ def draw(run, folder, stop_requested=lambda: False, **others):
 @pytest.mark.full
 def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(run, tmp_path, monkeypatch):
     average = draw(run, tmp_path)
-    assert (tmp_path / "attention.md").exists() and any(tmp_path.glob("*.png")) == plots.can_draw()
-    heads = json.loads((tmp_path / "attention.json").read_text())["heads"]
-    assert len(heads) == 3 and heads[0]["span"] == max(head["span"] for head in heads)
+    assert any(tmp_path.glob("*.png")) == plots.can_draw()
+    assert (tmp_path / "attention.md").read_text().count("| layer ") == 3
 
     # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on.
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
@@ -124,7 +121,7 @@ def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_models_without_such_a_memory_or_head_are_refused():
+def test_models_without_such_a_memory_are_refused():
     for changes, pattern in (
         ({"model.network": Network.LSTM}, r"\blstm\b"),
         ({"model.encoding": Encoding.SHAW, "model.num_positions": 9}, r"\bshaw\b"),
@@ -132,5 +129,3 @@ def test_models_without_such_a_memory_or_head_are_refused():
     ):
         with pytest.raises(ValueError, match=pattern):
             Plan().check(config_tree.replace(tiny_run.CONFIG, changes))
-    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*\b2\.0\b"):
-        Plan(heads=("2.0",)).check(tiny_run.CONFIG)

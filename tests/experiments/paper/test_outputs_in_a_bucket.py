@@ -23,7 +23,7 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
     assert read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
     average = attention.draw(*run, attention.Plan(out=str(bucket / "maps"), positions=(20,)))
     pictures = {"average.png", "heads-20.png", "terms-20.png"}
-    assert set(names(bucket / "maps")) == {"attention.npz", "attention.json", "attention.md"} | pictures
+    assert set(names(bucket / "maps")) == {"attention.npz", "attention.md"} | pictures
     assert (bucket / "maps" / "average.png").read_bytes().startswith(b"\x89PNG")
     with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
