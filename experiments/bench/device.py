@@ -49,13 +49,6 @@ COLUMNS = ["configuration", "task", "sizes", "path", "difference", "time", "slow
 COLUMNS += ["operations/s", "share of peak", "scratch"]
 _LEGEND = """Difference: from the reference, of its largest element. Speedup: over the reference. Operations: on visible
 pairs, and their fraction of the data sheet's peak in bfloat16."""
-_UNSEEN = (
-    "fused, a kernel: pltpu.roll with a stride, jnp.take_along_axis on lanes, sums in blocks that steps share",
-    "stored and tiled, in XLA: jnp.einsum with preferred_element_type, optimization_barrier, fori_loop in place",
-    "reference, by JAX: jnp.einsum with preferred_element_type, jax.nn.softmax, the shift as a reshape",
-    "all, on several devices: jax.shard_map with check_vma=False, which sums gradients of position keys and biases",
-    "the rest of an update: jnp.take, optax.softmax_cross_entropy_with_integer_labels, nn.scan, nn.remat",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +129,6 @@ class Notes:
         found = {"Compared with the reference": [f"{self.equal} within rounding, {len(self.wrong)} wrong", *self.wrong]}
         found["Fastest tiles"] = self.tiles
         found["Not measured"] = [f"{reason} ({', '.join(names)})" for reason, names in self.refused.items()]
-        found["Library calls whose gradients have not been seen on an accelerator"] = list(_UNSEEN)
         return {title: lines for title, lines in found.items() if lines}
 
 

@@ -29,13 +29,14 @@ import jax
 from jax.experimental import topologies
 
 from experiments.bench import timing
-from experiments.bench.speed import BLOCK, GROUPS, check_streams, generation_arguments
+from experiments.bench.speed import GROUPS, check_streams, generation_arguments
 from txl_jax import cli, flops
 from txl_jax.config import ExperimentConfig, Remat, config_tree
 from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
+from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime.environment import megabytes
