@@ -49,7 +49,6 @@ class Plan(cli.StoredTypes):
     max_request_tokens: int = setting(
         _USUAL.tokens, "Maximum tokens per request: its prompts plus max_tokens of each choice.", at_least=1
     )
-    max_new_tokens: int = setting(_USUAL.new_tokens, "Maximum value of max_tokens.", at_least=1)
     max_waiting: int = setting(_USUAL.waiting, "Maximum number of choices that wait for a row.", at_least=0)
     request_seconds: float = setting(float(_USUAL.seconds), "Request timeout in seconds.", at_least=0)
     max_sessions: int = setting(
@@ -153,7 +152,6 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     limits = Limits(
         body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
         tokens=plan.max_request_tokens,
-        new_tokens=plan.max_new_tokens,
         waiting=plan.max_waiting,
         seconds=plan.request_seconds,
     )

@@ -17,7 +17,7 @@ from support.http_server import ask, check_as_before, events, in_its_own_process
 from support.serving import SECONDS
 from txl_jax.serving.engine import Limits
 
-FEW, SESSIONS = Limits(body_bytes=5000, tokens=100, new_tokens=20, choices=6), 3
+FEW, SESSIONS = Limits(body_bytes=5000, tokens=100, choices=6), 3
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # Halves of surrogate pairs among them.
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,

@@ -17,7 +17,7 @@ from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Limits
 
 pytestmark = pytest.mark.full
-LIMITS = Limits(tokens=5000, new_tokens=4000)
+LIMITS = Limits(tokens=5000)
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ class Limits:
 
     body_bytes: int = 2 << 20  # Of a request.
     tokens: int = 200_000  # Of a request: its prompts, and `max_tokens` of each choice.
-    new_tokens: int = 4096  # Maximum `max_tokens` of a request.
     choices: int = 128  # Prompts times samples of a request.
     stop_strings: int = 16  # Of a request.
     stop_length: int = 256  # Characters of a stop string.

@@ -148,9 +148,6 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
         raise RequestError("fork requires a session. Pass the session to fork.", param="fork")
     if body.stream_options != _StreamOptions() and not body.stream:
         raise RequestError("stream_options requires stream = true", param="stream_options")
-    if body.max_tokens > limits.new_tokens:
-        message = f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}"
-        raise RequestError(message, param="max_tokens")
     if not body.max_tokens and not body.echo:
         raise RequestError("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
     given: Any = body.prompt

@@ -29,7 +29,7 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
     plan = recl.Plan(lengths=(2, 4, 2), stride=9, out=str(bucket / "recl"))
     recl.compare({"ours": workdir, "again": workdir}, corpus, plan)
-    assert set(names(plan.out)) == {"recl.json", "recl.csv", "recl.md", "gains.png", "context.png", "losses"}
+    assert set(names(plan.out)) == {"recl.json", "recl.md", "gains.png", "context.png", "losses"}
 
 
 @pytest.mark.full
