@@ -10,7 +10,7 @@ parts of WikiText-103's test split, and it sampled with k = 40 too.
 
 import dataclasses
 import os
-import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -99,17 +99,11 @@ def write(
 
 
 def quoted(corpus: Corpus, ids: np.ndarray) -> str:
-    """Returns tokens as a quotation in markdown that shows the text literally."""
-    text = escaped(corpus.vocabulary.decode(ids).decode(errors="replace"))
-    return "\n".join(f"> {line}" if line.strip() else ">" for line in text.splitlines())
-
-
-def escaped(text: str) -> str:
-    """Escapes the characters that markdown interprets, and characters that would begin a list or a heading."""
-    text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
-    text = re.sub(r"^( *(?=[-+=])| *\d+(?=[.)]))", r"\1\\", text, flags=re.MULTILINE)
-    text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
-    return text.replace("\n", "  \n")
+    """Returns tokens as an indented block in markdown, which shows the text literally, with long lines broken."""
+    text = corpus.vocabulary.decode(ids).decode(errors="replace")
+    wrap = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
+    lines = (part for line in text.splitlines() for part in wrap.wrap(line) or [""])
+    return textwrap.indent("\n".join(lines), "    ")
 
 
 if __name__ == "__main__":

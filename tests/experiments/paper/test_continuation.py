@@ -1,5 +1,7 @@
 """Tests the continuation study: the parts of its page, the same text as generation writes, refusals."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from experiments.paper import continuation
 from experiments.paper.continuation import Plan
 from support import drawn_run, tiny_run
 from txl_jax.config import LineMark, Network, Tokenizer, config_tree
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.runs.score import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
@@ -52,6 +55,9 @@ def test_a_stop_writes_nothing_and_what_cannot_be_is_refused(run, tmp_path):
     assert not page.exists()
 
 
-def test_signs_of_markdown_are_shown_as_they_are():
-    shown = {"- a": "\\- a", "1. b": "1\\. b", "    c": "&nbsp;" * 4 + "c", "a *b* #1\nc": "a \\*b\\* \\#1  \nc"}
-    assert {text: continuation.escaped(text) for text in shown} == shown
+def test_a_text_is_shown_as_it_is():
+    corpus = types.SimpleNamespace(vocabulary=ByteVocabulary(bytes(range(256))))
+    text = "    - *a* # 1\n\n" + "word " * 30
+    shown = continuation.quoted(corpus, np.frombuffer(text.encode(), np.uint8)).splitlines()
+    assert shown[:2] == ["        - *a* # 1", ""] and "".join(line[4:] for line in shown[2:]) == "word " * 30
+    assert len(shown) == 4 and max(map(len, shown)) <= 104
