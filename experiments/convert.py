@@ -6,7 +6,7 @@ r"""Converts trained weights between this project's formats and other implementa
     python -m experiments.convert --from=runs/mine --to=mine-original --to_format=original
 
 --from is a run's workdir, a portable checkpoint, or a file or directory from another implementation, whose format is
-detected unless you set --from_format. Unpickling executes no code: it accepts only tensors and plain values.
+detected. Unpickling executes no code: it accepts only tensors and plain values.
 
 --to is a new directory, in one of three formats: native, a portable checkpoint for `txl_jax.load`, which you can
 publish; huggingface, for TransfoXLLMHeadModel of transformers 4.35.2; or original, with the names of the authors'
@@ -17,7 +17,7 @@ import dataclasses
 
 from txl_jax import cli
 from txl_jax.cli import setting
-from txl_jax.runs.convert import SourceFormat, TargetFormat, convert
+from txl_jax.runs.convert import TargetFormat, convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,12 @@ class Plan(cli.Plan):
     )
     to: str = setting("", "Directory to create.", path=True, required=True)
     to_format: TargetFormat = setting(TargetFormat.NATIVE, "Format of --to.")
-    from_format: SourceFormat | None = setting(None, "Format of --from. none detects it.")
     ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
     """Converts."""
-    convert(plan.from_, plan.to, to_format=plan.to_format, from_format=plan.from_format, member=plan.ensemble_member)
+    convert(plan.from_, plan.to, to_format=plan.to_format, member=plan.ensemble_member)
 
 
 if __name__ == "__main__":

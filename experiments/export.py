@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax import cli, sharding
+from txl_jax import cli
 from txl_jax.cli import setting
 from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.data.vocabulary import Vocabulary
@@ -31,6 +31,7 @@ from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.weights import open_weights
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
+from txl_jax.sharding.mesh import make_mesh
 from txl_jax.version import __version__
 
 _CALLS = 3  # Calls of each function when the exported files are compared with the model.
@@ -83,7 +84,7 @@ def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) 
     changes: dict[str, Any] = {"eval.batch_size": rows, "eval.stride": None, "eval.warmup_tokens": 0}
     changes |= {"mesh": MeshConfig(data=1), "model.attention": "reference"}
     config = config_tree.replace(config, changes)
-    return build_for(config, vocabulary, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))
+    return build_for(config, vocabulary, mesh=make_mesh(config.mesh, jax.devices()[:1]))
 
 
 def _functions_of(components: Built, params: Any) -> Functions:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from txl_jax import cli, plots
 from txl_jax.cli import setting
-from txl_jax.config import CorpusName
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 from txl_jax.runs import records
@@ -23,14 +22,6 @@ from txl_jax.runs.records import RunRecords
 from txl_jax.runs.run import short_name
 from txl_jax.runtime import storage
 
-# The paper's test scores on whole corpora (Dai et al., 2019, tables 1 to 5), by the flagfile of the model.
-PAPER = {
-    CorpusName.ENWIK8: {"enwik8_12l": "1.06", "enwik8_18l": "1.03", "enwik8_24l": "0.99"},
-    CorpusName.TEXT8: {"text8_24l": "1.08"},
-    CorpusName.WIKITEXT103: {"wt103_base": "24.0", "wt103_large": "18.3"},
-    CorpusName.LM1B: {"lm1b_base": "23.5", "lm1b_large": "21.8"},
-    CorpusName.PTB: {"ptb": "54.52"},
-}
 MOST_LINES = 8  # Of the figure, the best ones.
 
 
@@ -56,9 +47,6 @@ def run(plan: Plan, job: cli.Job) -> None:
         if rate := each.tokens_per_second:
             row["tokens_per_second"] = rate
     lines = list(records.markdown(names, rows))
-    for corpus in dict.fromkeys(run.config.data.corpus for run in runs):
-        if scores := PAPER.get(corpus):
-            lines += ["", f"The paper's test scores on all of {corpus}: {', '.join(map(' '.join, scores.items()))}."]
     print("\n".join(lines))
     if plan.out is None:
         return

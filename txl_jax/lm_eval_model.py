@@ -22,16 +22,14 @@ from lm_eval.api.registry import register_model
 
 from txl_jax.config import GenerateConfig
 from txl_jax.data import ready_ids
-from txl_jax.data.vocabulary import digest
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 from txl_jax.trained_model import load
 
-NAME = "txl_jax"
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
 
 
-@register_model(NAME)
+@register_model("txl_jax")
 class HarnessModel(LM):
     """A trained model, as `txl_jax.load` takes it, as the harness calls it.
 
@@ -66,11 +64,6 @@ class HarnessModel(LM):
         self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary
         self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Name of the vocabulary, for caches of requests."""
-        return f"{NAME}-{digest(self.model.vocabulary)[:16]}"
 
     def get_model_info(self) -> dict[str, Any]:
         """Describes the model in the harness' results."""

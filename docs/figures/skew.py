@@ -2,7 +2,7 @@
 
     python docs/figures/skew.py
 
-The cells are moved by the library's own `by_key`, so that the picture shows what it does. Needs matplotlib (`plots`).
+The cells are moved by the library's own functions, so that the picture shows what it does. Needs matplotlib (`plots`).
 """
 
 import sys
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from txl_jax import Visibility
-from txl_jax.ops.attention.positions import by_key
+from txl_jax.ops.attention.positions import relative_shift, skew
 
 L = 4
 HIDDEN, INK, TILE = "#e8e8e8", "#1f2933", "#c2185b"
@@ -27,7 +27,8 @@ FIRST_QUERY, FIRST_KEY, N_QUERY, N_KEY = 2, 1, 2, 3
 def columns_by_key(visibility: Visibility) -> np.ndarray:
     """Returns the column of the scores by distance that each pair reads: int [L, K]."""
     column_LxP = jnp.broadcast_to(jnp.arange(visibility.n_positions), (L, visibility.n_positions))
-    return np.asarray(by_key(column_LxP, visibility.n_keys))
+    moved_LxK = relative_shift(column_LxP) if visibility.causal else skew(column_LxP, visibility.n_keys)
+    return np.asarray(moved_LxK)
 
 
 def draw_cell(

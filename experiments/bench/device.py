@@ -27,7 +27,7 @@ import jax
 
 from experiments.bench import timing
 from experiments.bench.timing import Task
-from txl_jax import cli, flops, sharding
+from txl_jax import cli, flops
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network, config_tree
 from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
@@ -37,6 +37,7 @@ from txl_jax.runs import records
 from txl_jax.runs.build import evaluation_problem, training_problem
 from txl_jax.runs.first_contact import describe_error, largest_difference, make_function, make_inputs
 from txl_jax.runtime import environment, storage
+from txl_jax.sharding.mesh import make_mesh
 
 CONFIGS = ("enwik8_12l", "enwik8_24l", "wt103_base", "wt103_large")
 TASKS = ("training", "evaluation")
@@ -175,7 +176,7 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
         changes[f"{group}.segment_len"] = -(-sizes.segment_len // shrink)
         changes[f"{group}.mem_len"] = sizes.mem_len // shrink
     config = config_tree.replace(config, changes)
-    mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     problem = training_problem(config, mesh) if task == "training" else evaluation_problem(config, mesh)
     mem_len = config.train.mem_len if task == "training" else config.eval.mem_len
     return Case(**vars(problem) | {"cache_dtype": None}, config=name, mem_len=mem_len)

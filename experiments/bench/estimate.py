@@ -29,16 +29,18 @@ import jax
 from jax.experimental import topologies
 
 from experiments.bench import timing
-from experiments.bench.speed import BLOCK, GROUPS, check_streams, generation_arguments
-from txl_jax import cli, flops, sharding
+from experiments.bench.speed import GROUPS, check_streams, generation_arguments
+from txl_jax import cli, flops
 from txl_jax.config import ExperimentConfig, Remat, config_tree
 from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
+from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime.environment import megabytes
+from txl_jax.sharding.mesh import abstract_mesh, make_mesh
 
 TASKS = ("training", "evaluation", "generation")
 _ENVIRONMENT = {
@@ -175,9 +177,9 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
     """
     found, targets = parse(topology), devices(topology)
     chip = CHIPS[found.generation]
-    mesh: Any = sharding.abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
+    mesh: Any = abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
     if targets is not None:
-        mesh = sharding.make_mesh(config.mesh, targets)
+        mesh = make_mesh(config.mesh, targets)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
     components.check_batch_size()
     print(

@@ -30,6 +30,7 @@ from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig,
 from txl_jax.config.config_tree import require, setting
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import Limits, Rows, row_key
+from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
@@ -38,7 +39,6 @@ DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  #
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("training", "evaluation", "generation")
 PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
-BLOCK = 16  # Tokens that generation writes per call.
 _COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
 _COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
 

@@ -5,20 +5,19 @@
 
 It writes a markdown file, --out: for each start the context, the model's continuation, sampled as
 --generate.* sets (top-k with k = 40, 500 tokens), and the text's own. The paper's contexts are
-parts of WikiText-103's test split, and it sampled with k = 40 too. Words are detokenized
-(WikiText's @-@, @,@ and spaces before commas are removed).
+parts of WikiText-103's test split, and it sampled with k = 40 too.
 """
 
 import dataclasses
 import os
-import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from txl_jax import cli
-from txl_jax.config import ExperimentConfig, Tokenizer
+from txl_jax.config import ExperimentConfig
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.runs.generate import check_can_generate
@@ -100,45 +99,11 @@ def write(
 
 
 def quoted(corpus: Corpus, ids: np.ndarray) -> str:
-    """Returns tokens as a quotation in markdown that shows the text literally."""
+    """Returns tokens as an indented block in markdown, which shows the text literally, with long lines broken."""
     text = corpus.vocabulary.decode(ids).decode(errors="replace")
-    if corpus.vocabulary.kind == Tokenizer.WORD:
-        text = detokenize(text)
-    return "\n".join(f"> {line}" if line.strip() else ">" for line in escaped(text).splitlines())
-
-
-def escaped(text: str) -> str:
-    """Escapes the characters that markdown interprets, and characters that would begin a list or a heading."""
-    text = re.sub(r"([\\`*_<>\[\]#|&~])", r"\\\1", text)
-    text = re.sub(r"^( *(?=[-+=])| *\d+(?=[.)]))", r"\1\\", text, flags=re.MULTILINE)
-    text = re.sub(r"^ {4,}", lambda match: "&nbsp;" * len(match[0]), text, flags=re.MULTILINE)
-    return text.replace("\n", "  \n")
-
-
-# In this order. WikiText writes hyphens, commas and points inside words and numbers as @-@, @,@ and @.@.
-_RULES = [
-    # A heading, ` = = Reception = = `, has equally many signs on both sides.
-    (re.compile(r"^ *(=(?: =)*) (?!= )(.+?)(?<! =) \1 *$", re.MULTILINE), r"\2"),
-    (re.compile(r" ?@([-,.])@ ?"), r"\1"),
-    (re.compile(r" ([.,:;?!%)\]}])(?=\s|$)"), r"\1"),
-    (re.compile(r"([(\[{$£€#]) (?=\S)"), r"\1"),
-    (re.compile(r" ('(?:s|re|ve|ll|d|m|t)\b)", re.IGNORECASE), r"\1"),
-    (re.compile(r" (n't\b)", re.IGNORECASE), r"\1"),
-    (re.compile(r"(s) (')(?= )"), r"\1\2"),
-    (re.compile(r" ?([\u2013\u2014/]) ?"), r"\1"),  # En dash, em dash, slash.
-    (re.compile(r'" ([^"\n]*?) "'), r'"\1"'),
-]
-
-
-def detokenize(text: str) -> str:
-    r"""Removes the spaces that a tokenizer inserted. Other text is unchanged.
-
-    >>> detokenize('He said : " It is 3 @.@ 5 miles , isn \'t it ? "')
-    'He said: "It is 3.5 miles, isn\'t it?"'
-    """
-    for pattern, replacement in _RULES:
-        text = pattern.sub(replacement, text)
-    return text
+    wrap = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
+    lines = (part for line in text.splitlines() for part in wrap.wrap(line) or [""])
+    return textwrap.indent("\n".join(lines), "    ")
 
 
 if __name__ == "__main__":

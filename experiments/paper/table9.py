@@ -23,12 +23,13 @@ import jax
 
 from experiments.bench import speed
 from experiments.bench.timing import Task, draw_tokens, machine, print_table, time_in_turns
-from txl_jax import cli, sharding
+from txl_jax import cli
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig
 from txl_jax.config.config_tree import require, setting
 from txl_jax.evaluation.sliding_window import make_window_step, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build
+from txl_jax.sharding.mesh import bind_mesh
 
 # Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
@@ -109,7 +110,7 @@ def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: in
     """Returns the call that scores the last position of a window of A random tokens."""
     parts = build(config, vocab_size=vocab_size)
     params = parts.init_params()
-    step = sharding.bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
+    step = bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
     tokens = draw_tokens(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)

@@ -187,7 +187,7 @@ def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(n, length, sam
     """
     prompt, lengths = TEXT[:n], EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length)
     generator = tiny_run.generator(tiny.make(dtype=DType.FLOAT64), lengths)
-    blocks = generator.tokens(prompt, GenerateConfig(length=length, temperature=0), block=8)
+    blocks = generator.tokens(prompt, GenerateConfig(length=length, temperature=0))
     text = np.concatenate(list(blocks), axis=1)[0].tolist()
     assert text == argmax_of_one_pass(prompt + text, window)[n - 1 : -1]
     if length == 45:

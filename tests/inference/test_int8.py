@@ -10,13 +10,13 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import full_but, nightly_but
-from txl_jax import sharding
 from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.decode import Limits, Rows, row_key
 from txl_jax.ops.matmul import Int8, Int8Table
 from txl_jax.runs.build import build
+from txl_jax.sharding.mesh import DATA, FSDP, TENSOR
 
 MODELS = {
     "post": {},
@@ -105,7 +105,7 @@ def test_generation_holds_no_wider_copy_of_its_weights():
 
 
 def test_a_mesh_of_several_devices_is_refused_before_anything_is_compiled():
-    mesh = jax.sharding.AbstractMesh((2, 1, 1), (sharding.DATA, sharding.FSDP, sharding.TENSOR))
+    mesh = jax.sharding.AbstractMesh((2, 1, 1), (DATA, FSDP, TENSOR))
     config = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(weight_dtype=WeightDType.INT8))
     with pytest.raises(UserError, match=r"mesh of 2.*mesh\.data=1"):
         build(config, vocab_size=tiny.V, mesh=mesh)

@@ -67,18 +67,6 @@ def test_half_precision(dtype, tmp_path):
     assert {leaf.dtype for leaf in found.leaves.values()} == {np.dtype(dtype)}
 
 
-def test_weights_in_several_files(tmp_path):
-    config, params = foreign.make("hf", untie_r=True)
-    folder = foreign.huggingface_folder(tmp_path / "model", config, params)
-    (folder / "pytorch_model.bin").unlink()
-    tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
-    files = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(tensors)}
-    for file in set(files.values()):
-        torch_bytes.write_zip(folder / file, {name: tensors[name] for name in tensors if files[name] == file})
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    foreign.check(formats.read(folder), config, params)
-
-
 # Hugging Face has none of these.
 ENCODINGS = [{"encoding": Encoding.SHAW, "num_positions": 7}, {"encoding": Encoding.VASWANI}]
 ENCODINGS += [{"encoding": Encoding.AL_RFOU, "num_positions": 7, "n_head": 2, "d_head": 3}]

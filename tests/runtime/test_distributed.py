@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from support import tiny_run
-from txl_jax import sharding
 from txl_jax.cli import other_hosts
 from txl_jax.config import MeshConfig
 from txl_jax.data.segments import training_segments
 from txl_jax.runtime import distributed
+from txl_jax.sharding.axes import named_sharding
+from txl_jax.sharding.mesh import make_mesh
 
 found = {}
 
@@ -63,8 +64,8 @@ found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1
 found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
 found["other"] = outcome(lambda: distributed.assert_same_on_all({"text": me, "same": None}, "mend it"))
 found["errors"] = [distributed.first_error(None), distributed.first_error("no network" if me else None)]
-mesh = sharding.make_mesh(MeshConfig())
-sharding_of_rows = sharding.named_sharding(mesh, "batch", None)
+mesh = make_mesh(MeshConfig())
+sharding_of_rows = named_sharding(mesh, "batch", None)
 sharded = jax.make_array_from_process_local_data(sharding_of_rows, np.arange(8.0).reshape(4, 2) + 8 * me, (8, 2))
 assert not sharded.is_fully_addressable
 found["sharded"] = distributed.to_host(sharded).ravel().tolist()

@@ -16,7 +16,6 @@ import pytest
 from jax.experimental import mesh_utils
 
 from support import eight_devices, tiny
-from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
@@ -25,6 +24,8 @@ from txl_jax.runs.build import build
 from txl_jax.sharding import axes
 from txl_jax.sharding import mesh as mesh_module
 from txl_jax.sharding.activations import constrain
+from txl_jax.sharding.axes import num_batch_shards, num_vocab_shards, vocab_axis
+from txl_jax.sharding.mesh import abstract_mesh, ambient_mesh, bind_mesh, make_mesh, num_slices, use_mesh
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ from txl_jax.sharding.activations import constrain
 def test_sizes_that_do_not_fit_eight_devices_are_refused(mesh, changes, numbers):
     config = eight_devices.config(MeshConfig(**mesh), **changes)
     with pytest.raises(UserError, match=numbers):
-        build(config, vocab_size=42, mesh=sharding.abstract_mesh(config.mesh, 8)).check_batch_size()
+        build(config, vocab_size=42, mesh=abstract_mesh(config.mesh, 8)).check_batch_size()
 
 
 FULL, EVERY_CASE = pytest.mark.full, pytest.mark.nightly(part="cases")
@@ -229,11 +230,11 @@ def test_sizes_that_do_not_fit_the_slices_are_refused():
 
 
 def test_a_mesh_without_devices_may_be_over_slices_too():
-    assert tuple(sharding.abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
-    assert sharding.num_slices(sharding.make_mesh(MeshConfig())) == 1
+    assert tuple(abstract_mesh(MeshConfig(fsdp=4), 8, num_slices=2).shape.values()) == (2, 4, 1)
+    assert num_slices(make_mesh(MeshConfig())) == 1
 
 
-MESH = sharding.abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
+MESH = abstract_mesh(MeshConfig(data=2, fsdp=2, tensor=2), 8)
 FLAGS = {"clamp_len": None, "same_length": False, "deterministic": True}
 
 
@@ -253,7 +254,7 @@ def expected(rows, *, outputs=1, heads=4, inner=1):
 def test_layers_of_training_and_of_inference(batch_size, rows):
     """Rows that do not divide, as the one row of a published evaluation, are replicated."""
     model, tokens = tiny.make(), jnp.zeros((batch_size, 2), jnp.int32)
-    with sharding.use_mesh(MESH):
+    with use_mesh(MESH):
         variables, memory = tiny.variables(model), model.init_memory(batch_size=batch_size, mem_len=4)
         found = constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
         assert found == expected(rows)  # In the loop over layers.
@@ -266,7 +267,7 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
 @pytest.mark.parametrize("mesh", [None, MESH])
 def test_names_are_checked_with_and_without_a_mesh(mesh):
     x = jnp.zeros((4, 2))
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
         with pytest.raises(ValueError, match="'bach'"):
             jax.eval_shape(lambda x: constrain(x, "bach", None), x)
         with pytest.raises(ValueError, match="one logical name per axis"):
@@ -279,21 +280,21 @@ def on_thread(function):
 
 
 def test_one_device_is_left_alone():
-    mesh = sharding.make_mesh(MeshConfig(data=1))
+    mesh = make_mesh(MeshConfig(data=1))
     jitted = jax.jit(lambda x: x + 1)
-    assert sharding.bind_mesh(mesh, jitted) is jitted
-    with sharding.use_mesh(mesh):
-        assert sharding.ambient_mesh() is None
+    assert bind_mesh(mesh, jitted) is jitted
+    with use_mesh(mesh):
+        assert ambient_mesh() is None
 
 
 def test_a_thread_has_a_mesh_in_bound_functions_only():
     def shards():
-        return sharding.num_batch_shards(), sharding.num_vocab_shards()
+        return num_batch_shards(), num_vocab_shards()
 
     shards.lower = shards.eval_shape = shards
-    bound, x = sharding.bind_mesh(MESH, shards), np.arange(8.0)
-    with sharding.use_mesh(MESH):
-        assert shards() == (4, 2) and sharding.vocab_axis() == "tensor"
-        assert on_thread(sharding.ambient_mesh) is None and on_thread(shards) == (1, 1)
+    bound, x = bind_mesh(MESH, shards), np.arange(8.0)
+    with use_mesh(MESH):
+        assert shards() == (4, 2) and vocab_axis() == "tensor"
+        assert on_thread(ambient_mesh) is None and on_thread(shards) == (1, 1)
         assert on_thread(lambda: constrain(x, axes.BATCH)) is x  # The array itself.
     assert on_thread(lambda: (bound(), bound.lower(), bound.eval_shape())) == ((4, 2),) * 3

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from support.attention_arrays import NAMES, draw
-from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
 from txl_jax.ops.attention.problem import Implementation, Tile
+from txl_jax.sharding.mesh import make_mesh, use_mesh
 
 MESHES = {"data": MeshConfig(), "mixed": MeshConfig(data=2, fsdp=2, tensor=2), "tensor": MeshConfig(tensor=8)}
 IMPLEMENTATIONS = {
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     for call, (make, given) in CALLS.items():
         expected = jax.device_get(jax.jit(make(IMPLEMENTATIONS["reference"]))(given))
         for mesh_name in filter(MESHES.get, sys.argv):
-            with sharding.use_mesh(sharding.make_mesh(MESHES[mesh_name])):
+            with use_mesh(make_mesh(MESHES[mesh_name])):
                 for name in filter(IMPLEMENTATIONS.get, sys.argv):
                     pairs = zip(expected, jax.device_get(jax.jit(make(IMPLEMENTATIONS[name]))(given)), strict=True)
                     found[f"{call} {mesh_name} {name}"] = [float(np.abs(a - b).max()) for a, b in pairs]

@@ -21,7 +21,6 @@ import numpy as np
 import optax
 
 from support import drawn_run, tiny
-from txl_jax import sharding
 from txl_jax.config import CacheDType, ExperimentConfig, MeshConfig, ModelConfig
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
@@ -32,6 +31,7 @@ from txl_jax.runs.build import Built, build
 from txl_jax.runs.convert import convert
 from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.sharding.mesh import bind_mesh, make_mesh
 from txl_jax.training.step import TrainState, TrainStep
 
 MESHES = {
@@ -187,7 +187,7 @@ def moved() -> list[float]:
 
 def tail_work() -> dict:
     """Positions of a tail's logits on a device, which should be its own 16, and the number of all-gathers."""
-    rows, mesh = 15_000, sharding.make_mesh(MESHES["data"])
+    rows, mesh = 15_000, make_mesh(MESHES["data"])
     array = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     clusters = [adaptive_softmax.Cluster(array((n, 6)), array((n,)), None) for n in (10, rows)]
     tails = adaptive_softmax.TailEntries(array((1, 6)), array((1,)))
@@ -196,7 +196,7 @@ def tail_work() -> dict:
         nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), chunk_size=16)
         return nll.sum()
 
-    gradients = sharding.bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
+    gradients = bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
     lowered = gradients.lower(clusters, tails, array((16, 32, 6)), jax.ShapeDtypeStruct((16, 32), "int32"))
     text = lowered.compile().as_text()
     products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)

@@ -18,7 +18,6 @@ import pickle
 import random
 import re
 import resource
-import shutil
 import struct
 import sys
 import tarfile
@@ -181,7 +180,6 @@ def headers(folder: Path) -> list[Seed]:
     theirs = foreign.huggingface_folder(folder / "theirs", config, params)
     found = formats.read(theirs)
     convert_quietly(theirs, folder / "original", to_format=TargetFormat.ORIGINAL)
-    (folder / "original" / portable.RECORD).unlink()
     safetensors.write(theirs / "model.safetensors", found.leaves)
     return [(theirs / "model.safetensors", read_tensors), (folder / "original" / "model.safetensors", read_tensors)]
 
@@ -210,7 +208,7 @@ def manifests(folder: Path) -> list[Seed]:
     """Records, indices and manifests: the small files of a directory that name and describe the others."""
     workdir = Path(drawn_run.of_words(folder / "run", **drawn_run.WT103).path)
     convert_quietly(workdir, folder / "portable")
-    convert_quietly(workdir, folder / "back", to_format=TargetFormat.HUGGINGFACE)
+    convert_quietly(workdir, folder / "theirs", to_format=TargetFormat.HUGGINGFACE)
     finished = recorded_run.make(folder / "finished")
     ensemble = recorded_run.make(folder / "ensemble", member_settings=[{"seed": 1}, {"seed": 2}])
     start = {"path": "x", "step": 3, "sha256": "0" * 64, "tokens": {"kept": 1, "new": 2, "moved": 0, "dropped": 0}}
@@ -222,13 +220,9 @@ def manifests(folder: Path) -> list[Seed]:
     found += [(workdir / "config.json", read_run), (workdir / "vocabulary.txt", read_run)]
     found += [(step / "digests.json", read_run), (step / "notes" / "metadata", read_run)]
     found += [(folder / "portable" / "config.json", read_portable)] * 3
-    found += [(folder / "back" / name, read_model) for name in ("txl_jax.json", "config.json")]
+    found += [(folder / "theirs" / "config.json", read_model)]
     models = _models(folder / "models")
     found += [(path.with_name("config.json"), read_model) for path in models[:2]]
-    index = shutil.copytree(models[0].parent, folder / "index") / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "part-1.bin", "b": "part-1.bin"}, "metadata": {}}))
-    index.with_name("pytorch_model.bin").rename(index.with_name("part-1.bin"))
-    found += [(index, read_model)] * 2
     with contextlib.redirect_stdout(None):
         export.run(export.Plan(from_=str(workdir), to=str(folder / "exported")), None)
     found += [(folder / "exported" / name, read_exported) for name in ("manifest.json", "score.jax_export")]

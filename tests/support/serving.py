@@ -26,7 +26,7 @@ SECONDS = 300.0  # Longer is a hang.
 
 
 def make_store(**changes: Any) -> SessionStore:
-    return SessionStore(**{"limit": 8, "seconds": 1000.0, **changes})
+    return SessionStore(**{"limit": 8, "limit_per_owner": 8, "seconds": 1000.0, **changes})
 
 
 @functools.cache

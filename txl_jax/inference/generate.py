@@ -30,10 +30,11 @@ from txl_jax.inference.decode import Limits, Rows, row_key
 from txl_jax.inference.prepare import DecodeParams
 from txl_jax.inference.scorer import memory_dtype
 from txl_jax.runtime import distributed
-from txl_jax.sharding import bind_mesh
+from txl_jax.sharding.mesh import bind_mesh
 
 # Rows whose prompts are read, but for the last tokens: the cache, and `given` [R, G] and `number` [R] of `decode.Rows`.
 Started = tuple[KVCache, np.ndarray, np.ndarray]
+BLOCK = 16  # Tokens per call. Larger blocks are a little faster, smaller ones are seen sooner.
 
 
 class Generator:
@@ -65,15 +66,13 @@ class Generator:
         config: GenerateConfig,
         *,
         stop_token: Ending = None,
-        block: int = 16,
         stop_requested: Callable[[], Any] = lambda: False,
     ) -> Iterator[np.ndarray]:
-        """Yields int32 [B, up to `block`] until `config.length` tokens of B samples are drawn or all have ended.
+        """Yields int32 [B, up to `BLOCK`] until `config.length` tokens of B samples are drawn or all have ended.
 
         The prompt [T] is read once for all samples. A sample ends with `stop_token`, which then fills its rest, or only
-        at `config.length` if that is None or a string. Larger blocks are a little faster, smaller ones are seen sooner.
-        Once `stop_requested`, asked between segments of the prompt and between blocks, is true nothing more comes.
-        Raises `UserError` if the prompt is empty.
+        at `config.length` if that is None or a string. Once `stop_requested`, asked between segments of the prompt and
+        between blocks, is true nothing more comes. Raises `UserError` if the prompt is empty.
         """
         if len(prompt) == 0:
             raise UserError("the prompt must have at least one token, got an empty one")
@@ -82,7 +81,7 @@ class Generator:
         ended = np.zeros(config.samples, bool)
         if stop_requested():
             return
-        for tokens, _ in self._blocks(started, keys, config, ended, stop_token, block):
+        for tokens, _ in self._blocks(started, keys, config, ended, stop_token):
             if isinstance(stop_token, int):
                 ended |= (tokens == stop_token).any(axis=1)
             yield tokens
@@ -166,18 +165,17 @@ class Generator:
         config: GenerateConfig,
         ended: np.ndarray,
         stop_token: Ending,
-        block: int = 16,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields tokens int32 [R, up to `block`], and their numbers, until every row has `config.length` or has ended.
+        """Yields tokens int32 [R, up to `BLOCK`], and their numbers, until every row has `config.length` or has ended.
 
         Numbers below 0 or from the length on count steps without a token. `ended`, bool [R], is read before each call:
         nothing more is wanted of those rows.
         """
         cache, given, number = started
         of_keys, stop = np.stack(keys), np.int32(stop_token if isinstance(stop_token, int) else -1)
-        while np.any(steps := np.where(ended, 0, np.clip(config.length - number, 0, block))):
+        while np.any(steps := np.where(ended, 0, np.clip(config.length - number, 0, BLOCK))):
             rows = Rows(given, number, steps.astype(np.int32), of_keys, stop)
-            cache, tokens, done, _ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=block)
+            cache, tokens, done, _ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=BLOCK)
             tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(done))]
             yield tokens, number[:, None] + np.arange(tokens.shape[1])
             number = number + np.int32(tokens.shape[1])

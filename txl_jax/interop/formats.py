@@ -12,17 +12,14 @@ from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.errors import UserError, rephrased
 from txl_jax.interop import foreign_vocabulary as vocabularies
-from txl_jax.interop import infer_config, original, portable, safetensors, state_dict, tensorflow, torch_files
+from txl_jax.interop import infer_config, original, safetensors, state_dict, tensorflow, torch_files
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runtime import storage
 
 # Files of weights in a directory, in order of preference.
-_NAMES = (
-    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
-    *("model.pt", "checkpoint_best.pt", "checkpoint_last.pt"),
-)
+_NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # In NVIDIA's checkpoints (DeepLearningExamples) the softmax's biases and untied tables are lists of parameters.
 _NVIDIA_LISTS = {"biases": "bias", "weights": "weight"}
@@ -50,22 +47,19 @@ class _Weights(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
-    """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary.
-
-    If `format` is None it is recognised.
-    """
+def read(path: str | os.PathLike[str]) -> Model:
+    """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary."""
     path = Path(path)
     weights = _open_any(path)
     if weights is None:
         expected = f"Expected one of {', '.join(_NAMES)}, such a file, or a TensorFlow checkpoint."
         raise UserError(f"{path} contains no weights of another implementation. {expected}")
-    found, file = weights.format, weights.path
-    if found is None or format not in (None, found):
+    file = weights.path
+    if weights.format is None:
         some = ", ".join(list(weights.tensors)[:3])
-        raise UserError(f"{file} has tensors such as {some}, which do not belong to {format or 'a Transformer-XL'}")
+        raise UserError(f"{file} has tensors such as {some}, which do not belong to a Transformer-XL")
     try:
-        return _read_weights(weights, found)
+        return _read_weights(weights, weights.format)
     except UserError as error:
         if str(file.parent) in str(error):
             raise
@@ -73,11 +67,6 @@ def read(path: str | os.PathLike[str], format: Format | None = None) -> Model:
 
 
 def _read_weights(weights: _Weights, format: Format) -> Model:
-    folder = weights.path.parent
-    if weights.path.name == portable.WEIGHTS and (folder / portable.RECORD).is_file():  # Converted from our model.
-        info = portable.read_record(folder)
-        sizes, vocab_size = info.config.model, info.vocabulary.size
-        return Model(format, info, original.to_leaves(weights.tensors, sizes, vocab_size=vocab_size, format=format), [])
     beside = weights.path.with_name("config.json")
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
     by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}
@@ -120,7 +109,7 @@ def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
 def _weights_file(path: Path) -> Path | None:
     """Returns a directory's file of weights, or the file itself."""
     if not path.is_dir():
-        return path if path.suffix in _SUFFIXES or path.name.endswith(".index.json") else None
+        return path if path.suffix in _SUFFIXES else None
     if named := next((path / name for name in _NAMES if (path / name).is_file()), None):
         return named
     files = (file for file in path.iterdir() if file.suffix in _SUFFIXES and file.name not in vocabularies.NAMES)
@@ -134,7 +123,7 @@ def _open_any(path: Path) -> _Weights | None:
     if file is None:
         prefix = tensorflow.find(path)
         return _open_tensorflow(prefix) if prefix else None
-    tensors, root = _open_parts(file) if file.name.endswith(".index.json") else _open_file(file)
+    tensors, root = _open_file(file)
     folders = [file.parent]
     if isinstance(root, dict) and isinstance(facts := root.get("model_config"), dict) and "model_state" in root:
         return _Weights(file, _renamed(tensors), Format.NVIDIA, facts, folders, root.get("vocab"))
@@ -159,14 +148,6 @@ def _open_file(file: Path) -> tuple[Leaves, Any]:
         return safetensors.read(file), None
     found = torch_files.read(file)
     return state_dict.of(found), found.root
-
-
-def _open_parts(file: Path) -> tuple[Leaves, Any]:
-    parts = _read_json(file).get("weight_map")
-    names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else []
-    if not names or not {*names} <= {part.name for part in file.parent.iterdir() if part.is_file()}:
-        raise UserError(f"weight_map in {file} must list files in its directory, got {names[:3]}. Download it again.")
-    return {name: leaf for part in reversed(names) for name, leaf in _open_file(file.with_name(part))[0].items()}, None
 
 
 def _open_tensorflow(prefix: Path) -> _Weights:

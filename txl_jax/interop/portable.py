@@ -35,7 +35,6 @@ from txl_jax.runtime.storage import AnyPath
 from txl_jax.version import __version__
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
-RECORD = "txl_jax.json"  # In a directory of another format: what our config.json has.
 _KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable checkpoint's config.json has.
 # Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a document.
 _GROUPS = ("seed", "model", "optimizer", "train", "regularization", "average", "eval", "generate")
@@ -117,22 +116,6 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     storage.write_json(os.path.join(folder, CONFIG), _saved(info, num_parameters, sums))
 
 
-def write_record(folder: Path, info: ModelInfo, num_parameters: int) -> None:
-    """Writes our settings into a directory of another format, which does not have all of them."""
-    sums = {name: storage.sha256(folder / name) for name in (WEIGHTS, VOCABULARY, CONFIG)}
-    storage.write_json(folder / RECORD, _saved(info, num_parameters, sums))
-
-
-def read_record(folder: Path) -> ModelInfo:
-    """Reads the settings of `write_record`, or raises `UserError` if a file that they belong to was changed."""
-    sums = _read_config(folder, RECORD)["sha256"]
-    for name in (WEIGHTS, VOCABULARY, CONFIG):
-        if not (folder / name).is_file() or storage.sha256(folder / name) != sums.get(name):
-            advice = f"Restore it, or remove {RECORD}: then the model is read with the settings in {CONFIG}."
-            raise UserError(f"{folder / name} was changed after {RECORD} was written for it. {advice}")
-    return read_info(folder, RECORD)
-
-
 def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
     """Returns the content of config.json. `sums` are the sha256 of other files by name."""
     # Paths are this machine's.
@@ -151,9 +134,9 @@ def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dic
     }
 
 
-def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
+def read_info(folder: AnyPath) -> ModelInfo:
     """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
-    path, saved = os.path.join(folder, name), _read_config(folder, name)
+    path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     damaged = f"{path} is corrupted or from another version (%s). Copy or convert it again."
     with rephrased(damaged, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
@@ -164,7 +147,7 @@ def read_info(folder: AnyPath, name: str = CONFIG) -> ModelInfo:
         _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
-            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {name} (sha256, or vocab_size "
+            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {CONFIG} (sha256, or vocab_size "
             f"{expected[1]}). Copy or convert the directory again."
         )
     return info
@@ -196,9 +179,9 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
     return flax.traverse_util.unflatten_dict(placed, sep="/")
 
 
-def _read_config(folder: AnyPath, name: str = CONFIG) -> dict[str, Any]:
-    path = os.path.join(folder, name)
-    other = f"{folder} is not a portable checkpoint of txl_jax ({name}: %s). Make one with `experiments.convert`."
+def _read_config(folder: AnyPath) -> dict[str, Any]:
+    path = os.path.join(folder, CONFIG)
+    other = f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: %s). Make one with `experiments.convert`."
     with rephrased(other, OSError, ValueError, KeyError, TypeError, AttributeError):
         saved: dict[str, Any] = storage.read_json(path)
         version, _ = saved[_KIND], saved["sha256"].items()

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from txl_jax import sharding
 from txl_jax.ops.chunked_apply import chunked_apply
 from txl_jax.ops.matmul import multiply_by_rows, wide_type
+from txl_jax.sharding import axes
 from txl_jax.sharding.activations import batch_spec, shard_map
+from txl_jax.sharding.mesh import ambient_mesh
 
 
 class Cluster(NamedTuple):
@@ -44,8 +45,8 @@ def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int]
     Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
     type: in bfloat16 a sum of ones stops at 256.
     """
-    local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=sharding.vocab_axis())
-    if sharding.ambient_mesh() is None:
+    local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=axes.vocab_axis())
+    if ambient_mesh() is None:
         return local(tokens, clusters=clusters)
     return _on_mesh(local, (tokens,), clusters)
 
@@ -65,11 +66,11 @@ def negative_log_likelihood(
     them, or None without tails or if the head ends with them (`with_tails`). A tail is computed only at the positions
     whose target it contains, `chunk_size` of them at a time on a device, or `_tail_chunk_size` if that is None.
     """
-    vocab_axis = sharding.vocab_axis()
+    vocab_axis = axes.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
     sync_axes = batch_spec(hidden.shape[0]) if vocab_axis else ()
     local = functools.partial(_nll, cutoffs=cutoffs, chunk_size=chunk_size, vocab_axis=vocab_axis, sync_axes=sync_axes)
-    if sharding.ambient_mesh() is None:
+    if ambient_mesh() is None:
         return local(hidden, targets, clusters=clusters, tails=tails)
     return _on_mesh(local, (hidden, targets), clusters, tails=tails)
 
@@ -189,9 +190,9 @@ def _on_mesh(
     local: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], clusters: Sequence[Cluster], **replicated: Any
 ) -> jax.Array:
     """Calls `local` under `shard_map`: arrays [B, ...] by rows, clusters by tokens, all else replicated."""
-    rows, tokens = PartitionSpec(batch_spec(arrays[0].shape[0]) or None), PartitionSpec(sharding.vocab_axis())
+    rows, tokens = PartitionSpec(batch_spec(arrays[0].shape[0]) or None), PartitionSpec(axes.vocab_axis())
     of_cluster = Cluster._make([tokens, tokens, PartitionSpec()])
-    num_shards = sharding.num_vocab_shards()
+    num_shards = axes.num_vocab_shards()
     named = {"clusters": [_pad_to_shards(cluster, num_shards) for cluster in clusters], **replicated}
     specs = {"clusters": [of_cluster] * len(clusters), **dict.fromkeys(replicated, PartitionSpec())}
     mapped = shard_map(lambda own, named: local(*own, **named), in_specs=(rows, specs), out_specs=rows)

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from txl_jax import sharding
 from txl_jax.config import CacheDType, EvalConfig, ExperimentConfig, Network, TrainConfig
 from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
@@ -35,6 +34,8 @@ from txl_jax.recurrence import Segments
 from txl_jax.runs import first_contact
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.sharding import axes
+from txl_jax.sharding.axes import batch_axes, named_sharding, num_batch_shards, param_shardings
+from txl_jax.sharding.mesh import FSDP, TENSOR, bind_mesh, make_mesh, use_mesh
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState, init_params, init_state, make_train_step
@@ -77,7 +78,7 @@ def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Pro
     rows = train.batch_size // train.grad_accum_steps
     return Problem(
         **_of_both(config, mesh, n_position=n_keys),
-        batch=max(rows // sharding.num_batch_shards(mesh), 1),
+        batch=max(rows // num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
         n_keys=n_keys,
         window=config.model.compat.window(train.mem_len, same_length=train.same_length),
@@ -92,8 +93,8 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     n_position = table_length(
         segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
     )
-    if sharding.batch_axes(mesh, rows) is not None:
-        rows //= sharding.num_batch_shards(mesh)
+    if batch_axes(mesh, rows) is not None:
+        rows //= num_batch_shards(mesh)
     return Problem(
         **_of_both(config, mesh, n_position=n_position),
         batch=rows,
@@ -112,7 +113,7 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
         "platform": "cpu" if device is None else device.platform,
         "device_kind": "" if device is None else device.device_kind,
         "dtype": str(model.dtype),
-        "n_head": model.n_head // mesh.shape[sharding.TENSOR],
+        "n_head": model.n_head // mesh.shape[TENSOR],
         "d_head": model.d_head,
         "n_positions": n_position if encoding_of(model).products_per_key > 2 else 0,
         "has_position_score": encoding_of(model).has_position_score,
@@ -172,7 +173,7 @@ class Built:
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """Jits a function, which enters the mesh at each call, on any thread. On one device this is `jax.jit`."""
-        return sharding.bind_mesh(self.mesh, jax.jit(function, **options))
+        return bind_mesh(self.mesh, jax.jit(function, **options))
 
     # Training
 
@@ -184,9 +185,9 @@ class Built:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
-        with sharding.use_mesh(self.mesh):
+        with use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
-        shardings = sharding.param_shardings(self.mesh, boxed)
+        shardings = param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return abstract_arrays(nn.unbox(boxed), shardings)
 
@@ -232,13 +233,13 @@ class Built:
         self.check_batch_size()
         step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
         # The state must come out as it went in, or the next call would not take it.
-        shardings = _shardings(self.abstract_state), sharding.named_sharding(self.mesh)
+        shardings = _shardings(self.abstract_state), named_sharding(self.mesh)
         jitted = self.jit(step, donate_argnums=0, out_shardings=shardings)
         return Compilation.of(jitted.lower(self.abstract_state, self.abstract_segments(self.config.train)))
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
-        train, shards = self.config.train, sharding.num_batch_shards(self.mesh)
+        train, shards = self.config.train, num_batch_shards(self.mesh)
         multiple = shards * train.grad_accum_steps
         require(
             train.batch_size % multiple == 0,
@@ -256,7 +257,7 @@ class Built:
         """
         if jax.process_count() == 1:
             return np.arange(batch_size)
-        placed = self._sharding(sharding.batch_axes(self.mesh, batch_size))
+        placed = self._sharding(batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
         where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
         require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
@@ -269,7 +270,7 @@ class Built:
         None. In an ensemble they have a leading member axis.
         """
         if self.mesh.size == 1:
-            return jax.device_put(segments, sharding.named_sharding(self.mesh))
+            return jax.device_put(segments, named_sharding(self.mesh))
         batch_size = batch_size or segments.inputs.shape[1]
 
         def put(placed: NamedSharding, array: np.ndarray) -> jax.Array:
@@ -287,17 +288,17 @@ class Built:
         return Segments(*(jax.ShapeDtypeStruct(*kind, sharding=placed) for kind, placed in pairs))  # type: ignore[arg-type]
 
     def _segment_shardings(self, batch_size: int) -> Any:
-        rows = sharding.batch_axes(self.mesh, batch_size)
+        rows = batch_axes(self.mesh, batch_size)
         tokens = self._sharding(None, rows, axes.LENGTH)
         return Segments(tokens, tokens, tokens, self._sharding(None, rows))
 
     def _memory_shardings(self, batch_size: int) -> Any:
-        rows = sharding.batch_axes(self.mesh, batch_size)
+        rows = batch_axes(self.mesh, batch_size)
         return Memory(self._sharding(axes.LAYERS, rows, axes.LENGTH, None), self._sharding(rows))
 
     def _sharding(self, *logical_axes: str | None) -> Any:
         """Returns the sharding of an array by its logical axes, which replaces the array in trees of shardings."""
-        return sharding.named_sharding(self.mesh, *logical_axes)
+        return named_sharding(self.mesh, *logical_axes)
 
     # Evaluation
 
@@ -321,7 +322,7 @@ class Built:
         """The jitted evaluation of windows."""
         lengths = self.config.eval
         step = make_window_step(self.model, clamp_len=lengths.clamp_len, temperature=lengths.temperature)
-        return sharding.bind_mesh(self.mesh, step)
+        return bind_mesh(self.mesh, step)
 
     @functools.cached_property
     def init_memory(self) -> Callable[[Any], Any]:
@@ -329,7 +330,7 @@ class Built:
         lengths = self.config.eval
         shardings: Any = self._memory_shardings(lengths.batch_size)
         if not isinstance(self.model, RecurrentModel):
-            rows = sharding.batch_axes(self.mesh, lengths.batch_size)
+            rows = batch_axes(self.mesh, lengths.batch_size)
             layers = (self._sharding(rows, axes.HEADS, None, None),) * self.config.model.n_layer
             shardings = KVCache(
                 keys=layers,
@@ -378,12 +379,12 @@ def build(
     require(
         is_there, f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}"
     )
-    mesh = sharding.make_mesh(config.mesh) if mesh is None else mesh
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype
     is_supported = jax.dtypes.canonicalize_dtype(dtype) == dtype
     require(is_supported, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set")
-    for name, axis in (("d_model", sharding.FSDP), ("n_head", sharding.TENSOR), ("d_inner", sharding.TENSOR)):
+    for name, axis in (("d_model", FSDP), ("n_head", TENSOR), ("d_inner", TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
         require(size % devices == 0, f"model.{name} must be a multiple of mesh.{axis} ({devices}), got {size}")
     model: AnyModel

@@ -16,32 +16,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax import sharding
 from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import CheckpointError
 from txl_jax.interop import formats, huggingface, leaves, original, portable
 from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
-from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.run import Run, read_results
 from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
+from txl_jax.sharding.mesh import make_mesh
 
 _ROWS, _ROW_LEN = 3, 8  # Of tokens, for verification.
-
-
-class SourceFormat(enum.StrEnum):
-    """Formats that can be read: our own, and the implementations of `interop.original.Format`."""
-
-    NATIVE = "native"
-    HUGGINGFACE = "huggingface"
-    ORIGINAL = "original"
-    TENSORFLOW = "tensorflow"
-    NVIDIA = "nvidia"
 
 
 class TargetFormat(enum.StrEnum):
@@ -64,7 +53,6 @@ def convert(
     target: str | os.PathLike[str],
     *,
     to_format: TargetFormat = TargetFormat.NATIVE,
-    from_format: str | None = None,
     member: str | None = None,
     log: Callable[[str], None] = print,
 ) -> None:
@@ -77,7 +65,6 @@ def convert(
       source: A run's workdir, a portable checkpoint, or a file or directory of another implementation.
       target: A directory that is missing or empty.
       to_format: The format of `target`.
-      from_format: The format of `source`, one of `SourceFormat`, or None to recognise it.
       member: The ensemble member, if `source` is an ensemble's workdir.
       log: Takes one line.
 
@@ -89,7 +76,7 @@ def convert(
     storage.check_new_folder(target)
     inside = f"{target}/".startswith(f"{source}/")
     require(not inside, f"--to={target} must be outside --from={source}. Pass another directory.")
-    read = _read(source, from_format, member, log)
+    read = _read(source, member, log)
     _describe(read, log)
     with storage.new_folder(target) as folder:
         for note in _WRITE[to_format](folder, read.info, read.leaves) or []:
@@ -97,26 +84,22 @@ def convert(
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to compare all of it")
         difference = _verify(read, folder, to_format)
-        if to_format is not TargetFormat.NATIVE:  # Afterwards: what was verified is what the other program will read.
-            portable.write_record(folder, read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values()))
-            log(f"settings  written to {portable.RECORD}, so that txl_jax reads the model with the same settings")
     seconds = time.monotonic() - began
     log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, {seconds:.1f} s in total")
     log(f"to        {to_format}: {target}")
 
 
-def _read(source: str, from_format: str | None, member: str | None, log: Callable[[str], None]) -> Model:
-    is_foreign = holds_other_weights(source) and not portable.is_portable(source)
-    if from_format != SourceFormat.NATIVE and (from_format is not None or is_foreign):
+def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
+    if holds_other_weights(source) and not portable.is_portable(source):
         require(member is None, f"--ensemble_member is {member!r}, but {source} is not an ensemble. Omit it.")
         require(
             not storage.is_remote(source),
             f"{source} must be a local path, because other implementations' weights need random access. Copy it first.",
         )
-        return formats.read(source, None if from_format is None else Format(from_format))
+        return formats.read(source)
     found = open_weights(source, member=member)
     if not isinstance(found.source, Run):
-        return Model(SourceFormat.NATIVE, found.source, portable.read_leaves(source), [])
+        return Model(TargetFormat.NATIVE, found.source, portable.read_leaves(source), [])
     step, params = found.params(found.build(log=log), log=log)
     # If checkpoints were averaged, the weights are the mean already, and results.json has the scores of others.
     config = config_tree.replace(found.config, {"eval.average_checkpoints": None})
@@ -153,7 +136,7 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     if to_format is TargetFormat.NATIVE:
         back = Model(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
     else:
-        back = formats.read(folder, Format(to_format))
+        back = formats.read(folder)
     config, again, vocabulary = read.info.config, back.info.config, read.info.vocabulary
     lengths = ("mem_len", "clamp_len", "same_length")  # Other formats have them too.
     changed = [f"eval.{name}" for name in lengths if getattr(config.eval, name) != getattr(again.eval, name)]
@@ -202,4 +185,4 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
 
 @functools.lru_cache(maxsize=1)
 def _build(config: ExperimentConfig, vocab_size: int) -> Built:
-    return build(config, vocab_size=vocab_size, mesh=sharding.make_mesh(config.mesh, jax.devices()[:1]))
+    return build(config, vocab_size=vocab_size, mesh=make_mesh(config.mesh, jax.devices()[:1]))

@@ -42,15 +42,9 @@ def generate_text(
         print(f"--- sample {number} ---\n{text.decode(errors='replace')}", flush=True)
     if texts and folder is not None:
         path = os.path.join(folder, f"sample-seed{config.generate.seed}.txt")
-        print(f"sample    {path}{distributed.broadcast_from_primary(lambda: _save(path, as_file(texts)))}")
+        distributed.broadcast_from_primary(lambda: storage.write(path, as_file(texts)))
+        print(f"sample    {path}")
     return texts
-
-
-def _save(path: str, content: bytes) -> str:
-    """Writes the samples. Returns a clause for the user if they replace others."""
-    note = ", replacing an earlier one" if storage.exists(path) and storage.read(path) != content else ""
-    storage.write(path, content)
-    return note
 
 
 def continue_prompts(

@@ -47,12 +47,10 @@ class Session:
 class SessionStore:
     """The sessions of a server. One thread may use it, and the engine's thread calls `release`."""
 
-    def __init__(
-        self, *, limit: int, seconds: float, limit_per_owner: int | None = None, clock: Callable[[], float] = time.time
-    ):
+    def __init__(self, *, limit: int, limit_per_owner: int, seconds: float, clock: Callable[[], float] = time.time):
         """Starts without sessions. Keeps at most `limit` of all owners, each until `seconds` after its last use."""
         self.seconds, self._clock = seconds, clock
-        self._limit, self._limit_per_owner = limit, limit if limit_per_owner is None else limit_per_owner
+        self._limit, self._limit_per_owner = limit, limit_per_owner
         self._sessions: dict[str, Session] = {}
         self.num_evicted = 0  # Sessions that made room for others.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from txl_jax.memory import Memory
 from txl_jax.recurrence import Segments
-from txl_jax.sharding import num_batch_shards
+from txl_jax.sharding.axes import num_batch_shards
 
 # (parameters, memory, segment, dropout key, tokens of the whole batch) -> (gradients, (nats, memory))
 Gradient = Callable[..., tuple[Any, tuple[jax.Array, Memory]]]

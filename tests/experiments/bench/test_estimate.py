@@ -75,13 +75,13 @@ def test_only_sums_of_gradients_cross_slices(sizes):
     program = f"""
 import re
 from experiments.bench import estimate
-from txl_jax import sharding
 from txl_jax.config import DType, ExperimentConfig, MeshConfig, ModelConfig, TrainConfig
 from txl_jax.runs.build import build
+from txl_jax.sharding.mesh import make_mesh
 estimate.set_environment()
 model = ModelConfig(n_layer=3, d_model=64, n_head=4, d_head=16, d_inner=128, dtype=DType.BFLOAT16)
 config = ExperimentConfig(model=model, train=TrainConfig(batch_size=8, segment_len=32, mem_len=32))
-mesh = sharding.make_mesh(MeshConfig({sizes}), estimate.devices("2*v5e:2x2"))
+mesh = make_mesh(MeshConfig({sizes}), estimate.devices("2*v5e:2x2"))
 text = estimate.compile_task(build(config, vocab_size=256, mesh=mesh), "training").as_text()
 found = set(re.findall(r'_xla_megascale_transfer_type="(\\w+)"', text))
 assert found == {{"ALL_REDUCE"}} and " all-gather" in text, found

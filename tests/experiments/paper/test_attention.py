@@ -1,7 +1,5 @@
 """Tests the attention study: the weights and terms by distance, averages, what is written, and what is refused."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,9 +91,8 @@ def draw(run, folder, stop_requested=lambda: False, **others):
 @pytest.mark.full
 def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(run, tmp_path, monkeypatch):
     average = draw(run, tmp_path)
-    assert (tmp_path / "attention.md").exists() and any(tmp_path.glob("*.png")) == plots.can_draw()
-    heads = json.loads((tmp_path / "attention.json").read_text())["heads"]
-    assert len(heads) == 3 and heads[0]["span"] == max(head["span"] for head in heads)
+    assert any(tmp_path.glob("*.png")) == plots.can_draw()
+    assert (tmp_path / "attention.md").read_text().count("| layer ") == 3
 
     # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on.
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.

@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from support.attention_arrays import NAMES, draw
-from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
 from txl_jax.ops.attention.dispatch import Shards, shards_of
+from txl_jax.sharding.mesh import abstract_mesh, use_mesh
 
 B, H, L, M, E = 2, 3, 4, 6, 5
 VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
@@ -118,7 +118,7 @@ def shape_of_attention(batch):
 )
 def test_rows_and_heads_are_divided_where_they_divide(sizes, expected):
     config = MeshConfig(**{"data": 1} | sizes)
-    with sharding.use_mesh(sharding.abstract_mesh(config, n_device=config.data * config.fsdp * config.tensor)):
+    with use_mesh(abstract_mesh(config, n_device=config.data * config.fsdp * config.tensor)):
         assert shards_of(8, 4) == expected
         assert shape_of_attention(8) == (8, 4, 3, 2)
     assert shards_of(8, 4) is None
@@ -126,7 +126,7 @@ def test_rows_and_heads_are_divided_where_they_divide(sizes, expected):
 
 def test_a_mesh_of_other_axes_is_left_to_the_caller():
     for names in (("batch",), ("data",), ("data", "model")):
-        with sharding.use_mesh(AbstractMesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))):
+        with use_mesh(AbstractMesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))):
             assert shards_of(8, 4) is None and shape_of_attention(8) == (8, 4, 3, 2)
 
 
@@ -138,7 +138,7 @@ def test_inside_a_shard_map_of_the_caller_arrays_are_those_of_one_device():
         visibility = Visibility(jnp.zeros(query.shape[0], jnp.int32), 3, 0)
         return attention(query, query, query, visibility=visibility)
 
-    with sharding.use_mesh(sharding.abstract_mesh(MeshConfig(), n_device=8)):
+    with use_mesh(abstract_mesh(MeshConfig(), n_device=8)):
         mapped = jax.shard_map(on_one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
         found = jax.eval_shape(jax.jit(mapped), jax.ShapeDtypeStruct((8, 4, 3, 2), jnp.float32))
     assert seen and set(seen) == {None} and found.shape == (8, 4, 3, 2)

@@ -17,8 +17,9 @@ from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Implementation, Operands, Position, Problem, Ring
 from txl_jax.ops.matmul import Int8
-from txl_jax.sharding import DATA, FSDP, TENSOR, ambient_mesh, axes, spec
+from txl_jax.sharding import axes
 from txl_jax.sharding.activations import batch_spec, shard_map
+from txl_jax.sharding.mesh import DATA, FSDP, TENSOR, ambient_mesh
 
 
 def attention(
@@ -187,7 +188,7 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(types.get(name, AxisType.Manual) == AxisType.Manual for name in (DATA, FSDP, TENSOR)):
         return None
-    rows, [heads] = batch_spec(batch), spec(axes.HEADS)
+    rows, [heads] = batch_spec(batch), axes.spec(axes.HEADS)
     if n_head % mesh.shape[heads]:
         heads = None
     num_heads = 1 if heads is None else mesh.shape[heads]

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec
 from experiments.bench import estimate
 from ops.attention.tpu.test_limits import EVALUATION, TRAINING
 from support.attention_arrays import NAMES, shapes
-from txl_jax import sharding
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import CachedVisibility, Dropout, Implementation, Problem, Tile, Visibility, attention
 from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal
 from txl_jax.ops.attention.tpu.kernels import tpu_attention
+from txl_jax.sharding.mesh import make_mesh, use_mesh
 
 pytestmark = pytest.mark.nightly(part="tpu")
 
@@ -106,7 +106,7 @@ def test_memory_and_traffic_are_a_part_of_the_references():
 def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
     n_head, length, _, width, _ = TRAINING["wt103_base"]
     sizes = shapes(Visibility(np.zeros(8), length, length), n_head, width)
-    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices_of("v5e:2x2"))
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), devices_of("v5e:2x2"))
     implementation = Implementation("fused", "mosaic_roll", Tile(160, 384))
     both, heads = (jax.NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data", "tensor"), ("tensor",)))
     arrays = {
@@ -120,7 +120,7 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
         attend = functools.partial(attention, visibility=visibility, dropout=dropout, implementation=implementation)
         return jax.vjp(lambda arrays: attend(**arrays), arrays)[1](gradient)
 
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
         program = jax.jit(run).lower(arrays, arrays["query"]).compile()
     assert_no_scores(program, "wt103_base", batch=4)
     assert set(re.findall(r"all-[a-z]+|collective-permute|reduce-scatter", program.as_text())) == {"all-reduce"}
