@@ -12,7 +12,6 @@ The harness (the extra `lm-eval`) asks for three things, each for documents that
 A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len` share one encoding.
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,15 +63,6 @@ class HarnessModel(LM):
         self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary
         self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
-
-    def get_model_info(self) -> dict[str, Any]:
-        """Describes the model in the harness' results."""
-        return {
-            "model_path": self._path,
-            "model_step": self.model.step,
-            "model_num_parameters": self.model.components.num_parameters,
-            "model_config_sha256": hashlib.sha256(repr(self.model.config).encode()).hexdigest(),
-        }
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, is greedy) of each continuation after its context."""

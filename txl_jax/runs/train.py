@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from txl_jax import flops, sharding
+from txl_jax import flops
 from txl_jax.config import ExperimentConfig, Network, Order
 from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
@@ -28,6 +28,7 @@ from txl_jax.runtime import distributed, profiler
 from txl_jax.runtime.environment import device_kind
 from txl_jax.runtime.sinks import Sink
 from txl_jax.runtime.stop import StopRequest
+from txl_jax.sharding.mesh import num_slices
 from txl_jax.training.hooks import Hook, check_hooks
 
 _SECONDS_TO_TIME = 5.0  # Updates are timed for so long before their number is set.
@@ -216,7 +217,7 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     devices = f"{mesh.size} x {device_kind()}"
     if mesh.size > 1:
         devices += f" ({', '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
-    if (slices := sharding.num_slices(mesh)) > 1:
+    if (slices := num_slices(mesh)) > 1:
         devices += f" in {slices} slices"
     if distributed.is_multiprocess():
         devices += f" in {jax.process_count()} processes"
