@@ -4,6 +4,7 @@ Remote files are first copied to `fetched` in the cache, which you can delete at
 archives are read at random.
 """
 
+import contextlib
 import dataclasses
 import glob
 import hashlib
@@ -207,10 +208,13 @@ def _expanded(pattern: str) -> list[str]:
 
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     """Returns a directory of this machine with copies of a corpus's files in a remote one."""
-    root, names = as_path(data_dir), itertools.chain(*corpus.file_sets(corpus.folders[0]))
-    wanted = {os.path.join(place, name) for place, name in itertools.product(corpus.places(root), names)}
-    for url in wanted.intersection(storage.files_below(root)):
-        _copy(url, cache, root)
+    root = as_path(data_dir)
+    wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
+    for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
+        with contextlib.suppress(FileNotFoundError):
+            there = storage.names(os.path.join(place, folder).rstrip("/"))
+            for name in wanted & {os.path.join(folder, each) for each in there}:
+                _copy(os.path.join(place, name), cache, root)
     return str(_copy_of(root, cache))
 
 
