@@ -58,7 +58,6 @@ class HarnessModel(LM):
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size must be auto or at least 1, got {batch_size!r}")
         self.model = load(path, member=member)
-        self._path = path
         self._batch_size = int(batch_size)
         self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary

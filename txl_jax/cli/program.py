@@ -393,12 +393,14 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
-        """Reads the text of a config: for a trained run with its vocabulary."""
+        """Reads the text of a config: for a trained run with its vocabulary and by default from its directories."""
         folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
+            if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
+                folders = (run.text.data_dir, self.plan.cache_dir or run.text.cache_dir)
         return distributed.run_on_all(lambda: read_corpus(config.data, *folders, vocabulary=vocabulary))
 
 

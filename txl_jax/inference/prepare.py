@@ -91,8 +91,8 @@ def prepare_params(
     initial = _initial_key_value(layers, model)
     if weight_dtype is WeightDType.INT8:
         layers, clusters = tuple(map(_quantize_layer, layers)), tuple(map(_quantize_cluster, clusters))
-    if transposed:
-        layers = tuple(_with_matrices(layer, _transpose) for layer in layers)
+    elif transposed and jnp.dtype(model.config.dtype).itemsize >= 4:
+        layers = tuple(_with_matrices(layer, transpose) for layer in layers)
     return DecodeParams(
         # Matrices in the compute type. Vectors (biases, scales of norms) stay as they are.
         embed_and_norm=jax.tree.map(
@@ -170,10 +170,6 @@ def _with_matrices(layer: Layer, change: Callable[[jax.Array], Any]) -> Layer:
     return layer.replace(
         query_key_value=change(layer.query_key_value), output=change(layer.output), feed_forward=(inner, outer)
     )
-
-
-def _transpose(kernel: Any) -> Any:
-    return transpose(kernel) if kernel.dtype in (jnp.float32, jnp.float64) else kernel
 
 
 def _quantize_layer(layer: Layer) -> Layer:
