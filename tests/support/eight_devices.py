@@ -7,7 +7,6 @@ tokens, of which the second and third divide among neither 8 devices nor (the se
 import dataclasses
 import functools
 import json
-import math
 import re
 import statistics
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from support import drawn_run, tiny
 from txl_jax import sharding
@@ -94,21 +94,19 @@ def run(parts: Built, *, scores: bool) -> dict:
             shard_of(table) for name, table in sorted(state.params["embedding"].items()) if name.startswith("table")
         ],
         "memory_per_device": shard_of(state.memory.hidden),
-        "largest": largest_parts(parts),
         "gathered": gathered(train_step.as_text()),
     }
     return found | (scored(parts, state.params) if scores else {})
 
 
 def gathered(text: str) -> list[dict]:
-    """The arrays that XLA's text of a program gathers from other devices: shape, bytes, and whether of a layer."""
+    """The shapes of arrays that a program, as XLA's text, gathers from other devices, and whether a layer does."""
     found = []
     for line in text.splitlines():
         if instruction := re.search(r"= (.*?) all-gather\(", line):
-            for bits, sizes in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", instruction[1]):
+            for sizes in re.findall(r"\w\[([\d,]*)\]", instruction[1]):
                 shape = [int(size) for size in sizes.split(",") if size]
-                n_bytes = math.prod(shape) * int(bits) // 8
-                found.append({"shape": shape, "n_bytes": n_bytes, "in_stack": "/stack/" in line})
+                found.append({"shape": shape, "in_stack": "/stack/" in line})
     return found
 
 
@@ -118,15 +116,6 @@ def on_one_device(tree: Any) -> int:
 
 def shard_of(array: jax.Array) -> tuple[int, ...]:
     return array.addressable_shards[0].data.shape
-
-
-def largest_parts(parts: Built) -> dict[str, int]:
-    """Bytes of the largest matrix of one layer, and of the largest table of a cluster."""
-    params = parts.abstract_state.params
-    matrices = jax.tree.leaves(params["stack"]["layers"])
-    tables = [leaf for name, leaf in params["embedding"].items() if name.startswith("table")]
-    layer, cluster = (max(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in (matrices, tables))
-    return {"layer": layer // parts.config.model.n_layer, "cluster": cluster}
 
 
 def scored(parts: Built, params: Any) -> dict:
@@ -157,6 +146,28 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
     keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
     reader = evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len)
     return evaluate(parts.eval_step, weights, memory, reader, place=parts.place), keys_per_device
+
+
+def host_time() -> dict[str, float]:
+    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50. Rows grow with the devices.
+
+    As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the metrics of the one
+    before. Other threads' time, such as the devices', does not count.
+    """
+    found = {}
+    for name, mesh in MESHES.items():
+        rows = 4 if name == "one" else 32
+        parts = build_run("plain", mesh, train__batch_size=rows, train__segments_per_call=1)
+        step, state, before, times = parts.compile_step().program, parts.init_state(), None, []
+        reader = training_segments(np.tile(TOKENS, 20), batch_size=rows, segment_len=L)
+        for number in range(60):
+            began = time.thread_time()
+            state, metrics = step(state, parts.place(reader.segments(number, 1)))
+            jax.device_get(before)
+            before = metrics
+            times.append(1e3 * (time.thread_time() - began))
+        found[name] = statistics.median(times[10:])
+    return found
 
 
 def moved() -> list[float]:
@@ -195,40 +206,41 @@ def tail_work() -> dict:
 
 
 def optimizers() -> dict[str, Any]:
-    """Runs with those optimizers that look at whole tensors: on the mixed mesh, beside one device."""
+    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
     found: dict[str, Any] = {}
     for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
         changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
-        one, mixed = (run(build_run("adaptive", mesh, **changes), scores=False) for mesh in ("one", "mixed"))
+        one, mixed = (updated(build_run("adaptive", mesh, **changes)) for mesh in ("one", "mixed"))
+        error = jax.tree.map(
+            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(), one[1], mixed[1], one[0]
+        )
         found[kind] = {
-            "error": np.abs(np.subtract(one["params"], mixed["params"])).max(),
-            "bytes": one["moment_bytes_per_device"],
-            "bytes_per_device": mixed["moment_bytes_per_device"],
+            "error": max(jax.tree.leaves(error)),
+            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
+            "bytes_per_device": on_one_device(mixed[2]),
         }
     return found
 
 
-def host_time() -> dict[str, float]:
-    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50. Rows grow with the devices.
+def updated(parts: Built) -> tuple[Any, Any, Any]:
+    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's state."""
+    abstract, rng = parts.abstract_state, np.random.default_rng(0)
 
-    As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the metrics of the one
-    before. Other threads' time, such as the devices', does not count.
-    """
-    found = {}
-    for name, mesh in MESHES.items():
-        rows = 4 if name == "one" else 32
-        parts = build_run("plain", mesh, train__batch_size=rows, train__segments_per_call=1)
-        step, state, before, times = parts.compile_step().program, parts.init_state(), None, []
-        reader = training_segments(np.tile(TOKENS, 20), batch_size=rows, segment_len=L)
-        for number in range(60):
-            began = time.thread_time()
-            state, metrics = step(state, parts.place(reader.segments(number, 1)))
-            jax.device_get(before)
-            before = metrics
-            times.append(1e3 * (time.thread_time() - began))
-        found[name] = statistics.median(times[10:])
-    return found
+    def draw() -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params)
+
+    def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, opt_state = parts.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (abstract.params, abstract.opt_state))
+    params = before = draw()
+    opt_state = parts.jit(parts.optimizer.init, out_shardings=shardings[1])(params)
+    step = parts.jit(update, out_shardings=shardings)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state, draw())
+    return jax.device_get(before), jax.device_get(params), opt_state
 
 
 def runs(*names: str, scored: bool = True) -> dict[str, Any]:
