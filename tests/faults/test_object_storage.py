@@ -1,15 +1,17 @@
 """Tests runs on object storage: killed between two writes, or with errors of the server, each curve is the same.
 
-`test_hosts.py` has the runs of two processes.
+In one process, and in two of four devices each, of which one is killed and both resume.
 """
 
 import random
 
 import pytest
 
-from support import BUCKET
-from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, finished
+from support import BUCKET, processes, programs
+from support.compiled_programs import cache_in
+from support.faults import KILLED, NIGHTLY, Place, assert_equal_runs, command_of_two, finished
 from support.remote import Remote
+from support.waiting import wait_until
 
 pytestmark = NIGHTLY
 WRITES = 120  # Fewer than a whole run makes after its probe, so that most kills come before the end.
@@ -63,3 +65,29 @@ def test_kills_and_errors(wanted, runs, storage, undisturbed, fault_seed):
         count += 1
         print(f"{name}: {kills} kills, {errors} errors so far", flush=True)
     print(f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal")
+
+
+@pytest.fixture
+def start(tmp_path, storage):
+    """Starts a run, or resumes it, in two processes that have eight devices together."""
+    programs.write_words(tmp_path, 2_000)
+    variables = cache_in(tmp_path / "compiled") | storage.environment
+    return lambda workdir: processes.start(*command_of_two(tmp_path, workdir), **variables)
+
+
+def test_one_of_two_processes_is_killed(start, storage, fault_seed, tmp_path):
+    """Each process once, at a drawn write; the third start ends. In a directory sums are made in the same order."""
+    rng, workdir = random.Random(fault_seed), Remote(f"gs://{BUCKET}/two-processes")
+    assert [code for code, _, _ in processes.finish(start(tmp_path / "undisturbed"))] == [0, 0]
+    for victim in (1, 0):
+        started, number = start(workdir), rng.randrange(20, 100)
+        storage.kill_at_write(started[victim].pid, number)
+        wait_until(lambda: storage.killed or started[victim].poll() is not None)  # noqa: B023
+        assert storage.killed, processes.finish(started)
+        storage.calm()  # What the other one writes is done.
+        codes = [code for code, _, _ in processes.finish(started)]
+        assert codes[victim] == KILLED and codes[1 - victim] not in (0, KILLED)
+        print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}")
+    assert [code for code, _, _ in processes.finish(start(workdir))] == [0, 0]
+    assert_equal_runs(workdir, tmp_path / "undisturbed")
+    assert not (workdir / ".lock").exists()
