@@ -23,7 +23,6 @@ SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
         (attention.Plan(), {"model.network": "lstm"}, r"\blstm\b"),
         (attention.Plan(), SHAW, r"\bshaw\b"),
         (attention.Plan(), NO_MEMORY, r"eval\.mem_len\D*\b0\b"),
-        (attention.Plan(heads=("2.0",)), {}, r"\b0\b.*\b1\b.*\b2\.0\b"),
         (context_length.Plan(lengths=(8, 0)), {}, r"\[8, 0\]"),
         (context_length.Plan(lengths=(8,), stride=4), {}, r"\bstride\D*\b4\b"),
         (context_length.Plan(lengths=(8,)), WITHOUT_RECURRENCE, r"\bstride\b"),

@@ -142,10 +142,3 @@ def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
     with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
         find_tokens(vocabulary, "a a", name="data.reset_at")
-
-
-def test_an_earlier_sample_is_not_replaced_in_silence(run):
-    _, first = write(run, seed=9, prompt="the")
-    _, again = write(run, seed=9, prompt="the")
-    _, other = write(run, seed=9, prompt="cat")
-    assert first == again and "earlier" not in again and "earlier" in other.rpartition("\nsample ")[2]
