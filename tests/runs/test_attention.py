@@ -1,7 +1,8 @@
 """Tests a run's implementations of attention: the record, which resumes keep, and the comparison before a run.
 
 In the first part tests choose what is there and what "auto" prefers; two tiles give other numbers in the last digits.
-In the second, wrong kernels are ours with a fault planted: a run names them, and takes the reference.
+In the second, wrong kernels are ours with a fault planted: a run names them, and is then the run of the reference to
+the last bit.
 """
 
 import dataclasses
@@ -214,6 +215,19 @@ def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(
     monkeypatch.setattr(first_contact, "largest_difference", pytest.fail)  # It is known already.
     with pytest.raises(UserError, match=r"fused .*--model.attention"):
         tiny_run.parts(model__attention="fused")
+
+
+def test_a_run_with_a_wrong_kernel_is_the_references(run_once, config, corpus, on_tpu, monkeypatch, tmp_path, capsys):
+    wrong_gradient(monkeypatch)
+    asked = config_tree.replace(config, {"model.attention": "fused"})
+    with pytest.raises(UserError, match="gradient of value"):
+        runs.train(asked, corpus, tmp_path / "asked")
+    assert not (tmp_path / "asked").exists()
+    outcome = runs.train(config, corpus, tmp_path / "run")
+    assert outcome == run_once[1] and runs.numbers(tmp_path / "run") == runs.numbers(run_once[0])
+    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path / "run", run_once[0])))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")]
+    assert "training reference (fused mosaic_gather 16x128 interpreted on cpu is wrong: " in line
 
 
 def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
