@@ -1,7 +1,4 @@
-"""Tests the training job: its parts, signals, samples, refusals, a finished run, more or fewer steps.
-
-What kills, signals and faults of storage do to a run is in tests/faults.
-"""
+"""Tests the training job: its parts, signals, samples, a bucket, refusals, a finished run, more or fewer steps."""
 
 import itertools
 import json
@@ -34,6 +31,7 @@ from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.step import make_train_step
@@ -79,6 +77,17 @@ def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tm
     assert runs.train(config, corpus, tmp_path, hooks=[maintain]).results == outcome.results
     assert numbers(tmp_path) == numbers(whole) and saved == [4, 6, 12, 18, 24]
     assert "note      checkpoint saved at step 4," in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.full
+def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket):
+    """An error ends it between two checkpoints; it resumes, and is scored once more."""
+    (local, outcome), remote = run_once, Run(bucket / "run")
+    with pytest.raises(Killed):
+        runs.train(config, corpus, remote, hooks=[kill_after(16)])  # The last checkpoint is of 12.
+    assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
+    assert runs.train(config, corpus, remote).results == outcome.results
+    assert numbers(remote) == numbers(local)
 
 
 @pytest.fixture
