@@ -102,7 +102,7 @@ def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
 @pytest.mark.full
 def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
     for program, flags, made in (
-        ("attention", ["--heads=0.1", f"--out={tmp_path}"], tmp_path / "attention.md"),
+        ("attention", [f"--out={tmp_path}"], tmp_path / "attention.md"),
         ("continuation", ["--generate.length=5", "--context=40"], undisturbed / "continuation.md"),
         ("context_length", ["--lengths=32,8", "--split=test"], undisturbed / "context_length.csv"),
     ):
