@@ -485,7 +485,7 @@ def _config(
         config = use(theirs, "sizes come from the weights")
     end, warmup = config.optimizer.decay_steps or config.train.steps, config.optimizer.warmup_steps
     if is_recorded and warmup != base.optimizer.warmup_steps and _WARMUP not in typed:
-        config = use({_WARMUP: base.optimizer.warmup_steps}, "the warm-up comes from the recorded run")
+        config = use({_WARMUP: base.optimizer.warmup_steps}, "the recorded run's warm-up is kept")
     elif warmup >= end and _WARMUP not in typed:
         config = use({_WARMUP: end // 10}, "the warm-up is a tenth of the steps")
     config.validate()

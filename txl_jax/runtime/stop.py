@@ -114,7 +114,7 @@ class StopRequest(contextlib.ExitStack):
 
 def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None:
     """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
-    when = "with all processes" if everywhere else "after this step"
+    when = "with all processes" if everywhere else "after the steps in progress"
     os.write(2, f"{reason}: {what} {when}{more}\n".encode())
 
 
