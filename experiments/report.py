@@ -39,7 +39,6 @@ def run(plan: Plan, job: cli.Job) -> None:
     if not job.words:
         raise UserError("no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report.")
     runs = records.read_runs(job.words)
-    measures = {run.measure for run in runs}
     names = records.swept_settings(runs)
     # A row has the last step even while the run is training, and the speed once it is known.
     rows = [{"steps": run.last_step, **run.row(names)} for run in runs]
@@ -54,7 +53,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     storage.make_folder(plan.out)
     columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
-    if len(measures) > 1:
+    if len({run.measure for run in runs}) > 1:
         print("no figure: some runs have bpc and others ppl, which one axis cannot show. Compare their bits per byte.")
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]

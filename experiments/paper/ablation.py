@@ -30,8 +30,9 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.score import Interrupted, score_with_line
 from txl_jax.runs.train import train_run
+from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.storage import exists, read, write, write_json
 
@@ -228,9 +229,13 @@ def _score_lengths(
     known = kept["scores"] if kept.get("of") == json.loads(json.dumps(identity)) else {}
     for length in _lengths(config, plan):
         if str(length) not in known:
-            one = context_length.Plan(lengths=(length,), stride=_stride(config, plan, length))
-            found = context_length.score_lengths(config, corpus, trained, one, stop_requested=stop_requested)
-            known[str(length)] = found[length].value(corpus.vocabulary.measure)
+            [one] = context_length.at_lengths(config, [length], stride=_stride(config, plan, length)).values()
+            parts, _, params = load_to_score(one, corpus, trained, log=print)
+            options: dict[str, Any] = {"name": f"valid at attention length {length:,}", "log": print}
+            options |= {"vocabulary": corpus.vocabulary, "stop_requested": stop_requested}
+            totals, line = score_with_line(parts, params, corpus.valid, **options)
+            print(line)
+            known[str(length)] = totals.value(corpus.vocabulary.measure)
             distributed.broadcast_from_primary(lambda: write_json(path, {"of": identity, "scores": known}))
     return {length: known[str(length)] for length in _lengths(config, plan)}
 

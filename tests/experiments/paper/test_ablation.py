@@ -74,7 +74,7 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
     beside = np.subtract(*reversed(least))
     assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in (tmp_path / "ablation.md").read_text()
 
-    monkeypatch.setattr(ablation.context_length, "score_lengths", None)
+    monkeypatch.setattr(ablation, "score_with_line", None)
     assert run(base, PLAN, tmp_path) == found
 
 
