@@ -1,4 +1,4 @@
-"""Tests ensembles: each member is the run that it would be alone. How it resumes: tests/faults/test_kills.py."""
+"""Tests ensembles: each member is the run that it would be by itself. How it resumes: tests/faults/test_kills.py."""
 
 import operator
 

@@ -42,7 +42,7 @@ def fail_in(number):
 def own_rows(data, tensor, batch_size, tiled):
     sizes = {"mesh__data": data, "mesh__tensor": tensor, "train__batch_size": batch_size}
     parts = tiny_run.parts(**sizes, model__n_head=8, model__d_inner=16)
-    if tiled:  # A process's devices are no stretch of the mesh.
+    if tiled:  # A process's devices are not adjacent in the mesh.
         devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)
         parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
     sizes, rows = {"batch_size": batch_size, "segment_len": 7}, parts.own_rows(batch_size)

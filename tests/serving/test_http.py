@@ -71,7 +71,7 @@ def test_a_stream_is_the_same_text_in_pieces(port):
 
 
 def test_scores_of_prompts_are_those_of_the_library(port):
-    """As lm-evaluation-harness asks for them: ids, echo, one token or none, and the likeliest tokens."""
+    """As lm-evaluation-harness asks for them: ids, echo, one token or none, and the most likely tokens."""
     model = tiny_model.make()
     prompts = [ids(40).tolist(), ids(70, seed=1).tolist()]
     for max_tokens in (0, 1):
