@@ -21,7 +21,8 @@ L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
 LENGTHS = {"batch_size": tiny.B, "segment_len": L, "mem_len": M, "clamp_len": 6, "same_length": True}
 CONFIG = ExperimentConfig(model=tiny.CONFIG, train=TrainConfig(**LENGTHS), eval=EvalConfig(**LENGTHS))
 CLUSTERS = {"model.cutoffs": (4, 9), "model.div_val": 2, "model.tie_projs": (False, True, True)}
-HUGGINGFACE, ORIGINAL = (pytest.mark.nightly(part=part) for part in ("huggingface", "original"))
+HUGGINGFACE = pytest.mark.nightly(part="huggingface")
+ORIGINAL = pytest.mark.nightly(part="original")
 # transformers' own use of names that have changed since.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -1,0 +1,319 @@
+"""Tests `.ci/nightly`: its table, the order in which parts are due, and which of them `.ci/run` starts."""
+
+import configparser
+import contextlib
+import dataclasses
+import importlib.machinery
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+NIGHTLY = ROOT / ".ci" / "nightly"
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def load_script():
+    """Imports `.ci/nightly`, whose name has no suffix, and the module next to it."""
+    loader = importlib.machinery.SourceFileLoader("nightly", str(NIGHTLY))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("nightly", loader))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(NIGHTLY.parent))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        loader.exec_module(module)
+    return module
+
+
+script = load_script()
+PARTS, MACHINES = script.nightly_parts.read_parts()
+MARK = re.compile(r"""nightly\(part=(?:'|")(\w+)(?:'|")\)""")
+
+
+def marks_of_tests():
+    """Returns the names of nightly parts that the tests' marks have."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    return {name for file in files if file != Path(__file__) for name in MARK.findall(file.read_text())}
+
+
+def test_each_mark_has_its_parts_and_each_part_its_mark():
+    selected = {MARK.fullmatch(part.select)[1] for part in PARTS if part.select and MARK.fullmatch(part.select)}
+    marks = marks_of_tests()
+    assert len(marks) > 10
+    assert selected == marks
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_a_row_of_the_table_is_whole(part):
+    assert 0 < part.minutes <= script.nightly_parts.MAX_MINUTES
+    assert part.install or part.constraints
+    assert part.covers
+    for pattern in part.covers:
+        assert list(ROOT.glob(pattern.removesuffix("/**"))), f"{pattern} matches no file"
+    for path in (*part.paths, *part.ignore):
+        assert (ROOT / path).exists(), path
+
+
+def split_parts():
+    """Returns the parts with the same tests, apart from paths and keywords, if there is more than one."""
+    groups = {}
+    for part in PARTS:
+        tests = (part.select, tuple(sorted(part.environment.items())), part.constraints, part.python)
+        groups.setdefault(tests, []).append(part)
+    return {group[0].name: group for group in groups.values() if len(group) > 1}
+
+
+@pytest.mark.parametrize("name", split_parts())
+def test_the_parts_of_a_split_have_all_its_tests_once(name):
+    """All but one name paths, which the last one ignores; so a new test file is in exactly one of them."""
+    group = split_parts()[name]
+    [rest] = [part for part in group if not part.paths]
+    named = [path for part in group for path in part.paths]
+    assert sorted(named) == sorted(rest.ignore)
+    assert not any(part.keyword for part in group)
+    for path in named:
+        inside = [other for other in named if other != path and other.startswith(f"{path}/")]
+        assert inside == []
+
+
+def test_the_newest_python_is_the_one_that_the_readme_names():
+    [(oldest, newest)] = re.findall(r"Python (3\.\d+) to (3\.\d+)", (ROOT / "README.md").read_text())
+    by_name = {part.name: part for part in PARTS}
+    assert by_name["newest"].python == newest
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    classifiers = re.findall(r"Python :: (3\.\d+)", settings["metadata"]["classifiers"])
+    assert [classifiers[0], classifiers[-1]] == [oldest, newest]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    [matrix] = re.findall(r"python-version: (\[.*\])", workflow)
+    assert json.loads(matrix) == classifiers
+
+
+@dataclasses.dataclass
+class FakeHistory:
+    """Commits named by how far they are behind HEAD; the files that changed since the oldest of them."""
+
+    changed: tuple[str, ...] = ()
+
+    def commits_since(self, commit):
+        return float(commit) if commit.isdigit() else math.inf
+
+    def has_changed(self, commit, patterns):
+        assert commit.isdigit()
+        return bool(set(patterns) & set(self.changed))
+
+
+def part(name, *, passed="1", covers=("file",), minutes=5.0):
+    return script.Part(
+        name=name, about=name, minutes=minutes, machine="here", passed=passed, covers=covers, install=((name,),)
+    )
+
+
+def test_changed_parts_come_first_and_then_those_that_passed_farthest_back():
+    rows = [
+        part("recent", passed="2", covers=("same",)),
+        part("old", passed="30", covers=("same",)),
+        part("changed_recently", passed="1", covers=("same", "file")),
+        part("changed_long_ago", passed="20"),
+        part("also_changed_long_ago", passed="20"),
+        part("never", passed="never", covers=("same",)),
+    ]
+    order = script.nightly_parts.due_order(rows, FakeHistory(changed=("file",)))
+    names = [due.part.name for due in order]
+    assert names == ["never", "changed_long_ago", "also_changed_long_ago", "changed_recently", "old", "recent"]
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with three commits: to a.py, to b.py, and to a file of a subdirectory."""
+
+    def git(*words):
+        identity = ["-c", "user.name=tester", "-c", "user.email=tester@example.com"]
+        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    commits = []
+    for name in ("a.py", "b.py", "room/deep/c.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+        git("add", ".")
+        git("commit", "--quiet", "--message", name)
+        commits.append(git("rev-parse", "HEAD"))
+    git("branch", "side", commits[0])
+    git("checkout", "--quiet", "side")
+    (tmp_path / "d.py").write_text("d")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "d.py")
+    off_branch = git("rev-parse", "HEAD")
+    git("checkout", "--quiet", "-")
+    return tmp_path, commits, off_branch
+
+
+@needs_git
+def test_git_tells_what_changed_since_a_part_passed(repository):
+    folder, commits, off_branch = repository
+    history = script.Git(folder)
+    assert [history.commits_since(commit) for commit in commits] == [2, 1, 0]
+    for missing in (off_branch, "0" * 40, "never"):
+        assert math.isinf(history.commits_since(missing))
+    assert history.has_changed(commits[0], ["b.py"])
+    assert not history.has_changed(commits[0], ["a.py"])
+    assert history.has_changed(commits[0], ["a.py", "room/**"])
+    assert not history.has_changed(commits[2], ["**"])
+    (folder / "a.py").write_text("not committed")
+    assert history.has_changed(commits[2], ["a.py"])
+
+
+@needs_git
+def test_a_part_is_recorded_at_a_commit_of_the_history_only(repository):
+    folder, commits, off_branch = repository
+    history = script.Git(folder)
+    assert history.commit(commits[1][:8]) == commits[1]
+    for unknown in (off_branch, "0" * 40, "nothing"):
+        with pytest.raises(ValueError, match="--at"):
+            history.commit(unknown)
+
+
+def test_recording_changes_the_named_rows_only():
+    text = script.TABLE.read_text()
+    first, second, *others = [part.name for part in PARTS]
+    changed = script.nightly_parts.record_passed(text, [first, second], "c0ffee")
+    parts, machines = script.nightly_parts.read_parts(changed)
+    passed = {part.name: part.passed for part in parts}
+    assert passed[first] == passed[second] == "c0ffee"
+    assert {name: passed[name] for name in others} == {part.name: part.passed for part in PARTS[2:]}
+    assert [dataclasses.replace(part, passed="") for part in parts] == [
+        dataclasses.replace(part, passed="") for part in PARTS
+    ]
+    assert machines == MACHINES
+    assert len(changed.splitlines()) == len(text.splitlines())
+
+
+@dataclasses.dataclass
+class FakeRuns:
+    """Runs of parts that take their minutes on a clock of their own."""
+
+    codes: dict[str, list[int | None]] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    started: list[str] = dataclasses.field(default_factory=list)
+
+    def clock(self):
+        return self.seconds
+
+    def run(self, part, output, seconds):
+        self.started.append(part.name)
+        number = self.started.count(part.name)
+        output.write(f"test of {part.name}, start {number}\n")
+        self.seconds += 60 * part.minutes
+        codes = self.codes.get(part.name, [0])
+        return codes[number - 1]
+
+    def in_turns(self, parts, *, at_minute, test_minutes=10.0, missing=()):
+        self.seconds = 60.0 * at_minute
+        order = [script.Due(part, 1, True) for part in parts]
+        return script.run_in_turns(
+            order,
+            {"here": 10.0},
+            began=0.0,
+            test_seconds=60 * test_minutes,
+            run=self.run,
+            why_not=lambda part: "it is missing" if part.name in missing else None,
+            clock=self.clock,
+        )
+
+
+def test_parts_start_as_long_as_they_end_before_the_last_minute(capsys):
+    runs = FakeRuns()
+    rows = [part("one", minutes=12), part("two", minutes=15), part("long", minutes=15), part("short", minutes=2)]
+    assert runs.in_turns(rows, at_minute=40) == 0
+    assert runs.started == ["one", "two", "short"]
+    out = capsys.readouterr().out
+    assert "ran       one, two, short\n" in out
+    assert re.search(r"^due       long \(would end at minute 82\)$", out, re.MULTILINE)
+    assert "--passed one two short --at" in out
+
+
+def test_the_first_part_always_starts():
+    runs = FakeRuns()
+    assert runs.in_turns([part("one"), part("two")], at_minute=69) == 0
+    assert runs.started == ["one"]
+
+
+def test_a_slower_machine_starts_fewer_parts():
+    """The test command took twice as long as where the minutes were recorded."""
+    runs = FakeRuns()
+    rows = [part("one", minutes=1), part("two", minutes=12), part("three", minutes=10)]
+    assert runs.in_turns(rows, at_minute=48, test_minutes=20.0) == 0
+    assert runs.started == ["one", "three"]
+
+
+def test_what_the_machine_cannot_run_is_passed_over_and_not_recorded(capsys):
+    runs = FakeRuns()
+    assert runs.in_turns([part("original"), part("two")], at_minute=69, missing=("original",)) == 0
+    assert runs.started == ["two"]
+    out = capsys.readouterr().out
+    assert "due       original (not run: it is missing)\n" in out and "--passed two --at" in out
+
+
+def test_a_part_that_fails_once_is_repeated(capsys):
+    runs = FakeRuns(codes={"one": [1, 0]})
+    assert runs.in_turns([part("one"), part("two")], at_minute=30) == 0
+    assert runs.started == ["one", "one", "two"]
+    assert "===== output" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("codes", "starts"), [([1, 2], 2), ([None], 1)])
+def test_a_part_that_fails_twice_or_hangs_fails_the_run_with_its_outputs(capsys, codes, starts):
+    runs = FakeRuns(codes={"one": codes})
+    assert runs.in_turns([part("one"), part("two")], at_minute=30) == 1
+    assert runs.started == ["one"] * starts
+    out = capsys.readouterr().out
+    outputs = re.findall(r"===== output of one, attempt (\d) =====\n(.*)\n", out)
+    assert outputs == [(str(number + 1), f"test of one, start {number + 1}") for number in range(starts)]
+    assert "--passed" not in out
+
+
+def test_a_part_that_hangs_is_stopped_and_its_environment_removed(tmp_path, monkeypatch):
+    """A stand-in for the script starts a process, as tests do, which must not live on either."""
+    hanging = tmp_path / "hanging"
+    hanging.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        "print('started', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(script, "__file__", str(hanging))
+    monkeypatch.setattr(script.nightly_parts, "ROOT", tmp_path)
+    stopped = part("one")
+    stopped.folder.mkdir()
+    with open(tmp_path / "output", "w+") as output:
+        assert script.run_and_clean_up(stopped, output, 0.7) is None
+        output.seek(0)
+        assert output.read() == "started\n"
+    assert not stopped.folder.exists()
+    pid = int((tmp_path / "child").read_text())
+    with contextlib.suppress(FileNotFoundError):  # A zombie until its new parent waits for it.
+        assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def test_the_original_is_not_run_without_a_clone_or_a_bundle(tmp_path, monkeypatch, capsys):
+    [original] = [row for row in PARTS if row.needs_original]
+    monkeypatch.delenv("TXL_ORIGINAL", raising=False)
+    monkeypatch.setattr(script, "BUNDLE", tmp_path / "original.bundle")
+    assert script.run_part(original, [], with_debian=False) == script.NOT_RUN
+    assert capsys.readouterr().out.startswith("not run: original: ")
+    (tmp_path / "original.bundle").touch()
+    assert script.why_not_run(original) is None
+    (tmp_path / "original.bundle").unlink()
+    monkeypatch.setenv("TXL_ORIGINAL", str(tmp_path))
+    assert script.why_not_run(original) is None
