@@ -37,8 +37,8 @@ class Part:
     constraints: str | None = None
     select: str | None = None
     paths: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    keyword: str | None = None
+    rest_of: tuple[str, ...] = ()
+    processes: int | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     debian: tuple[str, ...] = ()
     may_skip: bool = False
@@ -57,10 +57,10 @@ class Part:
         arguments = []
         if self.select is not None:
             arguments += ["-m", self.select]
-        if self.keyword is not None:
-            arguments += ["-k", self.keyword]
-        for path in self.ignore:
-            arguments.append(f"--ignore={path}")
+        if self.processes is not None:
+            arguments += ["-n", str(self.processes)]
+        for path in self.rest_of:
+            arguments.append(f"--deselect={path}")
         return [*arguments, *self.paths]
 
 
