@@ -214,6 +214,44 @@ def test_tensors_that_a_conversion_leaves_out_or_renames():
     }
 
 
+def test_variables_of_the_tensorflow_release():
+    """By the PyTorch release's names, which tests/interop/test_original.py has written out."""
+    of_layer = {
+        "rel_attn/qkv/kernel": "dec_attn.qkv_net.weight",
+        "rel_attn/r/kernel": "dec_attn.r_net.weight",
+        "rel_attn/o/kernel": "dec_attn.o_net.weight",
+        "rel_attn/LayerNorm/gamma": "dec_attn.layer_norm.weight",
+        "rel_attn/LayerNorm/beta": "dec_attn.layer_norm.bias",
+        "ff/layer_1/kernel": "pos_ff.CoreNet.0.weight",
+        "ff/layer_1/bias": "pos_ff.CoreNet.0.bias",
+        "ff/layer_2/kernel": "pos_ff.CoreNet.3.weight",
+        "ff/layer_2/bias": "pos_ff.CoreNet.3.bias",
+        "ff/LayerNorm/gamma": "pos_ff.layer_norm.weight",
+        "ff/LayerNorm/beta": "pos_ff.layer_norm.bias",
+    }
+    expected = {f"layer_#/{theirs}": f"layers.#.{name}" for theirs, name in of_layer.items()}
+    expected |= {
+        "r_w_bias": "r_w_bias",
+        "r_r_bias": "r_r_bias",
+        "adaptive_embed/lookup_table": "word_emb.emb_layers.0.weight",
+        "adaptive_embed/proj_W": "word_emb.emb_projs.0",
+        "adaptive_embed/cutoff_#/lookup_table": "word_emb.emb_layers.#.weight",
+        "adaptive_embed/cutoff_#/proj_W": "word_emb.emb_projs.#",
+        "adaptive_softmax/bias": "crit.out_layers.0.bias",
+        "adaptive_softmax/cutoff_0/cluster_W": "crit.cluster_weight",
+        "adaptive_softmax/cutoff_0/cluster_b": "crit.cluster_bias",
+        "adaptive_softmax/cutoff_#/proj": "crit.out_projs.#",
+        "adaptive_softmax/cutoff_#/b": "crit.out_layers.#.bias",
+    }
+    assert expected == tensorflow._NAMES
+    assert tensorflow._LENGTHS == {
+        "enwik8": (128, 3800, 1000),
+        "text8": (128, 3800, 1000),
+        "wt103": (128, 1600, 1000),
+        "lm1b": (32, 128, -1),
+    }
+
+
 def test_settings_that_a_portable_checkpoint_does_not_publish():
     """What belongs to one machine or person: the names of files, the corpus, the mesh."""
     config = ExperimentConfig()
