@@ -35,10 +35,10 @@ collect_ignore = ["support"]  # Helpers: some change the process when they are i
 
 @pytest.fixture
 def data_dir() -> pathlib.Path:
-    """The folder of downloaded corpora that TXL_DATA_DIR names; without it the test is skipped."""
+    """The folder of real texts that TXL_DATA_DIR names; without it the test is skipped."""
     name = os.environ.get("TXL_DATA_DIR")
     if not name:
-        pytest.skip("TXL_DATA_DIR is not set: this test reads a downloaded corpus")
+        pytest.skip("TXL_DATA_DIR is not set: this test reads real text")
     return pathlib.Path(name)
 
 

@@ -36,6 +36,11 @@ def commands(page):
             yield shlex.split(re.split(r" 2>| \|", line)[0])
 
 
+def test_commands_are_found_on_pages():
+    """Else the next test passes on every page."""
+    assert sum(len(list(commands(page))) for page in PAGES) > 60
+
+
 @functools.cache
 def flag_names(program):
     """The flags that a program's --help lists, and those that list and read them."""

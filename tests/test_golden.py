@@ -121,7 +121,7 @@ def clamp_len(golden: dict) -> int | None:
 def run_segments(params, arrays, golden, model):
     """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment.
 
-    Where we leave the original's absolute positions on purpose (tests/golden/README.md, "oddities"), adapters do here
+    Where we leave the original's absolute positions on purpose (tests/golden/README.md, oddities), adapters do here
     as it does, so that all segments and the gradients can be compared.
     """
     config = model.config

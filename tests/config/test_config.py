@@ -185,3 +185,7 @@ def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
     assert marked("may_grow") == {"train.steps"}
     names = ("kind", "newlines", "line_mark", "min_count", "vocab_size")
     assert marked("shapes_tokens") == {f"data.tokenizer.{name}" for name in names} | {"data.reset_at"}
+    sizes = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "num_positions", "cutoffs", "div_val")
+    ties = ("untie_r", "tie_positions", "tie_weight", "tie_projs")
+    others = ("network", "encoding", "layer_norm", "compat.shaw_terms", "compat.final_norm")
+    assert marked("shapes_params") == {f"model.{name}" for name in (*sizes, *ties, *others)}

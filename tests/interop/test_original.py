@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import foreign, tiny
+from support import by_hand, foreign, tiny
+from support.cases import full_but
+from support.tiny_run import assert_equal
 from txl_jax.config import DType, Encoding, EvalConfig, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.interop import huggingface, leaves, original
@@ -26,6 +29,70 @@ def test_other_encodings_have_no_names_in_hugging_face(encoding):
     for convert in (original.from_flax, functools.partial(foreign.to_flax, vocab_size=tiny.V)):
         with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
             convert(params, config, format=Format.HUGGINGFACE)
+
+
+# Hugging Face's and the TensorFlow release's class have relative positions alone.
+LEARNED = {"num_positions": 7, "n_head": 2, "d_head": 3}
+OTHERS = [{"encoding": Encoding.VASWANI}, *({"encoding": each} | LEARNED for each in (Encoding.SHAW, Encoding.AL_RFOU))]
+FORMATS = (Format.ORIGINAL, Format.HUGGINGFACE, Format.TENSORFLOW)
+OF_OTHERS = [(Format.ORIGINAL, changes) for changes in OTHERS]
+QUICK = [foreign.CONFIGS[name] for name in ("nothing tied", "div_val 1", "div_val 2")]
+
+
+@pytest.mark.parametrize(
+    ("format", "changes"),
+    full_but(
+        [*itertools.product(FORMATS, QUICK), *OF_OTHERS],
+        [*itertools.product(FORMATS, foreign.CONFIGS.values()), *OF_OTHERS],
+    ),
+    ids=str,
+)
+def test_names_and_layouts_are_those_written_out_by_hand(format, changes):
+    """In both directions. Round trips alone would not notice a fault of the one table that writes and reads."""
+    config, params = foreign.make("pytorch", **changes)
+    expected = by_hand.tensors(params, config, format)
+    found = original.from_flax(params, config, format=format)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name.endswith("inv_freq"):
+            np.testing.assert_allclose(found[name], value, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(found[name], value, err_msg=name, strict=True)
+    assert_equal(foreign.to_flax(expected, config, vocab_size=tiny.V, format=format), params)
+
+
+def test_arguments_of_other_implementations_classes():
+    """Of a model in which no two of them are alike."""
+    changes = {"cutoffs": (4, 9), "d_embed": 8, "div_val": 2, "tie_projs": (False, True, True), "untie_r": True}
+    config, _ = foreign.make("hf", **changes)
+    span = EvalConfig(batch_size=2, segment_len=3, mem_len=7, clamp_len=11, same_length=True)
+    shared = {"n_layer": 2, "n_head": 4, "d_model": 6, "d_head": 5, "d_inner": 10, "d_embed": 8, "div_val": 2}
+    shared |= {"cutoffs": [4, 9], "tie_projs": [False, True, True], "pre_lnorm": False}
+    shared |= {"mem_len": 7, "clamp_len": 11, "same_length": True}
+    assert huggingface.config_of(config, span, vocab_size=tiny.V) == shared | {
+        "vocab_size": 13,
+        "tie_word_embeddings": True,
+        "untie_r": True,  # The release's class has no such argument.
+        "init_std": 0.4,
+        "proj_init_std": 0.4,
+        "dropout": 0.0,
+        "dropatt": 0.0,
+        "eos_token_id": None,
+    }
+    assert original.arguments_of(config, span, vocab_size=tiny.V) == shared | {
+        "n_token": 13,
+        "dropout": 0.0,
+        "dropatt": 0.0,
+        "tie_weight": True,
+        "tgt_len": 3,
+        "ext_len": 0,
+        "attn_type": 0,
+    }
+    own = dataclasses.replace(span, clamp_len=None, same_length=False)
+    config, _ = foreign.make("hf", layer_norm=NormPlace.PRE, tie_weight=False)
+    found = huggingface.config_of(config, own, vocab_size=tiny.V)
+    kept = ("clamp_len", "same_length", "pre_lnorm", "tie_word_embeddings", "untie_r", "cutoffs", "d_embed")
+    assert [found[name] for name in kept] == [-1, False, True, False, False, [], 6]
 
 
 LAZY = foreign.CONFIGS["div_val 2"] | {"d_embed": 8}
@@ -101,12 +168,6 @@ def test_a_model_that_an_implementation_lacks_is_refused(format, changes, final_
 
 V, L, M = tiny.V, 3, 7
 SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=None, same_length=False)
-
-
-def test_its_class_draws_weights_as_ours_without_dropout_and_generation_stops_at_no_token():
-    """`test_formats.py` reads the other arguments."""
-    expected = {"init_std": 0.4, "proj_init_std": 0.4, "dropout": 0.0, "dropatt": 0.0, "eos_token_id": None}
-    assert expected.items() <= huggingface.config_of(tiny.CONFIG, SPAN, vocab_size=V).items()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

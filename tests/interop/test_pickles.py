@@ -111,6 +111,7 @@ def harmful(marker) -> dict[str, bytes]:
     calls = {
         "os.system": Calls(os.system, command),
         "builtins.exec": Calls(exec, f"open({str(marker)!r}, 'w').close()"),
+        "builtins.getattr": Calls(getattr, "a text", "upper"),
         "subprocess.Popen": Calls(subprocess.Popen, command, -1, None, None, None, None, None, True, True),
         "a function of tests": Calls(write_marker, str(marker)),
     }

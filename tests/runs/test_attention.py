@@ -292,11 +292,13 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
     problems = [resized(PROBLEM, sizes, device_kind=kind) for sizes in TRAINING.values()]
     problems += [resized(CACHED, sizes, device_kind=kind, capacity=slots) for sizes, slots, _ in EVALUATION.values()]
     problems += [dataclasses.replace(problem, dtype="float32") for problem in problems]
+    assert problems
     for problem in problems:
         chosen, _ = choose.choose("auto", problem)
         first_contact._findings.clear()
+        compared.clear()
         first_contact.compare(chosen, problem)
-        implementation, small = compared[-1]
+        [(implementation, small)] = compared
         assert chosen.path == "fused" and choose.resolve(chosen, small) == implementation == chosen
         assert (small.n_head % 2, small.segment_len % 2 or small.segment_len < 511) == (problem.n_head % 2, True)
         assert small.n_keys - small.segment_len == problem.n_keys - problem.segment_len

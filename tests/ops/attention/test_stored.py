@@ -39,7 +39,7 @@ def test_scores_beyond_the_narrow_type_are_its_largest(dtype):
         visibility=visibility,
         implementation="reference",
     )
-    np.testing.assert_allclose(found.astype(np.float32), exact, rtol=0, atol=2e-2)
+    np.testing.assert_array_equal(found.astype(np.float32), exact)  # All weight is on one key, whose value is narrow.
     assert all(np.isfinite(gradient.astype(np.float32)).all() for gradient in pull(jnp.ones_like(found)))
 
 

@@ -1,0 +1,51 @@
+"""What a program computes in types of fewer than 32 bits, by the primitives of its jaxpr."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from support import tiny
+
+# Primitives that call an inner program, whose equations are looked at themselves.
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map", "pallas_call"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "while", "cond", "platform_index"}
+# Primitives that put numbers elsewhere, or choose among them, and round nothing.
+_MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "concatenate", "stack"}
+_MOVES |= {"slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "select_n", "split", "stop_gradient"}
+_MOVES |= {"bitcast_convert_type", "optimization_barrier", "iota", "get", "swap", "masked_load", "copy_p", "roll"}
+_MOVES |= {"load", "masked_swap", "empty", "broadcast", "pad", "copy"}
+ROUNDED = "convert_element_type"  # To fewer bits. It is the last step of what is stored in 16 bits.
+
+
+def narrow(function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
+    """Counts the equations of a traced function whose results have fewer than 32 bits, by the primitive's name.
+
+    Conversions are counted as `ROUNDED` only from wider types. What moves numbers is left out, and so are booleans. A
+    sum into a buffer (`addupdate` of a kernel) counts by the buffer's type.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    for equation in tiny.equations(jax.make_jaxpr(function)(*arguments)):
+        name = equation.primitive.name
+        if name in _CALLS or name in _MOVES:
+            continue
+        results = equation.outvars or equation.invars[:1]  # Without results it changes its first operand.
+        if not any(_is_narrow(result) for result in results):
+            continue
+        if name == ROUNDED and not _bits(equation.invars[0]) > _bits(equation.outvars[0]):
+            continue
+        counts[name] += 1
+    return dict(counts)
+
+
+def _bits(variable: Any) -> int:
+    """Returns the bits of a variable's numbers, or of those in the buffer that it refers to."""
+    dtype = getattr(variable.aval, "dtype", None)
+    is_number = dtype is not None and jnp.issubdtype(dtype, jnp.number)
+    return 8 * jnp.dtype(dtype).itemsize if is_number else 64
+
+
+def _is_narrow(variable: Any) -> bool:
+    return _bits(variable) < 32

@@ -1,0 +1,320 @@
+"""Pins what is computed in 16 bits in a bfloat16 run, path by path, by tracing: all else is in at least float32.
+
+Scores, softmax, layer norms, losses, log probabilities, sums over tokens, gradients of parameters, averages and the
+optimizer are wide. Numbers alone do not show it: in a small model a rounding too much stays within each tolerance.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny, tiny_run
+from support.attention_arrays import NAMES, draw
+from support.cases import full_but
+from support.precision import ROUNDED, narrow
+from txl_jax import recurrence
+from txl_jax.config import DType, Encoding, Network, NormPlace, OptimizerName, WeightDType
+from txl_jax.evaluation.sliding_window import Windows, evaluate_windows, make_window_step
+from txl_jax.evaluation.streaming import Scores, evaluate, make_eval_step
+from txl_jax.inference import cache as cache_lib
+from txl_jax.inference import decode, forward
+from txl_jax.inference.decode import Limits, Rows
+from txl_jax.inference.prepare import prepare_params
+from txl_jax.metrics import Totals
+from txl_jax.ops import sampling
+from txl_jax.ops.attention import CachedVisibility, Implementation, Tile, Visibility, attention, cached_attention
+from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.problem import REFERENCE
+from txl_jax.training import step as step_lib
+from txl_jax.training import weight_averaging
+from txl_jax.training.optimizer import make_optimizer
+from txl_jax.training.progress import RunningTotals
+from txl_jax.training.step import UpdateMetrics
+
+BFLOAT16 = jnp.bfloat16
+
+
+def kernel(name):
+    return Implementation("fused", name, Tile(16, 128), interpret=True)
+
+
+def shapes(tree):
+    """The shapes and dtypes of a tree, without shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def integers(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+# Attention in training. Narrow are the sums q + u and q + v, the products of probabilities with values and with the
+# gradient of the output, and the gradients of arrays that are narrow themselves.
+VALUES = {
+    "reference": (REFERENCE, {"add": 2, "dot_general": 1, ROUNDED: 1}),
+    "stored": (Implementation("stored"), {"add": 2, ROUNDED: 6}),
+    "tiled": (Implementation("tiled", tile=Tile(5, 11)), {"add": 2, "mul": 2, ROUNDED: 6}),
+    "mosaic_roll": (kernel("mosaic_roll"), {ROUNDED: 8}),
+    "mosaic_gather": (kernel("mosaic_gather"), {ROUNDED: 8}),
+}
+GRADIENTS = {
+    "reference": {"add": 2, "dot_general": 3, "reduce_sum": 4, "add_any": 1, ROUNDED: 6},
+    "stored": {"add": 4, ROUNDED: 18},
+    "tiled": {"add": 4, "mul": 4, ROUNDED: 27},
+    "mosaic_roll": {"reduce_sum": 2, ROUNDED: 25},
+    "mosaic_gather": {"reduce_sum": 2, ROUNDED: 25},
+}
+
+
+@pytest.mark.parametrize("name", full_but(["reference", "stored", "tiled", "mosaic_gather"], VALUES))
+def test_attention_adds_scores_in_float32(name):
+    by, expected = VALUES[name]
+    visibility = Visibility(jnp.asarray([17, 2]), 13, 17)
+    names = NAMES[:6] if by.path == "fused" else NAMES
+    arrays = draw(visibility, 2, 16, names=names, dtype=BFLOAT16)
+
+    def values(arrays):
+        return attention(**arrays, visibility=visibility, implementation=by)
+
+    def gradients(arrays):
+        found, pull_back = jax.vjp(values, arrays)
+        return pull_back(found)
+
+    assert narrow(values, arrays) == expected
+    assert narrow(gradients, arrays) == GRADIENTS[name]
+
+
+# Attention over a cache. No sum and no product is narrow: weights are rounded for the product with the values, and so
+# is the result. Kernels also round what they read from the ring.
+CACHED = {
+    "reference, a token": (REFERENCE, 1, None, {ROUNDED: 3}),
+    "reference": (REFERENCE, 6, None, {ROUNDED: 3}),
+    "reference, a token, int8": (REFERENCE, 1, "int8", {ROUNDED: 5}),
+    "reference, int8": (REFERENCE, 6, "int8", {ROUNDED: 5}),
+    "tiled": (Implementation("tiled", tile=Tile(6, 16)), 6, None, {ROUNDED: 4}),
+    "fused": (Implementation("fused", "mosaic_gather", Tile(128, 128), interpret=True), 6, None, {ROUNDED: 16}),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_attention_over_a_cache_adds_scores_in_float32(name):
+    by, n_query, ring_dtype, expected = CACHED[name]
+    batch, n_head, capacity, width = 2, 4, 40, 5
+    n_position = table_length(segment_len=n_query, capacity=capacity, clamp_len=20)
+    query = jnp.ones((batch, n_head, n_query, width), BFLOAT16)
+    ring_key = jnp.ones((batch, n_head, width, capacity), BFLOAT16)
+    ring_value = ring_key.swapaxes(2, 3)
+    if ring_dtype:
+        ring_key = cache_lib.as_cache_dtype(ring_key, jnp.dtype(ring_dtype), axis=2)
+        ring_value = cache_lib.as_cache_dtype(ring_value, jnp.dtype(ring_dtype), axis=3)
+    score = None if by.path == "fused" else jnp.ones((n_head, n_position), BFLOAT16)
+    position = query, jnp.ones((n_head, width, n_position), BFLOAT16), score
+    visibility = CachedVisibility(jnp.asarray([40, 20]), jnp.asarray(5), n_query, capacity, None)
+    attend = functools.partial(cached_attention, implementation=by)
+    assert narrow(attend, query, query, query, (ring_key, ring_value), position, visibility) == expected
+
+
+# Inference of two layers. Narrow are the products with matrices, the biases and the residual stream, the ReLU (`max`),
+# the scale of the embedding (`mul`), and the number that orders reads and writes of the cache (`abs`).
+FORWARD = {"mul": 1, "dot_general": 8, "add": 12, "max": 2, "abs": 1, ROUNDED: 10}
+INT8_WEIGHTS = {"mul": 1, "add": 12, "max": 2, "abs": 1, ROUNDED: 28}
+WITHOUT_BIASES = {"mul": 1, "dot_general": 8, "add": 9, "max": 2, "abs": 1, ROUNDED: 11}
+CLUSTERS = {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8}
+# The model, the dtypes of weights and cache, what is narrow in the forward pass, and in the loss.
+INFERENCE = {
+    "post-norm": ({}, None, None, FORWARD, {}),
+    "pre-norm": ({"layer_norm": NormPlace.PRE}, None, None, FORWARD | {ROUNDED: 11}, {}),
+    "sinusoids": ({"encoding": Encoding.VASWANI}, None, None, WITHOUT_BIASES, {}),
+    # Each cluster's embedding is projected, and so is its state in the softmax.
+    "clusters": (CLUSTERS, None, None, FORWARD | {"dot_general": 11, "add": 14, ROUNDED: 13}, {"dot_general": 3}),
+    "int8 cache": ({}, None, "int8", FORWARD | {ROUNDED: 18}, {}),
+    "int8 weights": ({}, WeightDType.INT8, None, INT8_WEIGHTS, {ROUNDED: 1}),
+    "float32": ({"dtype": DType.FLOAT32}, None, None, {}, {}),
+    "float32, bfloat16 cache": ({"dtype": DType.FLOAT32}, None, "bfloat16", {ROUNDED: 4}, {}),
+    "float32, int8": ({"dtype": DType.FLOAT32}, WeightDType.INT8, "int8", {ROUNDED: 18}, {ROUNDED: 1}),
+}
+
+
+def prepared(segment_len, weight_dtype=None, **changes):
+    """The shapes of prepared weights."""
+    model = tiny.make(**{"dtype": DType.BFLOAT16} | changes)
+    lengths = {"segment_len": segment_len, "mem_len": 8, "clamp_len": 5, "window": None}
+    prepare = functools.partial(prepare_params, model=model, weight_dtype=weight_dtype, **lengths)
+    return jax.eval_shape(lambda: prepare(tiny.variables(model)["params"]))
+
+
+def empty_cache(weights, segment_len, dtype=None):
+    sizes = {"batch_size": tiny.B, "mem_len": 8, "segment_len": segment_len}
+    return jax.eval_shape(
+        lambda weights: forward.init_cache(weights, dtype=dtype and jnp.dtype(dtype), **sizes), weights
+    )
+
+
+@pytest.mark.parametrize(
+    "name", full_but(["post-norm", "clusters", "int8 cache", "int8 weights", "float32, int8"], INFERENCE)
+)
+def test_inference_computes_losses_and_norms_in_float32(name):
+    changes, weight_dtype, cache_dtype, of_forward, of_loss = INFERENCE[name]
+    weights = prepared(4, weight_dtype, **changes)
+    dtype = jnp.dtype(changes.get("dtype", BFLOAT16))
+    tokens, cache = integers(tiny.B, 4), empty_cache(weights, 4, cache_dtype)
+    assert narrow(forward.forward, weights, tokens, cache) == of_forward
+    hidden = jax.ShapeDtypeStruct((tiny.B, 4, tiny.D), dtype)
+    assert narrow(forward.nll, weights, hidden, tokens) == of_loss
+
+
+def test_int8_is_summed_in_int32():
+    """Rows are split in two of int8. In int8 or int16 sums would overflow, in float32 lose their last bits."""
+    weights = prepared(4, WeightDType.INT8)
+    cache = empty_cache(weights, 4, "int8")
+    program = jax.make_jaxpr(forward.forward)(weights, integers(tiny.B, 4), cache)
+    products = [equation for equation in tiny.equations(program) if equation.primitive.name == "dot_general"]
+    of_int8 = [equation for equation in products if equation.invars[0].aval.dtype == jnp.int8]
+    # In each of two layers four matrices, position keys, and keys and values of the ring.
+    assert len(of_int8) == 2 * 7
+    assert {equation.outvars[0].aval.dtype.name for equation in of_int8} == {"int32"}
+
+
+LIMITS = {"plain": (1.0, None, 1.0), "greedy": (0.0, None, 1.0), "cold": (0.7, None, 1.0), "all": (0.7, 5, 0.8)}
+
+
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": (4, 9)}], ids=str)
+def test_tokens_are_drawn_and_scored_in_float32(changes):
+    """Logits, temperature, log probabilities, the sum of top-p and the noise of the draw: from narrow hidden states."""
+    weights = prepared(1, **changes)
+    hidden = jax.ShapeDtypeStruct((tiny.B, tiny.D), BFLOAT16)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), tiny.B))
+    for temperature, top_k, top_p in LIMITS.values():
+        limits = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        assert narrow(functools.partial(sampling.sample, **limits), keys, hidden, weights.clusters) == {}
+    numbers = jax.ShapeDtypeStruct((tiny.B,), jnp.float32)
+
+    def of_rows(keys, hidden, clusters, temperature, top_p):
+        return sampling.sample_rows(keys, hidden, clusters, temperature=temperature, top_p=top_p)
+
+    assert narrow(of_rows, keys, hidden, weights.clusters, numbers, numbers) == {}
+    score = functools.partial(decode.score, top=3)
+    assert narrow(score, weights, hidden, integers(tiny.B)) == {}
+    found = jax.eval_shape(score, weights, hidden, integers(tiny.B))
+    assert (found.nats.dtype, found.top_logprobs.dtype) == (jnp.float32, jnp.float32)
+
+
+def test_a_step_of_generation_adds_nothing_in_16_bits():
+    """A block of steps, with an index for each row as in the server, is the forward pass and what draws and scores."""
+    weights = prepared(1)
+    cache = empty_cache(weights, 1).replace(write_index=integers(tiny.B))
+    keys = jax.ShapeDtypeStruct((tiny.B, 2), jnp.uint32)
+    scored = jax.ShapeDtypeStruct((tiny.B,), jnp.bool)
+    rows = Rows(integers(tiny.B, 2), integers(tiny.B), integers(tiny.B), keys, integers(), scored)
+    numbers = jax.ShapeDtypeStruct((tiny.B,), jnp.float32)
+
+    def block(weights, cache, rows, temperature, top_p):
+        return decode.decode_block(weights, cache, rows, Limits(temperature, top_p), count=2, top=3)
+
+    assert narrow(block, weights, cache, rows, numbers, numbers) == FORWARD
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("network", full_but([Network.TRANSFORMER_XL], list(Network)))
+def test_evaluation_computes_losses_in_float32(network):
+    """A temperature divides the hidden states (`div`), which are narrow, and the biases, which are wide."""
+    made = tiny_run.parts(model__dtype=DType.BFLOAT16, model__network=network, eval__temperature=1.3)
+    step = make_eval_step(made.model, made.config.eval)
+    params = shapes(made.abstract_state.params)
+    weights = jax.eval_shape(made.prepare_params, params)
+    memory = jax.eval_shape(made.init_memory, weights)
+    segments = shapes(made.abstract_segments(made.config.eval))
+    _, scores = jax.eval_shape(step, weights, memory, segments)
+    assert {leaf.dtype for leaf in scores} == {jnp.dtype(jnp.float32)}
+    of_forward = {
+        Network.TRANSFORMER_XL: FORWARD,
+        Network.LSTM: {"mul": 7, "dot_general": 4, "add": 12, "logistic": 6, "tanh": 4, ROUNDED: 15},
+        Network.QRNN: {"mul": 1, "dot_general": 2, "add": 2, ROUNDED: 11},
+    }
+    assert narrow(step, weights, memory, segments) == of_forward[network] | {"div": 1}
+    window = make_window_step(made.model, clamp_len=None)
+    assert jax.eval_shape(window, params, integers(2, 9), integers(2, 3)).dtype == jnp.float32
+
+
+MANY = 2.0**24  # The next whole number that float32 has is MANY + 2.
+
+
+def test_losses_are_summed_in_double_precision():
+    assert Totals.of(np.full(1 << 20, 0.1, np.float32)).nats == float(np.float32(0.1)) * (1 << 20)
+    nats = np.asarray([[MANY, 1.0, 1.0, 1.0]], np.float32)
+    assert Totals.of(nats) == Totals(MANY + 3, 4)
+    scored = np.asarray([[1, 2, 3, 0]])
+    batches = [Windows(scored, scored, scored)] * 3
+    assert evaluate_windows(lambda params, windows, targets: nats, None, batches) == Totals(3 * (MANY + 2), 9)
+
+
+def test_totals_of_segments_are_summed_in_double_precision():
+    """A call's sums over its segments, and the sums over all calls. Counts of tokens too."""
+    reader = tiny_run.text()
+    sums = np.asarray([MANY, 1.0, 1.0, 1.0], np.float32)
+    calls = math.ceil(reader.n_segments / 4)
+
+    def step(weights, memory, segments):
+        return memory, Scores(sums, sums, np.zeros(0))
+
+    found = evaluate(step, None, None, reader, segments_per_call=4, place=lambda segments: segments)
+    assert found == Totals(calls * (MANY + 3), calls * (MANY + 3))
+
+
+def test_running_totals_of_training_are_summed_in_double_precision():
+    running = RunningTotals()
+    sums = np.asarray([MANY, 1.0, 1.0, 1.0], np.float32)
+    for _ in range(2):
+        running.add(UpdateMetrics(nats=sums, tokens=sums, grad_norm=sums, learning_rate=sums))
+    total = 2 * (MANY + 3)
+    assert running == RunningTotals(nats=total, tokens=total, grad_norm=total, updates=8)
+
+
+# Updates
+
+DECAYED = {"optimizer__weight_decay": 0.1}
+AVERAGED = {"model__dtype": DType.BFLOAT16, "average__start_step": 0, "average__ema_decay": 0.9}
+DIVIDED = {"train__grad_accum_steps": 3, "optimizer__l2": 0.1}
+
+
+@pytest.mark.parametrize("name", full_but([OptimizerName.ADAMW, OptimizerName.LAMB_NVIDIA], list(OptimizerName)))
+def test_the_optimizers_state_and_arithmetic_are_float32(name):
+    """And the average of the parameters."""
+    changes = DECAYED if name is OptimizerName.ADAMW else {}
+    made = tiny_run.parts(**AVERAGED, **changes, optimizer__name=name)
+    state = shapes(made.abstract_state)
+    kept = jax.tree.leaves((state.params, state.opt_state, state.average))
+    assert {leaf.dtype.name for leaf in kept} == {"float32", "int32"}
+    assert state.memory.hidden.dtype == BFLOAT16
+    assert narrow(make_optimizer(made.config).update, state.params, state.opt_state, state.params) == {}
+    add = functools.partial(weight_averaging.add, config=made.config.average)
+    assert narrow(add, state.average, state.params, state.step) == {}
+
+
+def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
+    """Not the sums over microbatches, penalties, the norm of the gradient, clipping, moments and averages."""
+    made = tiny_run.parts(**AVERAGED, **DIVIDED)
+    state, segments = shapes(made.abstract_state), shapes(made.abstract_segments(made.config.train))
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segments)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    loss = step_lib._make_loss(made.model, made.config)
+    tokens = jax.ShapeDtypeStruct((), jnp.float32)
+    of_loss = narrow(loss, state.params, state.memory, one, key, tokens)
+    of_gradient = narrow(jax.grad(loss, has_aux=True), state.params, state.memory, one, key, tokens)
+    step = step_lib.make_train_step(made.model, make_optimizer(made.config), made.schedule, made.config)
+    assert narrow(step, state, segments) == of_gradient
+    _, metrics = jax.eval_shape(step, state, segments)
+    assert {leaf.dtype.name for leaf in metrics} == {"float32"}
+    # Products with matrices and with probabilities, the residual stream, biases, the ReLU, dropout (`div`).
+    assert set(of_loss) == {"dot_general", "add", "max", "mul", "div", ROUNDED}
+    assert set(of_gradient) == set(of_loss) | {"add_any", "reduce_sum"}
+
+
+def test_summed_losses_of_a_segment_are_wide():
+    nll, weights = jax.ShapeDtypeStruct((3, 7), jnp.float32), jax.ShapeDtypeStruct((3, 7), jnp.float32)
+    assert narrow(recurrence.weighted_sum, nll, weights) == {}
