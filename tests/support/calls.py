@@ -1,0 +1,26 @@
+"""Keeps what functions are called with, in place of calling them."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+
+def keep(patch: pytest.MonkeyPatch, found: dict[str, Any], module: Any, name: str, result: Any = None) -> None:
+    """Replaces a function or class of a module. Each argument of a call is in `found`, such as "load.path".
+
+    A call returns `result`, or raises it if it is an exception.
+    """
+    signature = inspect.signature(getattr(module, name))
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        found.update({f"{name}.{parameter}": value for parameter, value in bound.arguments.items()})
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    # A second replacement has the signature of the original.
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    patch.setattr(module, name, call)
