@@ -5,18 +5,29 @@ from typing import Any
 
 import pytest
 
+from txl_jax.config import ExperimentConfig, config_tree
+
+
+class EnoughError(Exception):
+    """Ends a program behind the last call that a test looks at."""
+
 
 def keep(patch: pytest.MonkeyPatch, found: dict[str, Any], module: Any, name: str, result: Any = None) -> None:
     """Replaces a function or class of a module. Each argument of a call is in `found`, such as "load.path".
 
-    A call returns `result`, or raises it if it is an exception.
+    A config is there as its settings. A call returns `result`, or raises it if it is an exception.
     """
     signature = inspect.signature(getattr(module, name))
 
     def call(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
-        found.update({f"{name}.{parameter}": value for parameter, value in bound.arguments.items()})
+        for parameter, value in bound.arguments.items():
+            if isinstance(value, ExperimentConfig):
+                settings = config_tree.to_dict(value)
+                found.update({f"{name}.{parameter}.{setting}": each for setting, each in settings.items()})
+            else:
+                found[f"{name}.{parameter}"] = value
         if isinstance(result, BaseException):
             raise result
         return result
