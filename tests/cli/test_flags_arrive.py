@@ -56,6 +56,16 @@ IN_FILE = {
 }
 NOT_EMPTY = {"experiments.bench.estimate": ("topology",)}  # Settings that a plan requires by its own check.
 COMPAT = "nvidia"
+# The documented short names of flags.
+ALIASES = {
+    "experiments.prepare": {"corpus": "data.corpus"},
+    "experiments.text": {
+        "train": "data.train",
+        "valid": "data.valid",
+        "test": "data.test",
+        "tokenizer": "data.tokenizer.kind",
+    },
+}
 HOSTS = {"coordinator": "a:1", "num_processes": 3, "process_id": 2}
 
 
@@ -139,8 +149,14 @@ def absolute(kind, values):
     return made
 
 
-def settings_of(plan):
-    return {leaf.name: getattr(plan, leaf.name) for leaf in config_tree.leaves(type(plan))}
+def assert_same(found, expected):
+    """Compares the settings of a plan or a config with those of another, or of a dictionary, and names the others."""
+    wanted = expected
+    if not isinstance(expected, dict):
+        wanted = {leaf.name: config_tree.get(expected, leaf.name) for leaf in config_tree.leaves(type(expected))}
+    got = {leaf.name: config_tree.get(found, leaf.name) for leaf in config_tree.leaves(type(found))}
+    different = [name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name)]
+    assert {name: (got.get(name), wanted.get(name)) for name in different} == {}
 
 
 def every_second(values):
@@ -158,7 +174,7 @@ def test_each_typed_flag_arrives(declare, start, name):
     kind, options = declare(name)
     values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
     words = as_flags(kind, values)
-    known = {flag_tree.flag_name(leaf) for leaf in config_tree.leaves(kind)} | set(options.get("aliases") or ())
+    known = {flag_tree.flag_name(leaf) for leaf in config_tree.leaves(kind)} | ALIASES.get(name, {}).keys()
     if options.get("config"):
         settings = second_values(ExperimentConfig, start_at=1000)
         words += [*as_flags(ExperimentConfig, settings), f"--compat={COMPAT}"]
@@ -167,10 +183,10 @@ def test_each_typed_flag_arrives(declare, start, name):
         known |= set(HOSTS)  # `test_processes_that_flags_announce_are_joined` has them.
 
     found = start(name, *words)
-    assert settings_of(found.plan) == absolute(kind, values)
+    assert_same(found.plan, absolute(kind, values))
     assert all(place == "" for place in found.job.places.values())
     if options.get("config"):
-        assert not config_tree.differences(found.config, config_with(options, settings))
+        assert_same(found.config, config_with(options, settings))
     assert found.flags == known, "each flag has a value here"
     folders = {name: getattr(found.plan, name, None) for name in ("data_dir", "cache_dir", "compilation_cache")}
     assert found.compiled_in == folders
@@ -195,10 +211,10 @@ def test_each_flag_of_a_flagfile_arrives_unless_it_is_typed_behind_the_file(decl
     for leaf in config_tree.leaves(kind):
         if leaf.setting.repeated and leaf.name in typed:  # Each flag adds an entry.
             typed[leaf.name] = values[leaf.name] + typed[leaf.name]
-    assert settings_of(found.plan) == absolute(kind, values | typed)
+    assert_same(found.plan, absolute(kind, values | typed))
     assert found.job.flagfile == "mine"
     if options.get("config"):
-        assert not config_tree.differences(found.config, config_with(options, settings | typed_settings))
+        assert_same(found.config, config_with(options, settings | typed_settings))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -210,30 +226,24 @@ def test_what_is_not_passed_has_its_default(declare, start, name):
     defaults = {leaf.name: leaf.default for leaf in config_tree.leaves(kind)}
     values = {name: values[name] for name in needed}
     found = start(name, *as_flags(kind, values))
-    assert settings_of(found.plan) == absolute(kind, defaults | values)
+    assert_same(found.plan, absolute(kind, defaults | values))
     if options.get("config"):
         config = options["config"]
         if options.get("by_corpus"):
             config = dataclasses.replace(config, data=default_data(config.data.corpus))
-        assert not config_tree.differences(found.config, config)
+        assert_same(found.config, config)
 
 
-ALIASED = [name for name in PROGRAMS if "aliases=" in file_of(name).read_text()]
-
-
-@pytest.mark.parametrize("name", ALIASED)
-def test_each_alias_is_another_name_of_its_own_flag(declare, start, name):
-    """Short for the setting of that name: `--train` for `data.train`, `--tokenizer` for the kind of tokenizer."""
+@pytest.mark.parametrize(("name", "alias"), [(name, alias) for name in ALIASES for alias in ALIASES[name]])
+def test_an_alias_sets_its_own_setting_alone(declare, start, name, alias):
     _, options = declare(name)
-    values = second_values(ExperimentConfig, start_at=1000)
-    for alias, full in options["aliases"].items():
-        assert alias in full.split(".")
-        found = start(name, f"--{alias}={config_tree.format_value(values[full])}")
-        given = absolute(ExperimentConfig, {full: values[full]})
-        assert config_tree.get(found.config, full) == given[full]
-        # The other aliases are not set by it.
-        for other in set(options["aliases"].values()) - {full}:
-            assert config_tree.get(found.config, other) == config_tree.get(options["config"], other)
+    setting = ALIASES[name][alias]
+    value = second_values(ExperimentConfig, start_at=1000)[setting]
+    found = start(name, f"--{alias}={config_tree.format_value(value)}")
+    [given] = absolute(ExperimentConfig, {setting: value}).values()
+    assert config_tree.get(found.config, setting) == given
+    for other in set(ALIASES[name].values()) - {setting}:
+        assert config_tree.get(found.config, other) == config_tree.get(options["config"], other)
 
 
 def test_processes_that_flags_announce_are_joined(start, monkeypatch):
@@ -328,13 +338,13 @@ def test_typed_settings_win_over_the_record_of_a_run(recorded, calls, mode):
     run_text(f"--mode={mode}", *as_flags(ExperimentConfig, typed))
     (config, *_), _ = calls[function]
     expected = config_tree.replace(recorded, absolute(ExperimentConfig, typed))
-    assert not config_tree.differences(config, expected)
+    assert_same(config, expected)
     changed = {leaf.name for leaf, *_ in config_tree.differences(recorded, config)}
     assert changed == typed.keys(), "each has another value than the record"
 
     run_text(f"--mode={mode}")
     (config, *_), _ = calls[function]
-    assert not config_tree.differences(config, recorded)
+    assert_same(config, recorded)
 
 
 @pytest.mark.parametrize(("mode", "function"), [("score", "score_documents"), ("generate", "continue_prompts")])
@@ -345,4 +355,4 @@ def test_typed_settings_win_over_the_record_for_documents_of_a_file(recorded, ca
     run_text(f"--mode={mode}", "--input=in", *as_flags(ExperimentConfig, typed))
     (weights, _), _ = calls[function]
     expected = config_tree.replace(recorded, absolute(ExperimentConfig, typed))
-    assert not config_tree.differences(weights.config, expected)
+    assert_same(weights.config, expected)

@@ -46,7 +46,7 @@ def written(port, **body):
 
 
 class Server:
-    """In place of uvicorn's server: notes its address, gets SIGTERM and ends."""
+    """In place of uvicorn's server: gets SIGTERM and ends."""
 
     found: dict
 
@@ -54,13 +54,15 @@ class Server:
         self.started = True
 
     async def serve(self, sockets):
-        self.found["address"] = sockets[0].getsockname()[:2]
+        assert sockets[0].getsockname()[0] == "127.0.0.1"
         # Its seconds and what is called after them.
         asyncio.get_running_loop().call_later = lambda *given: self.found.update(drain=given[:2])
         self.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0)
 
 
+USUAL = "--model=/runs/mine"
+FREE_PORT = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
 MODEL = types.SimpleNamespace(
     config=tiny_run.CONFIG, components="components", params="params", vocabulary="vocabulary", step=1
 )
@@ -74,6 +76,8 @@ def served(monkeypatch):
 
     def served(*flags):
         found = {}
+        # Whatever the address is, a free port of this machine is bound.
+        calls.keep(monkeypatch, found, socket, "getaddrinfo", FREE_PORT)
         calls.keep(monkeypatch, found, trained_model, "load", MODEL)
         calls.keep(monkeypatch, found, engine, "Engine", ENGINE)
         calls.keep(monkeypatch, found, sessions, "SessionStore", "store")
@@ -91,18 +95,12 @@ def served(monkeypatch):
         limits = dataclasses.asdict(found.pop("Engine.limits"))
         return found | {f"limits.{name}": value for name, value in limits.items()}
 
+    monkeypatch.delenv("TXL_API_KEYS", raising=False)
     on_interrupt = signal.getsignal(signal.SIGINT)
     yield served
     signal.signal(signal.SIGINT, on_interrupt)  # The program changes it.
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        return used.getsockname()[1]
-
-
-PORT, OTHER_PORT = free_port(), free_port()
-ADDRESS = ("127.0.0.1", PORT)
 # A second value of each flag, and all that it changes. `Engine` takes the limits apart.
 EFFECTS = {
     "compilation_cache": ("off", {"keep_compiled.given": "off"}),
@@ -110,12 +108,9 @@ EFFECTS = {
     "cache_dtype": ("bfloat16", {"load.cache_dtype": "bfloat16"}),
     "model": ("/runs/other", {"load.path": "/runs/other", "make_app.model": "other"}),
     "ensemble_member": ("seed=2", {"load.member": "seed=2"}),
-    "host": (
-        "127.0.0.2",
-        {"address": ("127.0.0.2", PORT), "make_app.hosts": (*LOOPBACK, "127.0.0.2")},
-    ),
+    "host": ("localhost", {"getaddrinfo.host": "localhost", "make_app.hosts": (*LOOPBACK, "localhost")}),
     "allowed_hosts": ("a.example,b", {"make_app.hosts": (*LOOPBACK, "127.0.0.1", "a.example", "b")}),
-    "port": (OTHER_PORT, {"address": ("127.0.0.1", OTHER_PORT)}),
+    "port": (8123, {"getaddrinfo.port": 8123}),
     "rows": (3, {"Step.batch_size": 3}),
     "max_request_tokens": (1 << 20, {"limits.tokens": 1 << 20, "limits.body_bytes": 12 << 20}),
     "max_new_tokens": (77, {"limits.new_tokens": 77}),
@@ -126,21 +121,21 @@ EFFECTS = {
     "session_seconds": (7.5, {"SessionStore.seconds": 7.5}),
     "drain_seconds": (4.5, {"drain": (4.5, "cut off"), "Config.timeout_graceful_shutdown": 34}),
 }
-USUAL = ["--model=/runs/mine", f"--port={PORT}"]
 
 
 @pytest.mark.parametrize("name", [leaf.name for leaf in config_tree.leaves(serve.Plan)])
 def test_each_flag_changes_what_it_says_and_nothing_else(served, name):
     """A new flag needs a row in `EFFECTS`."""
     value, effect = EFFECTS[name]
-    before = served(*USUAL)
-    after = served(*USUAL, f"--{name}={value}")
+    before = served(USUAL)
+    after = served(USUAL, f"--{name}={value}")
     assert {part: found for part, found in after.items() if found != before[part]} == effect
 
 
 def test_the_usual_server_has_the_documented_limits(served):
-    found = served(*USUAL)
-    assert found["address"] == ADDRESS and found["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
+    found = served(USUAL)
+    assert (found["getaddrinfo.host"], found["getaddrinfo.port"]) == ("127.0.0.1", 8000)
+    assert found["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
     assert found["make_app.keys"] == [] and found["drain"] == (30.0, "cut off")
     assert (found["limits.seconds"], found["limits.waiting"], found["limits.new_tokens"]) == (600, 512, 4096)
     assert (found["limits.tokens"], found["limits.body_bytes"]) == (200_000, 12 * 200_000)
@@ -151,7 +146,7 @@ def test_the_usual_server_has_the_documented_limits(served):
 
 def test_keys_come_from_the_environment_and_share_the_sessions(served, monkeypatch):
     monkeypatch.setenv("TXL_API_KEYS", "two, one,,")
-    found = served(*USUAL, "--max_sessions=9")
+    found = served(USUAL, "--max_sessions=9")
     assert found["make_app.keys"] == ["one", "two"]
     assert (found["SessionStore.limit"], found["SessionStore.limit_per_owner"]) == (9, 4)
 
@@ -166,7 +161,7 @@ def test_keys_come_from_the_environment_and_share_the_sessions(served, monkeypat
 )
 def test_any_host_name_is_accepted_only_by_a_server_at_all_addresses(served, monkeypatch, flags, hosts):
     monkeypatch.setenv("TXL_API_KEYS", "one")
-    assert served("--model=/runs/mine", "--port=0", *flags)["make_app.hosts"] == hosts
+    assert served(USUAL, *flags)["make_app.hosts"] == hosts
 
 
 # As a process
