@@ -1,7 +1,8 @@
-"""Tests that each flag of each program arrives in its plan or its config, from the command line and from a flagfile.
+"""Tests that each flag of each program arrives in its plan or its config, typed or from a flagfile.
 
-Programs start as from a shell, with a `run` that keeps what it gets. Values are derived from the declared types: a new
-setting is covered at once, or its program refuses the derived value and this file needs an entry in `CHOSEN`.
+Programs start as from a shell, with a `run` that keeps what it gets. Values are derived from the
+declared types: a new setting is covered at once, or its program refuses the derived value and this
+file needs an entry in `CHOSEN`.
 """
 
 import dataclasses
@@ -41,20 +42,33 @@ def uses_cli(name):
 
 PROGRAMS = [name for folder in HEADINGS for name in programs_in(folder) if uses_cli(name)]
 
-# Values for plans that check theirs, by program and setting: on the command line, and in a flagfile.
+# Values for plans that check theirs, by program and setting: typed ones, and those of a flagfile.
 CHOSEN = {
     "experiments.paper.recl": {"lengths": (7, 29, 4)},
-    "experiments.bench.device": {"tasks": ("evaluation",), "paths": ("tiled",), "tiles": ("8x16", "32x64")},
-    "experiments.bench.estimate": {"topology": ("v4:2x2x2",), "tasks": ("evaluation",), "configs": ("small",)},
+    "experiments.bench.device": {
+        "tasks": ("evaluation",),
+        "paths": ("tiled",),
+        "tiles": ("8x16", "32x64"),
+    },
+    "experiments.bench.estimate": {
+        "topology": ("v4:2x2x2",),
+        "tasks": ("evaluation",),
+        "configs": ("small",),
+    },
     "experiments.bench.speed": {"tasks": ("evaluation",), "peer": "original"},
 }
 IN_FILE = {
     "experiments.paper.recl": {"lengths": (5, 30, 5)},
     "experiments.bench.device": {"tasks": ("training",), "paths": ("stored",), "tiles": ("4x4",)},
-    "experiments.bench.estimate": {"topology": ("h200x8",), "tasks": ("training",), "configs": ("ptb", "small")},
+    "experiments.bench.estimate": {
+        "topology": ("h200x8",),
+        "tasks": ("training",),
+        "configs": ("ptb", "small"),
+    },
     "experiments.bench.speed": {"tasks": ("training",), "peer": "original"},
 }
-NOT_EMPTY = {"experiments.bench.estimate": ("topology",)}  # Settings that a plan requires by its own check.
+# Settings that a plan requires by its own check.
+NOT_EMPTY = {"experiments.bench.estimate": ("topology",)}
 COMPAT = "nvidia"
 # The documented short names of flags.
 ALIASES = {
@@ -75,9 +89,13 @@ def declare(monkeypatch):
 
     def declare(name):
         found = []
+
+        def main(run, plan, **options):
+            found.append((plan, options))
+
         with monkeypatch.context() as patch, programs.own_flags():
             for module in (cli, program):
-                patch.setattr(module, "main", lambda run, plan, **options: found.append((plan, options)))
+                patch.setattr(module, "main", main)
             runpy.run_path(str(file_of(name)), run_name="__main__")
         [(plan, options)] = found
         return plan, options
@@ -98,7 +116,10 @@ class Started:
 
 @pytest.fixture
 def compiled_in(monkeypatch, tmp_path):
-    """Runs programs that do not check whether settings go together. Returns the arguments of `keep_compiled`."""
+    """Runs programs that do not check whether settings go together.
+
+    Returns the arguments of `keep_compiled`.
+    """
     found = {}
 
     def keep_compiled(data_dir, cache_dir, *, given):
@@ -111,6 +132,12 @@ def compiled_in(monkeypatch, tmp_path):
     return found
 
 
+def own_flags():
+    """Returns the project's own flags."""
+    module_of = flags.FLAGS.find_module_defining_flag
+    return {name for name in flags.FLAGS if "txl_jax.cli" in str(module_of(name))}
+
+
 @pytest.fixture
 def start(monkeypatch, compiled_in):
     """Returns what a program makes of a command line."""
@@ -120,14 +147,13 @@ def start(monkeypatch, compiled_in):
     def main(_run, plan_class, **options):
         def run(plan, job):
             config = job.config() if options.get("config") else None
-            own = {name for name in flags.FLAGS if "txl_jax.cli" in str(flags.FLAGS.find_module_defining_flag(name))}
-            found.append(Started(plan, job, config, own, compiled_in))
+            found.append(Started(plan, job, config, own_flags(), compiled_in))
 
         real(run, plan_class, **options)
 
     def start(name, *words):
         code, _, errors = programs.run(name, *words)
-        assert code == 0, f"{errors}If a derived value is refused, choose another in CHOSEN and IN_FILE."
+        assert code == 0, f"{errors}For a derived value choose another in CHOSEN and IN_FILE."
         return found.pop()
 
     for module in (cli, program):
@@ -136,7 +162,7 @@ def start(monkeypatch, compiled_in):
 
 
 def absolute(kind, values):
-    """Returns the values as a plan or a config has them: paths do not depend on the current directory."""
+    """Returns the values as a plan or a config has them, with absolute paths."""
     made = dict(values)
     for leaf in config_tree.leaves(kind):
         value = made.get(leaf.name)
@@ -149,12 +175,15 @@ def absolute(kind, values):
     return made
 
 
+def settings_of(config):
+    names = [leaf.name for leaf in config_tree.leaves(type(config))]
+    return {name: config_tree.get(config, name) for name in names}
+
+
 def assert_same(found, expected):
-    """Compares the settings of a plan or a config with those of another, or of a dictionary, and names the others."""
-    wanted = expected
-    if not isinstance(expected, dict):
-        wanted = {leaf.name: config_tree.get(expected, leaf.name) for leaf in config_tree.leaves(type(expected))}
-    got = {leaf.name: config_tree.get(found, leaf.name) for leaf in config_tree.leaves(type(found))}
+    """Names the settings of a plan or a config that differ from the expected ones."""
+    wanted = expected if isinstance(expected, dict) else settings_of(expected)
+    got = settings_of(found)
     different = [name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name)]
     assert {name: (got.get(name), wanted.get(name)) for name in different} == {}
 
@@ -163,8 +192,17 @@ def every_second(values):
     return dict(list(values.items())[::2])
 
 
+def unlike(kind, values, typed, defaults=None):
+    """Returns the values of a flagfile, with the default where the same value is typed."""
+    made = dict(values)
+    for leaf in config_tree.leaves(kind):
+        if leaf.name in typed and typed[leaf.name] == made[leaf.name]:
+            made[leaf.name] = config_tree.get(defaults, leaf.name) if defaults else leaf.default
+    return made
+
+
 def config_with(options, values):
-    """Returns the config of a program's defaults and the settings of a command line that also has `--compat`."""
+    """Returns the config of a command line that also has `--compat`."""
     base = apply_preset(options["config"], COMPAT)
     return config_tree.replace(base, absolute(ExperimentConfig, values))
 
@@ -174,7 +212,8 @@ def test_each_typed_flag_arrives(declare, start, name):
     kind, options = declare(name)
     values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
     words = as_flags(kind, values)
-    known = {flag_tree.flag_name(leaf) for leaf in config_tree.leaves(kind)} | ALIASES.get(name, {}).keys()
+    known = {flag_tree.flag_name(leaf) for leaf in config_tree.leaves(kind)}
+    known |= ALIASES.get(name, {}).keys()
     if options.get("config"):
         settings = second_values(ExperimentConfig, start_at=1000)
         words += [*as_flags(ExperimentConfig, settings), f"--compat={COMPAT}"]
@@ -188,21 +227,23 @@ def test_each_typed_flag_arrives(declare, start, name):
     if options.get("config"):
         assert_same(found.config, config_with(options, settings))
     assert found.flags == known, "each flag has a value here"
-    folders = {name: getattr(found.plan, name, None) for name in ("data_dir", "cache_dir", "compilation_cache")}
-    assert found.compiled_in == folders
+    names = ("data_dir", "cache_dir", "compilation_cache")
+    assert found.compiled_in == {name: getattr(found.plan, name, None) for name in names}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_flag_of_a_flagfile_arrives_unless_it_is_typed_behind_the_file(declare, start, tmp_path, name):
-    """The file gives every flag a value, and every second flag is typed as well, with another value."""
+def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start, tmp_path, name):
+    """The file gives every flag a value, and every second flag is typed as well, with another."""
     kind, options = declare(name)
-    values = second_values(kind, chosen=IN_FILE.get(name), start_at=200)
     typed = every_second(second_values(kind, chosen=CHOSEN.get(name), start_at=100))
+    values = second_values(kind, chosen=IN_FILE.get(name), start_at=200)
+    values = unlike(kind, values, typed)
     lines = as_flags(kind, values)
     words = as_flags(kind, typed)
     if options.get("config"):
-        settings = second_values(ExperimentConfig, start_at=2000)
         typed_settings = every_second(second_values(ExperimentConfig, start_at=1000))
+        settings = second_values(ExperimentConfig, start_at=2000)
+        settings = unlike(ExperimentConfig, settings, typed_settings, options["config"])
         lines += [*as_flags(ExperimentConfig, settings), f"--compat={COMPAT}"]
         words += as_flags(ExperimentConfig, typed_settings)
     (tmp_path / "mine.flags").write_text("\n".join(lines))
@@ -234,7 +275,10 @@ def test_what_is_not_passed_has_its_default(declare, start, name):
         assert_same(found.config, config)
 
 
-@pytest.mark.parametrize(("name", "alias"), [(name, alias) for name in ALIASES for alias in ALIASES[name]])
+EVERY_ALIAS = [(name, alias) for name in ALIASES for alias in ALIASES[name]]
+
+
+@pytest.mark.parametrize(("name", "alias"), EVERY_ALIAS)
 def test_an_alias_sets_its_own_setting_alone(declare, start, name, alias):
     _, options = declare(name)
     setting = ALIASES[name][alias]
@@ -244,6 +288,38 @@ def test_an_alias_sets_its_own_setting_alone(declare, start, name, alias):
     assert config_tree.get(found.config, setting) == given
     for other in set(ALIASES[name].values()) - {setting}:
         assert config_tree.get(found.config, other) == config_tree.get(options["config"], other)
+
+
+# Programs that take the usual settings of the corpus that their flags name. Others belong to a
+# corpus, or to a run.
+BY_CORPUS = (
+    "experiments.ensemble",
+    "experiments.prepare",
+    "experiments.paper.ablation",
+    "experiments.bench.estimate",
+    "experiments.bench.serving",
+    "experiments.bench.speed",
+)
+
+
+@pytest.mark.parametrize("name", BY_CORPUS)
+def test_a_corpus_that_is_named_brings_its_usual_settings(start, name):
+    needed = {
+        "experiments.ensemble": ["--workdir=run"],
+        "experiments.paper.ablation": ["--out=out"],
+        "experiments.bench.estimate": ["--topology=h200"],
+    }
+    found = start(name, "--data.corpus=lm1b", *needed.get(name, ()))
+    assert_same(found.config.data, default_data(CorpusName.LM1B))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_word_that_is_not_a_flag_is_an_error_but_for_the_runs_of_a_report(start, name):
+    if name == "experiments.report":
+        assert start(name, "runs/a", "runs/b").job.words == ["runs/a", "runs/b"]
+        return
+    code, _, errors = programs.run(name, "word")
+    assert code == 2 and "'word'" in errors
 
 
 def test_processes_that_flags_announce_are_joined(start, monkeypatch):
@@ -258,7 +334,7 @@ def test_processes_that_flags_announce_are_joined(start, monkeypatch):
 
 @pytest.mark.parametrize("value", ["", "none"])
 def test_a_value_that_is_not_of_the_settings_type_is_refused(value):
-    """An empty value is a text or an empty list, and does not mean none. Only optional settings may be none."""
+    """An empty value is a text or an empty list. Only optional settings may be none."""
     values = flags.FlagValues()
     flag_tree.define(ExperimentConfig(), values)
     tried = 0
@@ -278,14 +354,14 @@ def test_a_value_that_is_not_of_the_settings_type_is_refused(value):
 
 
 FREE = [leaf for leaf in flag_tree.setting_leaves(ExperimentConfig) if leaf.setting.free_on_resume]
-# A trained run is used with its own vocabulary, so that the files of a vocabulary are not free then.
+# A trained run is used with its own vocabulary, whose files are not free then.
 FREE_IN_USE = [leaf for leaf in FREE if not leaf.setting.shapes_tokens]
 MAY_GROW = [leaf for leaf in flag_tree.setting_leaves(ExperimentConfig) if leaf.setting.may_grow]
 
 
 @pytest.fixture
 def recorded(compiled_in, tmp_path):
-    """The recorded config of a run in the current directory's "run". Nearly all of its settings have other values."""
+    """The config of a recorded run in the directory "run". Few settings have their default."""
     values = second_values(ExperimentConfig, start_at=3000)
     values["data.corpus"] = CorpusName.TEXT
     del values["data.tokenizer.min_count"]  # A vocabulary's file resets it.
@@ -296,7 +372,7 @@ def recorded(compiled_in, tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replaces what a corpus's command calls. Returns the arguments of each such function by its name."""
+    """Replaces what a corpus's command calls. Returns the arguments by function."""
     found = {}
 
     def replace(module, name, result=None):
@@ -333,8 +409,10 @@ def test_typed_settings_win_over_the_record_of_a_run(recorded, calls, mode):
     function, leaves = MODES[mode]
     values = second_values(ExperimentConfig, start_at=4000)
     # Of two choices the second was recorded, and the first is typed.
-    defaults = {leaf.name: leaf.default for leaf in leaves if config_tree.get(recorded, leaf.name) == values[leaf.name]}
-    typed = {leaf.name: values[leaf.name] for leaf in leaves} | defaults
+    typed = {leaf.name: values[leaf.name] for leaf in leaves}
+    for leaf in leaves:
+        if config_tree.get(recorded, leaf.name) == typed[leaf.name]:
+            typed[leaf.name] = leaf.default
     run_text(f"--mode={mode}", *as_flags(ExperimentConfig, typed))
     (config, *_), _ = calls[function]
     expected = config_tree.replace(recorded, absolute(ExperimentConfig, typed))
@@ -347,10 +425,14 @@ def test_typed_settings_win_over_the_record_of_a_run(recorded, calls, mode):
     assert_same(config, recorded)
 
 
-@pytest.mark.parametrize(("mode", "function"), [("score", "score_documents"), ("generate", "continue_prompts")])
-def test_typed_settings_win_over_the_record_for_documents_of_a_file(recorded, calls, tmp_path, mode, function):
+OF_DOCUMENTS = [("score", "score_documents"), ("generate", "continue_prompts")]
+
+
+@pytest.mark.parametrize(("mode", "function"), OF_DOCUMENTS)
+def test_typed_settings_win_for_documents_of_a_file(recorded, calls, tmp_path, mode, function):
     values = second_values(ExperimentConfig, start_at=4000)
-    typed = {leaf.name: values[leaf.name] for leaf in FREE_IN_USE if leaf.name.startswith(("eval.", "generate."))}
+    names = [leaf.name for leaf in FREE_IN_USE if leaf.name.startswith(("eval.", "generate."))]
+    typed = {name: values[name] for name in names}
     (tmp_path / "in").write_text("")
     run_text(f"--mode={mode}", "--input=in", *as_flags(ExperimentConfig, typed))
     (weights, _), _ = calls[function]

@@ -1,7 +1,7 @@
-"""Tests that each setting of each program's plan is used: a second value changes the calls that it should.
+"""Tests that each setting of each program's plan is used: a second value changes the right calls.
 
-`support.plan_starts` replaces what a program calls. The server's plan is in `tests/serving/test_program.py`, and how
-flags become plans in `tests/cli/test_flags_arrive.py`.
+`support.plan_starts` replaces what a program calls. The server's plan is tested in
+`tests/serving/test_program.py`, and how flags become plans in `tests/cli/test_flags_arrive.py`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ GONE = "gone"  # In place of a call that is not made any more.
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A plan that a program starts with, and second values of its settings with all that each of them changes."""
+    """A plan that a program starts with, and second values of its settings with their effects."""
 
     program: str
     start: Callable[..., dict]
@@ -36,7 +36,8 @@ class Scene:
 
 def options_of_text(**recorded):
     """The rows of a plan's directories of text. Those of a recorded run go together."""
-    data_dir = {"read_corpus.data_dir": "/c"} | {f"read_corpus.{name}": value for name, value in recorded.items()}
+    data_dir = {"read_corpus.data_dir": "/c"}
+    data_dir |= {f"read_corpus.{name}": value for name, value in recorded.items()}
     return {"data_dir": ("/c", data_dir), "cache_dir": ("/c", {"read_corpus.cache_dir": "/c"})}
 
 
@@ -89,7 +90,12 @@ SCENES = [
             "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
         },
     ),
-    Scene("report", plan_starts.start_report, report.Plan(), {"out": ("/c", {"make_folder.folder": "/c"})}),
+    Scene(
+        "report",
+        plan_starts.start_report,
+        report.Plan(),
+        {"out": ("/c", {"make_folder.folder": "/c"})},
+    ),
     Scene("prepare", plan_starts.start_prepare, cli.TextPlan(), options_of_text()),
     Scene(
         "ensemble",
@@ -97,7 +103,10 @@ SCENES = [
         ensemble.Plan(workdir="/w"),
         {
             "workdir": ("/c", {"open.path": "/c"}),
-            "ensemble_member": (("seed=3", "seed=4"), {"train_run.members": [{"seed": 3}, {"seed": 4}]}),
+            "ensemble_member": (
+                ("seed=3", "seed=4"),
+                {"train_run.members": [{"seed": 3}, {"seed": 4}]},
+            ),
             **options_of_text(),
             **OF_WATCHING,
         },
@@ -192,11 +201,17 @@ SCENES = [
             **OF_TRAINED_RUN,
             "lengths": (
                 (6,),
-                {"build_for.config.eval.segment_len": 6, "score_with_line.name": "valid at attention length 6"},
+                {
+                    "build_for.config.eval.segment_len": 6,
+                    "score_with_line.name": "valid at attention length 6",
+                },
             ),
             "split": (
                 "test",
-                {"score_with_line.tokens": [160, 161], "score_with_line.name": "test at attention length 8"},
+                {
+                    "score_with_line.tokens": [160, 161],
+                    "score_with_line.name": "test at attention length 8",
+                },
             ),
             "stride": (2, {"build_for.config.eval.stride": 2}),
         },
@@ -262,16 +277,35 @@ SCENES = [
                 },
             ),
             "seeds": ((5,), {"path": f"/o/{VANILLA}-seed5", "seed": 5}),
-            "lengths": ((6,), {"lengths": [("vaswani", 6, 1), ("vaswani", 7, 1), ("vaswani", 6, 1)]}),
+            "lengths": (
+                (6,),
+                {"lengths": [("vaswani", 6, 1), ("vaswani", 7, 1), ("vaswani", 6, 1)]},
+            ),
             "stride": (2, {"lengths": [("vaswani", 4, 2), ("vaswani", 7, 2), ("vaswani", 4, 2)]}),
             "out": ("/c", {"path": f"/c/{VANILLA}-seed1111"}),
         },
     ),
     Scene(
         "paper.ablation",
-        plan_starts.start_table,
-        ablation.Plan(lengths=(15,), out="/o"),
-        {"table": ("7", {"checked": ["relative", "shaw", "relative"]})},
+        plan_starts.start_ablation,
+        ablation.Plan(lengths=(4,), out="/o"),
+        {
+            # Three rows instead of nine are checked, and then the first is scored.
+            "table": (
+                "7",
+                {
+                    "lengths": [
+                        ("relative", 4, None),
+                        ("relative", 15, None),
+                        ("shaw", 4, None),
+                        ("shaw", 15, None),
+                        ("relative", 4, 1),
+                        ("relative", 7, 1),
+                        ("relative", 4, None),
+                    ]
+                },
+            ),
+        },
     ),
     Scene(
         "paper.table9",
@@ -299,7 +333,12 @@ SCENES = [
         dataclasses.replace(DEVICE, paths=("tiled",)),
         {"tiles": (("2x4",), {"implementations": ["tiled 64x1024", "tiled 2x4"]})},
     ),
-    Scene("bench.device", plan_starts.start_device_timing, device.Plan(), {"calls": (3, {"time_in_turns.calls": 3})}),
+    Scene(
+        "bench.device",
+        plan_starts.start_device_timing,
+        device.Plan(),
+        {"calls": (3, {"time_in_turns.calls": 3})},
+    ),
     Scene(
         "bench.estimate",
         plan_starts.start_estimate,
@@ -344,7 +383,7 @@ SCENES = [
     ),
 ]
 ROWS = [
-    pytest.param(scene, name, id=f"{scene.program}-{scene.start.__name__.removeprefix('start_')}-{name}")
+    pytest.param(scene, name, id=f"{scene.program}-{scene.start.__name__}-{name}")
     for scene in SCENES
     for name in scene.rows
 ]
@@ -357,19 +396,22 @@ def test_a_second_value_changes_what_it_should_and_nothing_else(monkeypatch, sce
         before = scene.start(Seen(patch), scene.plan, ())
     with monkeypatch.context() as patch:
         after = scene.start(Seen(patch), dataclasses.replace(scene.plan, **{name: value}), (name,))
-    names = before.keys() | after.keys()
-    changed = {part: after.get(part, GONE) for part in names if before.get(part, GONE) != after.get(part, GONE)}
+    changed = {}
+    for part in before.keys() | after.keys():
+        if before.get(part, GONE) != after.get(part, GONE):
+            changed[part] = after.get(part, GONE)
     assert changed == effect
 
 
-# Commands of a corpus share a plan, for which experiments.text stands, and the server's plan has a test of its own.
+# Commands of a corpus share a plan, for which experiments.text stands. The server's plan has a test
+# of its own.
 OTHER_PROGRAMS = {"enwik8", "lm1b", "ptb", "text8", "wikitext103", "serve"}
 
 
 def test_each_setting_of_each_plan_has_a_row():
     """`compilation_cache` goes to `keep_compiled` in every program, before its `run`."""
-    listed = [name for folder in HEADINGS for name in programs_in(folder) if name.startswith("experiments.")]
-    expected = {name.removeprefix("experiments.") for name in listed} - OTHER_PROGRAMS
+    listed = [name.partition(".") for folder in HEADINGS for name in programs_in(folder)]
+    expected = {name for package, _, name in listed if package == "experiments"} - OTHER_PROGRAMS
     assert {scene.program for scene in SCENES} == expected
     for name in expected:
         scenes = [scene for scene in SCENES if scene.program == name]

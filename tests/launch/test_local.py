@@ -14,7 +14,7 @@ from support import ROOT, processes
 
 
 def test_each_flag_reaches_the_processes(monkeypatch):
-    """As many as `--processes`, with as many simulated devices as `--devices`, or with those that jax finds."""
+    """As many as `--processes`, with as many simulated devices as `--devices`, or jax's own."""
     started = []
 
     class ProcessGroup:
@@ -25,7 +25,8 @@ def test_each_flag_reaches_the_processes(monkeypatch):
             return 7
 
     def start(*flags):
-        monkeypatch.setattr(sys, "argv", ["launch.local", *flags, "--", sys.executable, "--own=flag"])
+        words = ["launch.local", *flags, "--", sys.executable, "--own=flag"]
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
             local_module.main()
         assert ended.value.code == 7
@@ -35,7 +36,7 @@ def test_each_flag_reaches_the_processes(monkeypatch):
 
     monkeypatch.setattr(local_module, "ProcessGroup", ProcessGroup)
     monkeypatch.setenv("XLA_FLAGS", "--own_flag=1")
-    assert [environment["JAX_NUM_PROCESSES"] for environment in start()] == ["2", "2"], "the default"
+    assert [environment["JAX_NUM_PROCESSES"] for environment in start()] == ["2", "2"]
     environments = start("--processes=3", "--devices=5")
     assert [environment["JAX_PROCESS_ID"] for environment in environments] == ["0", "1", "2"]
     assert len({environment["JAX_COORDINATOR_ADDRESS"] for environment in environments}) == 1

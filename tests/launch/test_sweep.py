@@ -127,7 +127,7 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, named):
 
 @pytest.fixture
 def worker(monkeypatch):
-    """The arguments of the worker of a study that trains nothing, and what the sweep writes of it."""
+    """The arguments of the worker of a study, which trains nothing."""
     found = {}
 
     class Worker:
@@ -162,7 +162,8 @@ def test_each_flag_reaches_the_worker_or_the_table(write, worker, capsys, tmp_pa
     assert start() == usual | {"gpus": [None]}
     assert start("--jobs=3") == usual | {"gpus": [None, None, None]}
     assert start("--gpus=4,7") == usual | {"gpus": ["4", "7"]}
-    assert start("--storage=sqlite:///other.db") == usual | {"gpus": [None], "url": "sqlite:///other.db"}
+    other = {"gpus": [None], "url": "sqlite:///other.db"}
+    assert start("--storage=sqlite:///other.db") == usual | other
     assert start(f"--out={tmp_path / 'new'}")["out"] == str(tmp_path / "new")
     for flag, printed in (("--table", "| seed=1 | "), ("--dry_run", "--seed=1")):
         capsys.readouterr()

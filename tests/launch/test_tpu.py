@@ -83,7 +83,8 @@ def test_dry_run_prints_each_command_and_runs_none(cloud):
     assert not (cloud / "gcloud.log").exists()
 
 
-# A command for each flag, a second value, and the words that it adds. `--every` has no words: tests of `watch` use it.
+# A command for each flag, a second value, and the words that it adds. `--every` adds none, and tests
+# of `watch` wait for it.
 EFFECTS = {
     "zone": ("stop", "=other", {"--zone=other"}),
     "project": ("stop", "=p", {"--project=p"}),
@@ -96,7 +97,11 @@ EFFECTS = {
     "service-account": ("create", "=a@p", {"--service-account=a@p"}),
     "worker": ("logs", "=5", {"--worker=5"}),
     "node": ("logs", "=6", {"--node=6"}),
-    "follow": ("logs", "", {"--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow"}),
+    "follow": (
+        "logs",
+        "",
+        {"--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow"},
+    ),
 }
 
 

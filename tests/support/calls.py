@@ -12,8 +12,14 @@ class EnoughError(Exception):
     """Ends a program behind the last call that a test looks at."""
 
 
-def keep(patch: pytest.MonkeyPatch, found: dict[str, Any], module: Any, name: str, result: Any = None) -> None:
-    """Replaces a function or class of a module. Each argument of a call is in `found`, such as "load.path".
+def keep(
+    patch: pytest.MonkeyPatch,
+    found: dict[str, Any],
+    module: Any,
+    name: str,
+    result: Any = None,
+) -> None:
+    """Replaces a function or class of a module. `found` gets each argument, such as "load.path".
 
     A config is there as its settings. A call returns `result`, or raises it if it is an exception.
     """
@@ -24,8 +30,8 @@ def keep(patch: pytest.MonkeyPatch, found: dict[str, Any], module: Any, name: st
         bound.apply_defaults()
         for parameter, value in bound.arguments.items():
             if isinstance(value, ExperimentConfig):
-                settings = config_tree.to_dict(value)
-                found.update({f"{name}.{parameter}.{setting}": each for setting, each in settings.items()})
+                for setting, content in config_tree.to_dict(value).items():
+                    found[f"{name}.{parameter}.{setting}"] = content
             else:
                 found[f"{name}.{parameter}"] = value
         if isinstance(result, BaseException):

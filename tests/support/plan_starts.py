@@ -1,7 +1,7 @@
 """Starts the programs with a plan, for tests of what becomes of its settings.
 
-What a program calls is replaced by functions that keep their arguments: `start_NAME(seen, plan, changed)` returns them
-by function and parameter. `changed` are the settings that count as typed.
+What a program calls is replaced by functions that keep their arguments. `start_NAME(seen, plan,
+changed)` returns them by function and parameter. `changed` are the settings that count as typed.
 """
 
 import contextlib
@@ -38,13 +38,21 @@ CORPUS = types.SimpleNamespace(
 STOPPED = Outcome(finished=False, step=1, results=None)
 FINISHED = Outcome(finished=True, step=1, results={})
 MODEL = types.SimpleNamespace(
-    path="/runs/mine", config=tiny_run.CONFIG, vocabulary=CORPUS.vocabulary, description="a model", source="run"
+    path="/runs/mine",
+    config=tiny_run.CONFIG,
+    vocabulary=CORPUS.vocabulary,
+    description="a model",
+    source="run",
 )
 RECORDED = types.SimpleNamespace(
     path="/runs/mine",
     outputs="/runs/mine",
     config=tiny_run.CONFIG,
-    text=types.SimpleNamespace(vocabulary=CORPUS.vocabulary, data_dir="/recorded", cache_dir="/recorded/cache"),
+    text=types.SimpleNamespace(
+        vocabulary=CORPUS.vocabulary,
+        data_dir="/recorded",
+        cache_dir="/recorded/cache",
+    ),
     is_open=False,
     is_new=False,
     members=(),
@@ -183,7 +191,10 @@ def start_use(seen, plan, changed):
     used = {}
 
     def note(name):
-        return lambda config, corpus, model, stop_requested: used.update(function=name, out=model.out)
+        def call(config, corpus, model, *, stop_requested):
+            used.update(function=name, out=model.out)
+
+        return call
 
     for name in ("evaluate_splits", "score_tokens"):
         seen.replace(program.score, name, note(name))
@@ -227,7 +238,10 @@ def start_continuation(seen, plan, changed):
         return [np.zeros((1, config.length), int)]
 
     generator = types.SimpleNamespace(tokens=tokens)
-    parts = types.SimpleNamespace(generator=lambda params: generator, prepare_params=lambda params: params)
+    parts = types.SimpleNamespace(
+        generator=lambda params: generator,
+        prepare_params=lambda params: params,
+    )
     trained_run(seen)
     seen.replace(continuation, "load_to_score", lambda *given, log: (parts, 7, "params"))
     seen.keep(storage, "write")
@@ -253,7 +267,12 @@ def start_recl(seen, plan, changed):
     read = []
     scored = {}
     parts = types.SimpleNamespace(window_step="step")
-    seen.replace(Run, "read", lambda path: read.append(path) or RECORDED)
+
+    def read_run(path):
+        read.append(path)
+        return RECORDED
+
+    seen.replace(Run, "read", read_run)
     seen.keep(program, "read_corpus", CORPUS)
     seen.replace(recl, "load_to_score", lambda *given, log: (parts, 7, "params"))
     seen.replace(recl, "exists", lambda path: False)
@@ -269,7 +288,7 @@ def start_recl(seen, plan, changed):
 
 
 def start_ablation(seen, plan, changed):
-    """All rows are checked at all lengths, and the first of them is trained and scored at the first length."""
+    """All rows are checked at all lengths. The first is trained and scored at its first length."""
     lengths = []
     at_lengths = context_length.at_lengths
 
@@ -284,31 +303,14 @@ def start_ablation(seen, plan, changed):
     seen.keep(ablation, "train_run", FINISHED)
     seen.replace(ablation, "exists", lambda path: False)
     seen.keep(ablation, "load_to_score", EnoughError())
-    seen.run(ablation, plan, changed, config_tree.replace(tiny_run.CONFIG, {"eval.clamp_len": None}))
-    found = {name: value for name, value in seen.found.items() if name.startswith(("read_corpus.d", "read_corpus.c"))}
-    found["path"] = seen.found["open.path"]
-    found["seed"] = seen.found["train_run.config.seed"]
-    return found | {"lengths": lengths}
-
-
-def start_table(seen, plan, changed):
-    """The encodings of the rows that are checked, before a text is read."""
-    checked = []
-    at_lengths = context_length.at_lengths
-
-    def note(config, lengths, *, stride):
-        checked.append(config.model.encoding.value)
-        return at_lengths(config, lengths, stride=stride)
-
-    seen.replace(context_length, "at_lengths", note)
-    seen.replace(ablation, "_lengths", lambda config, plan: plan.lengths)
-    seen.replace(program, "read_corpus", lambda *given, **named: stop())
-    seen.run(ablation, plan, changed, config_tree.replace(tiny_run.CONFIG, {"eval.clamp_len": None}))
-    return {"checked": checked}
-
-
-def stop():
-    raise EnoughError
+    seen.run(ablation, plan, changed)
+    return {
+        "read_corpus.data_dir": seen.found["read_corpus.data_dir"],
+        "read_corpus.cache_dir": seen.found["read_corpus.cache_dir"],
+        "path": seen.found["open.path"],
+        "seed": seen.found["train_run.config.seed"],
+        "lengths": lengths,
+    }
 
 
 def start_table9(seen, plan, changed):
@@ -322,7 +324,8 @@ def start_device(seen, plan, changed):
 
     def measure(case, plan, notes):
         seen.found["case"] = (case.config, case.task, case.batch, case.segment_len, case.dtype)
-        seen.found["implementations"] = [name for name, *_ in device.implementations(case, plan, notes)]
+        found = device.implementations(case, plan, notes)
+        seen.found["implementations"] = [name for name, *_ in found]
         raise EnoughError
 
     seen.replace(Job, "config_of_flagfile", lambda job, name: tiny_run.CONFIG)
@@ -345,11 +348,16 @@ def start_device_timing(seen, plan, changed):
 
 def start_estimate(seen, plan, changed):
     estimated = []
+
+    def note(name, config, topology, tasks):
+        estimated.append((name, topology, tasks))
+        return [True]
+
     seen.replace(Job, "config_of_flagfile", lambda job, name: tiny_run.CONFIG)
     seen.replace(estimate, "compiler_of", lambda topology: ("libtpu", "1.0"))
     seen.replace(estimate, "slices", lambda topology: [topology])
     seen.replace(estimate, "meshes", lambda config, count: [{}])
-    seen.replace(estimate, "estimate", lambda name, config, *given: estimated.append((name, *given)) or [True])
+    seen.replace(estimate, "estimate", note)
     seen.run(estimate, plan, changed)
     return {"estimated": estimated}
 
@@ -375,11 +383,20 @@ def start_serving(seen, plan, changed):
 
 def start_speed(seen, plan, changed):
     names = []
+
+    def with_peer_compat(config):
+        seen.found["compat"] = "hf"
+        return config
+
+    def tasks(name, components):
+        names.append(name)
+        return [Task("a", 1, list)]
+
     seen.replace(speed, "build", lambda config, vocab_size: BUILT)
     seen.replace(speed.timing, "print_head", lambda components: None)
-    seen.replace(speed.peers, "with_peer_compat", lambda config: seen.found.update(compat="hf") or config)
+    seen.replace(speed.peers, "with_peer_compat", with_peer_compat)
     seen.keep(speed.peers, "checked_peers", [])
-    seen.replace(speed, "tasks", lambda name, components: names.append(name) or [Task("a", 1, list)])
+    seen.replace(speed, "tasks", tasks)
     seen.keep(speed.timing, "time_in_turns", EnoughError())
     seen.run(speed, plan, changed)
     return seen.without("time_in_turns.tasks", "checked_peers.components") | {"first": names[0]}
@@ -398,7 +415,8 @@ def harness(seen):
         return {"results": {}}
 
     def model(path, **options):
-        seen.found.update({"model.path": path} | {f"model.{name}": value for name, value in options.items()})
+        seen.found["model.path"] = path
+        seen.found.update({f"model.{name}": value for name, value in options.items()})
         return "model"
 
     for name, members in (

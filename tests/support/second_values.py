@@ -1,4 +1,6 @@
-"""Second values of the settings of a plan or a config: other ones than the defaults, and no two alike.
+"""Second values of the settings of a plan or a config, which differ from the defaults.
+
+Numbers and texts also differ from each other, so that a value in another's place is noticed.
 
 They follow from the declared types and ranges, so that a new setting has one without a line here.
 """
@@ -12,8 +14,13 @@ from txl_jax.config import config_tree
 from txl_jax.config.config_tree import Leaf
 
 
-def second_values(kind: type, *, start_at: int, chosen: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a value for each setting of a class that is a flag, by its name. Those that are `chosen` stay."""
+def second_values(
+    kind: type,
+    *,
+    start_at: int,
+    chosen: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns a value for each setting of a class that is a flag, by name. `chosen` ones stay."""
     given = chosen or {}
     values = {}
     for number, leaf in enumerate(flag_tree.setting_leaves(kind), start=start_at):
@@ -28,16 +35,19 @@ def as_flags(kind: type, values: Mapping[str, Any]) -> list[str]:
         if leaf.name not in values:
             continue
         entries = values[leaf.name] if leaf.setting.repeated else [values[leaf.name]]
-        words += [f"--{flag_tree.flag_name(leaf)}={config_tree.format_value(entry)}" for entry in entries]
+        flag = flag_tree.flag_name(leaf)
+        words += [f"--{flag}={config_tree.format_value(entry)}" for entry in entries]
     return words
 
 
 def _value(leaf: Leaf, number: int) -> Any:
-    """Returns a value that differs from the default, and by its number from those of other settings."""
+    """Returns a value that differs from the default, and by its number from other settings'."""
     if leaf.type.is_list:
         # The second entry of a repeated flag has a comma, which does not divide it.
         separator = ", " if leaf.setting.repeated else "-"
-        return _entry(leaf, number, leaf.name), _entry(leaf, number + 5000, f"{leaf.name}{separator}again")
+        first = _entry(leaf, number, leaf.name)
+        second = _entry(leaf, number + 5000, f"{leaf.name}{separator}again")
+        return first, second
     return _entry(leaf, number, leaf.name)
 
 
