@@ -83,8 +83,8 @@ def test_dry_run_prints_each_command_and_runs_none(cloud):
     assert not (cloud / "gcloud.log").exists()
 
 
-# A command for each flag, a second value, and the words that it adds. `--every` adds none, and tests
-# of `watch` wait for it.
+# A command for each flag, a second value, and the words that it adds. `--every` adds none, and
+# tests of `watch` wait for it.
 EFFECTS = {
     "zone": ("stop", "=other", {"--zone=other"}),
     "project": ("stop", "=p", {"--project=p"}),
