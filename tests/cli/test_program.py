@@ -474,6 +474,7 @@ def test_mistakes_are_named():
         (["--model.n_layer=three"], r"model\.n_layer=three\b"),
         (["--model.layer_norm=middle"], "post"),
         (["--model.n_layer=none"], "none"),
+        (["--eval.clamp_len="], r"eval\.clamp_len\b.*''"),  # It may be none, which is a word.
         (["--model.cutoffs=20,x"], r"--model\.cutoffs\b.*'x'"),
         (["--flagfile=enwik8_12"], r"\bsmall\b.*'enwik8_12'.*\benwik8_12l\b"),
     ):

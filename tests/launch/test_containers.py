@@ -42,6 +42,15 @@ def test_the_image_runs_as_a_user_and_without_a_shell():
     assert command[0] == "CMD" and command[1].startswith('["python",'), "no shell, which would not pass SIGTERM on"
 
 
+def test_each_documented_accelerator_has_its_versions():
+    text = (CONTAINER / "Dockerfile").read_text()
+    [(comment, argument, default)] = re.findall(r"(?m)^# ([\w, ]+) \(.*\n^ARG (\w+)=(\w+)$", text)
+    known = set(re.split(r", | or ", comment))
+    assert known == {path.stem for path in CONTAINER.glob("*.txt")} and default in known
+    assert f"COPY launch/container/${{{argument}}}.txt /tmp/versions.txt" in text.splitlines()
+    assert re.search(r"--requirement=/tmp/versions\.txt\b", text)
+
+
 def test_the_manifest_of_gke_has_as_many_hosts_as_its_topology():
     manifest = yaml.safe_load((CONTAINER / "jobset.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -62,5 +71,6 @@ def test_the_task_of_skypilot_runs_a_program_or_a_worker_of_a_study():
     task = yaml.safe_load((ROOT / "launch" / "sky.yaml").read_text())
     assert task["envs"].keys() == {"BUCKET", "EXTRA", "RUN"} and task["resources"]["use_spot"]
     assert task["run"].splitlines()[-1] == 'eval "exec $RUN"', "the shell would not pass SIGTERM on"
+    assert "--workdir=gs://$BUCKET/" in task["envs"]["RUN"]
     check_command(shlex.split(task["envs"]["RUN"]))
     assert '".[plots,gcs,sweep,$EXTRA]"' in task["setup"]

@@ -13,6 +13,40 @@ from launch import local as local_module
 from support import ROOT, processes
 
 
+def test_each_flag_reaches_the_processes(monkeypatch):
+    """As many as `--processes`, with as many simulated devices as `--devices`, or jax's own."""
+    started = []
+
+    class ProcessGroup:
+        def __init__(self, command, environments):
+            started.append((command, environments))
+
+        def wait(self):
+            return 7
+
+    def start(*flags):
+        words = ["launch.local", *flags, "--", sys.executable, "--own=flag"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            local_module.main()
+        assert ended.value.code == 7
+        command, environments = started.pop()
+        assert command == [sys.executable, "--own=flag"]
+        return environments
+
+    monkeypatch.setattr(local_module, "ProcessGroup", ProcessGroup)
+    monkeypatch.setenv("XLA_FLAGS", "--own_flag=1")
+    assert [environment["JAX_NUM_PROCESSES"] for environment in start()] == ["2", "2"]
+    environments = start("--processes=3", "--devices=5")
+    assert [environment["JAX_PROCESS_ID"] for environment in environments] == ["0", "1", "2"]
+    assert len({environment["JAX_COORDINATOR_ADDRESS"] for environment in environments}) == 1
+    for environment in environments:
+        assert environment["JAX_NUM_PROCESSES"] == "3" and environment["JAX_PLATFORMS"] == "cpu"
+        assert environment["XLA_FLAGS"] == "--own_flag=1 --xla_force_host_platform_device_count=5"
+    for environment in start("--processes=1"):
+        assert not environment.keys() & {"JAX_PLATFORMS", "XLA_FLAGS"}
+
+
 def local(*arguments, **kwargs):
     command = [sys.executable, "-m", "launch.local", *arguments]
     return subprocess.Popen(

@@ -1,6 +1,7 @@
 """Tests launch/slurm.sh: the batch scripts that it prints, and what they do under a fake srun."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -59,6 +60,37 @@ def test_workers_of_a_study_are_an_array_and_each_has_all_gpus_of_its_node():
     assert found["array"] == "1-8" and found["output"] == "txl-%A_%a.log"
     assert (found["ntasks-per-node"], found["gpus-per-node"]) == ("1", "4"), "else each worker would be started 4 times"
     assert "srun --cpus-per-task=8 python -m launch.sweep sweep.toml --gpus=0,1,2,3" in script.splitlines()
+
+
+RUN_LINE = "python -m experiments.enwik8 --workdir=runs/one '--generate.prompt=it'\\''s'"
+# A second value of each flag, and the lines that it adds to the script of a run with four GPUs.
+EFFECTS = {
+    "nodes": ("3", {"#SBATCH --nodes=3"}),
+    "gpus": ("2", {"#SBATCH --gpus-per-node=2", "#SBATCH --ntasks-per-node=2"}),
+    "per": ("node", {"#SBATCH --ntasks-per-node=1"}),
+    "cpus": ("3", {"#SBATCH --cpus-per-task=3", f"srun --cpus-per-task=3 {RUN_LINE}"}),
+    "time": ("1:00", {"#SBATCH --time=1:00"}),
+    "grace": ("7", {"#SBATCH --signal=TERM@7"}),
+    "partition": ("a100", {"#SBATCH --partition=a100"}),
+    "account": ("us", {"#SBATCH --account=us"}),
+    "name": ("big", {"#SBATCH --job-name=big", "#SBATCH --output=big-%j.log"}),
+    "setup": ("module load x", {"module load x || exit"}),
+    "workers": (
+        "5",
+        {"#SBATCH --array=1-5", "#SBATCH --output=txl-%A_%a.log", "#SBATCH --ntasks-per-node=1"},
+    ),
+}
+
+
+def test_each_documented_flag_changes_its_lines_of_the_script():
+    _, out, _ = call("--help")
+    table = out.partition("\n\n  --nodes")[2].partition("\n\n")[0]
+    documented = {"nodes", *re.findall(r"--(\w+)", table)}
+    assert documented - {"dry_run"} == EFFECTS.keys()
+    before = set(batch_script("--gpus=4", *RUN).splitlines())
+    for flag, (value, lines) in EFFECTS.items():
+        after = set(batch_script("--gpus=4", f"--{flag}={value}", *RUN).splitlines())
+        assert after - before == lines, flag
 
 
 @pytest.fixture

@@ -125,6 +125,53 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, named):
     assert named in capsys.readouterr().err
 
 
+@pytest.fixture
+def worker(monkeypatch):
+    """The arguments of the worker of a study, which trains nothing."""
+    found = {}
+
+    class Worker:
+        signal_number = 0
+
+        def __init__(self, given, url, gpus):
+            found.update(out=given.out, runs=list(given.runs), url=url, gpus=gpus)
+
+        def run(self):
+            pass
+
+        def report(self):
+            return []
+
+    monkeypatch.setattr(sweep.study, "Worker", Worker)
+    return found
+
+
+def test_each_flag_reaches_the_worker_or_the_table(write, worker, capsys, tmp_path):
+    path = write("[grid]\nseed = [1, 2]\n")
+
+    def start(*flags):
+        worker.clear()
+        assert sweep.main(["sweep", str(path), f"--out={tmp_path / 'out'}", *flags]) == 0
+        return dict(worker)
+
+    usual = {
+        "out": str(tmp_path / "out"),
+        "runs": ["seed=1", "seed=2"],
+        "url": f"sqlite:///{tmp_path / 'out'}/study.db",
+    }
+    assert start() == usual | {"gpus": [None]}
+    assert start("--jobs=3") == usual | {"gpus": [None, None, None]}
+    assert start("--gpus=4,7") == usual | {"gpus": ["4", "7"]}
+    other = {"gpus": [None], "url": "sqlite:///other.db"}
+    assert start("--storage=sqlite:///other.db") == usual | other
+    assert start(f"--out={tmp_path / 'new'}")["out"] == str(tmp_path / "new")
+    for flag, printed in (("--table", "| seed=1 | "), ("--dry_run", "--seed=1")):
+        capsys.readouterr()
+        assert start(flag) == {} and printed in capsys.readouterr().out
+    known = {"files", "out", "storage", "jobs", "gpus", "table", "dry_run", "print"}
+    assert vars(sweep._parsed([])).keys() == known, "a new flag needs a line above"
+
+
 def printed(capsys, path, *words):
     out = [] if any(word.startswith("--out=") for word in words) else [f"--out={path.parent / 'out'}"]
     assert sweep.main(["sweep", str(path), *out, *words]) == 0

@@ -83,6 +83,43 @@ def test_dry_run_prints_each_command_and_runs_none(cloud):
     assert not (cloud / "gcloud.log").exists()
 
 
+# A command for each flag, a second value, and the words that it adds. `--every` adds none, and
+# tests of `watch` wait for it.
+EFFECTS = {
+    "zone": ("stop", "=other", {"--zone=other"}),
+    "project": ("stop", "=p", {"--project=p"}),
+    "type": ("create", "=v6e-8", {"--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"}),
+    "runtime": ("create", "=v9", {"--runtime-version=v9"}),
+    "node-count": ("create", "=3", {"--node-count=3"}),
+    "spot": ("create", "", {"--spot"}),
+    "reserved": ("create", "", {"--reserved"}),
+    "network": ("create", "=n", {"--network=n"}),
+    "service-account": ("create", "=a@p", {"--service-account=a@p"}),
+    "worker": ("logs", "=5", {"--worker=5"}),
+    "node": ("logs", "=6", {"--node=6"}),
+    "follow": (
+        "logs",
+        "",
+        {"--command=sudo journalctl --unit=txl --output=cat --lines=200 --follow"},
+    ),
+}
+
+
+@pytest.mark.full
+def test_each_documented_flag_changes_its_words_of_a_command(cloud):
+    def words(command, *flags):
+        usual = ["--zone=z", "--type=v4-8", "--node-count=2"]
+        code, out, err = call(cloud, command, "one", *usual, *flags, "--dry_run")
+        assert code == 0, err
+        return set(shlex.split(out))
+
+    code, out, _ = call(cloud, "--help")
+    documented = set(re.findall(r"--([a-z-]+)", out.partition("\n  --zone")[2])) - {"dry"}
+    assert code == 0 and documented | {"zone"} == EFFECTS.keys() | {"every"}
+    for flag, (command, value, added) in EFFECTS.items():
+        assert words(command, f"--{flag}{value}") - words(command) == added, flag
+
+
 @pytest.mark.full
 def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
     code, out, err = call(cloud, "watch", "one", "--zone=z", "--type=v5p-8", "--dry_run", *RUN)

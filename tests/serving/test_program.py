@@ -1,16 +1,27 @@
-"""Tests the program as a process: start, requests, SIGTERM, refusals."""
+"""Tests the program: what its flags change, and as a process start, requests, SIGTERM, refusals."""
 
+import asyncio
 import concurrent.futures
+import contextlib
+import dataclasses
 import signal
 import socket
+import types
 
 import pytest
+import uvicorn
 
-from support import drawn_run, programs
+from experiments import serve
+from support import calls, drawn_run, programs, tiny_run
 from support.compiled_programs import cache_in
 from support.http_server import Program, ask, complete, metrics
 from support.serving import SECONDS
 from support.waiting import wait_until
+from txl_jax import trained_model
+from txl_jax.cli import program
+from txl_jax.config import config_tree
+from txl_jax.serving import app, engine, rows, sessions
+from txl_jax.serving.app import LOOPBACK
 
 TEXT = b"the cat sat on the mat and the dog ran\n"
 
@@ -31,10 +42,148 @@ def written(port, **body):
     return complete(port, temperature=0, **body)[1]["choices"][0]["text"]
 
 
+# What becomes of each flag
+
+
+class Server:
+    """In place of uvicorn's server: gets SIGTERM and ends."""
+
+    found: dict
+
+    def __init__(self, config):
+        self.started = True
+
+    async def serve(self, sockets):
+        assert sockets[0].getsockname()[0] == "127.0.0.1"
+        # Its seconds and what is called after them.
+        asyncio.get_running_loop().call_later = lambda *given: self.found.update(drain=given[:2])
+        self.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0)
+
+
+USUAL = "--model=/runs/mine"
+FREE_PORT = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
+MODEL = types.SimpleNamespace(
+    config=tiny_run.CONFIG,
+    components="components",
+    params="params",
+    vocabulary="vocabulary",
+    step=1,
+)
+ROWS = types.SimpleNamespace(row_bytes=lambda params: 1 << 20)
+ENGINE = types.SimpleNamespace(refuse=lambda message: None, cut_off="cut off", failed=False)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Returns all that the program with these flags passes to its parts, by name."""
+
+    def served(*flags):
+        found = {}
+        # Whatever the address is, a free port of this machine is bound.
+        calls.keep(monkeypatch, found, socket, "getaddrinfo", FREE_PORT)
+        calls.keep(monkeypatch, found, trained_model, "load", MODEL)
+        calls.keep(monkeypatch, found, engine, "Engine", ENGINE)
+        calls.keep(monkeypatch, found, sessions, "SessionStore", "store")
+        calls.keep(monkeypatch, found, rows, "Step", ROWS)
+        calls.keep(monkeypatch, found, app, "make_app")
+        calls.keep(monkeypatch, found, program, "keep_compiled")
+        # The real one would close the streams of other loggers.
+        calls.keep(monkeypatch, found, uvicorn, "Config")
+        monkeypatch.setattr(Server, "found", found, raising=False)
+        monkeypatch.setattr(uvicorn, "Server", Server)
+        loop = asyncio.new_event_loop()  # The program leaves its own to the end of its process.
+        with monkeypatch.context() as patch, contextlib.closing(loop):
+            patch.setattr(asyncio, "new_event_loop", lambda: loop)
+            code, _, errors = programs.run("experiments.serve", *flags)
+        assert code == 0, errors
+        limits = dataclasses.asdict(found.pop("Engine.limits"))
+        return found | {f"limits.{name}": value for name, value in limits.items()}
+
+    monkeypatch.delenv("TXL_API_KEYS", raising=False)
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    yield served
+    signal.signal(signal.SIGINT, on_interrupt)  # The program changes it.
+
+
+# A second value of each flag, and all that it changes. `Engine` takes the limits apart.
+EFFECTS = {
+    "compilation_cache": ("off", {"keep_compiled.given": "off"}),
+    "weight_dtype": ("int8", {"load.weight_dtype": "int8"}),
+    "cache_dtype": ("bfloat16", {"load.cache_dtype": "bfloat16"}),
+    "model": ("/runs/other", {"load.path": "/runs/other", "make_app.model": "other"}),
+    "ensemble_member": ("seed=2", {"load.member": "seed=2"}),
+    "host": (
+        "localhost",
+        {"getaddrinfo.host": "localhost", "make_app.hosts": (*LOOPBACK, "localhost")},
+    ),
+    "allowed_hosts": (
+        "a.example,b",
+        {"make_app.hosts": (*LOOPBACK, "127.0.0.1", "a.example", "b")},
+    ),
+    "port": (8123, {"getaddrinfo.port": 8123}),
+    "rows": (3, {"Step.batch_size": 3}),
+    "max_request_tokens": (1 << 20, {"limits.tokens": 1 << 20, "limits.body_bytes": 12 << 20}),
+    "max_new_tokens": (77, {"limits.new_tokens": 77}),
+    "max_waiting": (5, {"limits.waiting": 5}),
+    "request_seconds": (2.5, {"limits.seconds": 2.5}),
+    "max_sessions": (9, {"SessionStore.limit": 9, "SessionStore.limit_per_owner": 9}),
+    "max_session_gib": (0.0078125, {"SessionStore.limit": 8, "SessionStore.limit_per_owner": 8}),
+    "session_seconds": (7.5, {"SessionStore.seconds": 7.5}),
+    "drain_seconds": (4.5, {"drain": (4.5, "cut off"), "Config.timeout_graceful_shutdown": 34}),
+}
+
+
+@pytest.mark.parametrize("name", [leaf.name for leaf in config_tree.leaves(serve.Plan)])
+def test_each_flag_changes_what_it_says_and_nothing_else(served, name):
+    """A new flag needs a row in `EFFECTS`."""
+    value, effect = EFFECTS[name]
+    before = served(USUAL)
+    after = served(USUAL, f"--{name}={value}")
+    assert {part: found for part, found in after.items() if found != before[part]} == effect
+
+
+def test_the_usual_server_has_the_documented_limits(served):
+    found = served(USUAL)
+    assert (found["getaddrinfo.host"], found["getaddrinfo.port"]) == ("127.0.0.1", 8000)
+    assert found["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
+    assert found["make_app.keys"] == [] and found["drain"] == (30.0, "cut off")
+    assert (found["limits.seconds"], found["limits.waiting"]) == (600, 512)
+    assert found["limits.new_tokens"] == 4096
+    assert (found["limits.tokens"], found["limits.body_bytes"]) == (200_000, 12 * 200_000)
+    assert (found["SessionStore.limit"], found["SessionStore.seconds"]) == (16, 3600)
+    assert (found["limits.body_seconds"], found["limits.choices"]) == (30, 128)
+    assert (found["limits.stop_strings"], found["limits.stop_length"]) == (16, 256)
+
+
+def test_keys_come_from_the_environment_and_share_the_sessions(served, monkeypatch):
+    monkeypatch.setenv("TXL_API_KEYS", "two, one,,")
+    found = served(USUAL, "--max_sessions=9")
+    assert found["make_app.keys"] == ["one", "two"]
+    assert (found["SessionStore.limit"], found["SessionStore.limit_per_owner"]) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [
+        (["--host=0.0.0.0"], ()),
+        (["--host=0.0.0.0", "--allowed_hosts=a"], (*LOOPBACK, "0.0.0.0", "a")),
+        (["--host=localhost"], (*LOOPBACK, "localhost")),
+    ],
+)
+def test_any_host_is_accepted_only_by_a_server_at_all_addresses(served, monkeypatch, flags, hosts):
+    monkeypatch.setenv("TXL_API_KEYS", "one")
+    assert served(USUAL, *flags)["make_app.hosts"] == hosts
+
+
+# As a process
+
+
 @pytest.mark.full
 def test_sigterm_lets_requests_end(run, compiled):
     server = Program(run, TXL_API_KEYS="", **compiled)
     assert ask(server.port, "/v1/models")[1]["data"][0]["id"] == "mine"
+    assert ask(server.port, "/v1/models", headers={"Host": "evil.example"})[0] == 421
     name = ask(server.port, "/v1/sessions", {})[1]["id"]
     first = written(server.port, session=name, max_tokens=10, prompt="the cat ")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -1,0 +1,420 @@
+"""Tests that each setting of each program's plan is used: a second value changes the right calls.
+
+`support.plan_starts` replaces what a program calls. The server's plan is tested in
+`tests/serving/test_program.py`, and how flags become plans in `tests/cli/test_flags_arrive.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from experiments import convert, ensemble, export, lm_eval, quickstart, report
+from experiments.__main__ import HEADINGS
+from experiments.__main__ import programs as programs_in
+from experiments.bench import device, estimate, serving, speed
+from experiments.paper import ablation, attention, context_length, continuation, recl, table9
+from support import plan_starts
+from support.plan_starts import Seen
+from txl_jax import cli
+from txl_jax.cli import program
+from txl_jax.config import config_tree
+from txl_jax.runs.score import InputFormat
+
+GONE = "gone"  # In place of a call that is not made any more.
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A plan that a program starts with, and second values of its settings with their effects."""
+
+    program: str
+    start: Callable[..., dict]
+    plan: cli.Plan
+    rows: dict[str, tuple]
+
+
+def options_of_text(**recorded):
+    """The rows of a plan's directories of text. Those of a recorded run go together."""
+    data_dir = {"read_corpus.data_dir": "/c"}
+    data_dir |= {f"read_corpus.{name}": value for name, value in recorded.items()}
+    return {"data_dir": ("/c", data_dir), "cache_dir": ("/c", {"read_corpus.cache_dir": "/c"})}
+
+
+OF_TRAINED_RUN = {
+    "workdir": ("/c", {"read.path": "/c"}),
+    "ensemble_member": ("seed=2", {"read.member": "seed=2"}),
+    **options_of_text(cache_dir=None),
+}
+OF_WATCHING = {
+    "profile_steps": ((2, 3), {"train_run.profile_steps": (2, 3)}),
+    "wandb_project": (
+        "mine",
+        {
+            "WeightsAndBiases.project": "mine",
+            "WeightsAndBiases.workdir": "/runs/mine",
+            "train_run.sinks": ["W&B"],
+        },
+    ),
+    "verbose": (True, {"train_run.verbose": True}),
+}
+MINUTES = {"minutes": (0.5, {"train_run.config.train.steps": 30})}  # A step takes a second here.
+TRAIN = program.TrainPlan(workdir="/w")
+SPLIT = ensemble.Plan(workdir="/w", mode="split", ensemble_member=("seed=3",), to="/t")
+DEVICE = device.Plan(configs=("one",), tiles=(), paths=("reference",), out="/o")
+CASE = ("one", "training", 4, 7, "float32")
+VANILLA = "none-vaswani-half"
+
+SCENES = [
+    Scene(
+        "convert",
+        plan_starts.start_convert,
+        convert.Plan(from_="/a", to="/b"),
+        {
+            "from_": ("/c", {"convert.source": "/c"}),
+            "to": ("/c", {"convert.target": "/c"}),
+            "to_format": ("huggingface", {"convert.to_format": "huggingface"}),
+            "ensemble_member": ("seed=2", {"convert.member": "seed=2"}),
+        },
+    ),
+    Scene(
+        "export",
+        plan_starts.start_export,
+        export.Plan(from_="/a", to="/b"),
+        {
+            "from_": ("/c", {"open_weights.path": "/c"}),
+            "to": ("/c", {"check_new_folder.folder": "/c"}),
+            "rows": (3, {"build_for.config.eval.batch_size": 3}),
+            "weight_dtype": ("int8", {"open_weights.weight_dtype": "int8"}),
+            "cache_dtype": ("bfloat16", {"open_weights.cache_dtype": "bfloat16"}),
+            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+        },
+    ),
+    Scene(
+        "report",
+        plan_starts.start_report,
+        report.Plan(),
+        {"out": ("/c", {"make_folder.folder": "/c"})},
+    ),
+    Scene("prepare", plan_starts.start_prepare, cli.TextPlan(), options_of_text()),
+    Scene(
+        "ensemble",
+        plan_starts.start_ensemble,
+        ensemble.Plan(workdir="/w"),
+        {
+            "workdir": ("/c", {"open.path": "/c"}),
+            "ensemble_member": (
+                ("seed=3", "seed=4"),
+                {"train_run.members": [{"seed": 3}, {"seed": 4}]},
+            ),
+            **options_of_text(),
+            **OF_WATCHING,
+        },
+    ),
+    Scene(
+        "ensemble",
+        plan_starts.start_split,
+        SPLIT,
+        {
+            "mode": (
+                "train",
+                {
+                    "open.path": "/w",
+                    "split_off.workdir": GONE,
+                    "split_off.member": GONE,
+                    "split_off.target": GONE,
+                },
+            ),
+            "workdir": ("/c", {"split_off.workdir": "/c"}),
+            "ensemble_member": (("seed=4",), {"split_off.member": "seed=4"}),
+            "to": ("/c", {"split_off.target": "/c"}),
+        },
+    ),
+    Scene(
+        "quickstart",
+        plan_starts.start_quickstart,
+        quickstart.Plan(),
+        {
+            "workdir": (
+                "/c",
+                {
+                    "open.path": "/c",
+                    "read_corpus.cache_dir": "/c/prepared",
+                    "keep_compiled.cache_dir": "/c/prepared",
+                },
+            ),
+            "compilation_cache": ("off", {"keep_compiled.given": "off"}),
+            **MINUTES,
+        },
+    ),
+    Scene(
+        "text",
+        plan_starts.start_training,
+        TRAIN,
+        {"workdir": ("/c", {"open.path": "/c"}), **options_of_text(), **OF_WATCHING, **MINUTES},
+    ),
+    Scene(
+        "text",
+        plan_starts.start_use,
+        dataclasses.replace(TRAIN, mode="eval"),
+        {
+            "mode": ("score", {"function": "score_tokens"}),
+            "workdir": ("/c", {"open_weights.path": "/c"}),
+            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+            "out": ("/c", {"out": "/c"}),
+            **options_of_text(),
+        },
+    ),
+    Scene(
+        "text",
+        plan_starts.start_documents,
+        dataclasses.replace(TRAIN, mode="score", input="in"),
+        {
+            "workdir": ("/c", {"open_weights.path": "/c"}),
+            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+            "input": ("other", {"open_input.path": "other", "score_documents.name": "other"}),
+            "input_format": ("documents", {"documents.form": InputFormat.DOCUMENTS}),
+            "per_token": (True, {"score_documents.per_token": True}),
+        },
+    ),
+    Scene(
+        "lm_eval",
+        plan_starts.start_lm_eval,
+        lm_eval.Plan(model_path="/w", tasks=("one",)),
+        {
+            "model_path": ("/c", {"model.path": "/c"}),
+            "ensemble_member": ("seed=2", {"model.member": "seed=2"}),
+            "batch_size": (2, {"model.batch_size": 2}),
+            "first": ("x", {"model.first": "x"}),
+            "tasks": (("two",), {"simple_evaluate.tasks": ["two"]}),
+            "include_path": ("/c", {"include_path": "/c"}),
+            "num_fewshot": (3, {"simple_evaluate.num_fewshot": 3}),
+            "limit": (0.5, {"simple_evaluate.limit": 0.5}),
+            "output": ("/c", {"write.path": "/c"}),
+        },
+    ),
+    Scene(
+        "paper.context_length",
+        plan_starts.start_context_length,
+        context_length.Plan(workdir="/w", lengths=(8,), stride=1),
+        {
+            **OF_TRAINED_RUN,
+            "lengths": (
+                (6,),
+                {
+                    "build_for.config.eval.segment_len": 6,
+                    "score_with_line.name": "valid at attention length 6",
+                },
+            ),
+            "split": (
+                "test",
+                {
+                    "score_with_line.tokens": [160, 161],
+                    "score_with_line.name": "test at attention length 8",
+                },
+            ),
+            "stride": (2, {"build_for.config.eval.stride": 2}),
+        },
+    ),
+    Scene(
+        "paper.continuation",
+        plan_starts.start_continuation,
+        continuation.Plan(workdir="/w", context=3),
+        {
+            **OF_TRAINED_RUN,
+            "split": ("valid", {"contexts": [[100, 101, 102]]}),
+            "starts": ((4, 9), {"contexts": [[164, 165, 166], [169, 170, 171]]}),
+            "context": (2, {"contexts": [[160, 161]]}),
+            "out": ("/c", {"write.path": "/c"}),
+        },
+    ),
+    Scene(
+        "paper.attention",
+        plan_starts.start_attention,
+        attention.Plan(workdir="/w"),
+        {
+            **OF_TRAINED_RUN,
+            "split": (
+                "test",
+                {
+                    "first": 160,
+                    "count": 90,
+                    "_read.positions": (89,),
+                    "_write.facts": {"step": 7, "split": "test"},
+                },
+            ),
+            "tokens": (30, {"count": 30, "_read.positions": (29,)}),
+            "positions": ((20, 25), {"_read.positions": (20, 25)}),
+            "out": ("/c", {"make_folder.folder": "/c", "_write.folder": "/c"}),
+        },
+    ),
+    Scene(
+        "paper.recl",
+        plan_starts.start_recl,
+        recl.Plan(workdirs=("/w", "/v"), lengths=(4, 8, 2), out="/o"),
+        {
+            **options_of_text(cache_dir=None),
+            "workdirs": (("/w", "/c"), {"read": ["/w", "/c"]}),
+            "names": (("x", "y"), {"make_folder.folder": "/o/losses/x"}),
+            "lengths": ((6, 9, 3), {"context_losses.scored": [9, 10], "context_losses.context": 6}),
+            "stride": (3, {"context_losses.scored": [8, 11]}),
+            "batch_size": (5, {"context_losses.batch_size": 5}),
+            "split": ("valid", {"context_losses.tokens": [100, 101]}),
+            "out": ("/c", {"make_folder.folder": "/c/losses/w"}),
+        },
+    ),
+    Scene(
+        "paper.ablation",
+        plan_starts.start_ablation,
+        ablation.Plan(lengths=(4,), rows=(VANILLA,), out="/o"),
+        {
+            **options_of_text(),
+            "rows": (
+                ("none-al_rfou-half",),
+                {
+                    "path": "/o/none-al_rfou-half-seed1111",
+                    "lengths": [("al_rfou", 4, 1), ("al_rfou", 7, 1), ("al_rfou", 4, 1)],
+                },
+            ),
+            "seeds": ((5,), {"path": f"/o/{VANILLA}-seed5", "seed": 5}),
+            "lengths": (
+                (6,),
+                {"lengths": [("vaswani", 6, 1), ("vaswani", 7, 1), ("vaswani", 6, 1)]},
+            ),
+            "stride": (2, {"lengths": [("vaswani", 4, 2), ("vaswani", 7, 2), ("vaswani", 4, 2)]}),
+            "out": ("/c", {"path": f"/c/{VANILLA}-seed1111"}),
+        },
+    ),
+    Scene(
+        "paper.ablation",
+        plan_starts.start_ablation,
+        ablation.Plan(lengths=(4,), out="/o"),
+        {
+            # Three rows instead of nine are checked, and then the first is scored.
+            "table": (
+                "7",
+                {
+                    "lengths": [
+                        ("relative", 4, None),
+                        ("relative", 15, None),
+                        ("shaw", 4, None),
+                        ("shaw", 15, None),
+                        ("relative", 4, 1),
+                        ("relative", 7, 1),
+                        ("relative", 4, None),
+                    ]
+                },
+            ),
+        },
+    ),
+    Scene(
+        "paper.table9",
+        plan_starts.start_table9,
+        table9.Plan(lengths=(30,)),
+        {"lengths": ((40,), {"measure.attention_len": 40}), "calls": (3, {"measure.calls": 3})},
+    ),
+    Scene(
+        "bench.device",
+        plan_starts.start_device,
+        DEVICE,
+        {
+            "configs": (("two",), {"case": ("two", *CASE[1:])}),
+            "tasks": (("evaluation",), {"case": ("one", "evaluation", 1, 5, "float32")}),
+            "batch_size": (5, {"case": (*CASE[:2], 5, *CASE[3:])}),
+            "shrink": (2, {"case": (*CASE[:3], 4, CASE[4])}),
+            "dtype": ("bfloat16", {"case": (*CASE[:4], "bfloat16")}),
+            "paths": (("tiled",), {"implementations": ["tiled 64x1024"]}),
+            "out": ("/c", {"make_folder.folder": "/c"}),
+        },
+    ),
+    Scene(
+        "bench.device",
+        plan_starts.start_device,
+        dataclasses.replace(DEVICE, paths=("tiled",)),
+        {"tiles": (("2x4",), {"implementations": ["tiled 64x1024", "tiled 2x4"]})},
+    ),
+    Scene(
+        "bench.device",
+        plan_starts.start_device_timing,
+        device.Plan(),
+        {"calls": (3, {"time_in_turns.calls": 3})},
+    ),
+    Scene(
+        "bench.estimate",
+        plan_starts.start_estimate,
+        estimate.Plan(topology=("v5e:2x2",), configs=("small",)),
+        {
+            "topology": (("v4:2x2x1",), {"estimated": [("small", "v4:2x2x1", estimate.TASKS)]}),
+            "tasks": (("evaluation",), {"estimated": [("small", "v5e:2x2", ("evaluation",))]}),
+            "configs": (("ptb",), {"estimated": [("ptb", "v5e:2x2", estimate.TASKS)]}),
+        },
+    ),
+    Scene(
+        "bench.estimate",
+        plan_starts.start_estimate,
+        estimate.Plan(topology=("v5e:2x2",)),
+        {
+            "topology": (("v4:2x2x1",), {"estimated": [("the flags", "v4:2x2x1", estimate.TASKS)]}),
+            "tasks": (("evaluation",), {"estimated": [("the flags", "v5e:2x2", ("evaluation",))]}),
+        },
+    ),
+    Scene(
+        "bench.serving",
+        plan_starts.start_serving,
+        serving.Plan(),
+        {"rows": (5, {"rows": [5, 1]}), "calls": (3, {"time_in_turns.calls": 3})},
+    ),
+    Scene(
+        "bench.speed",
+        plan_starts.start_speed,
+        speed.Plan(),
+        {
+            "tasks": (("evaluation",), {"first": "evaluation"}),
+            "calls": (3, {"time_in_turns.calls": 3}),
+            "warmup": (4, {"time_in_turns.warmup": 4}),
+            "peer": ("hf", {"checked_peers.path": None, "compat": "hf"}),
+        },
+    ),
+    Scene(
+        "bench.speed",
+        plan_starts.start_speed,
+        speed.Plan(peer="original", peer_path="/a"),
+        {"peer_path": ("/c", {"checked_peers.path": "/c"})},
+    ),
+]
+ROWS = [
+    pytest.param(scene, name, id=f"{scene.program}-{scene.start.__name__}-{name}")
+    for scene in SCENES
+    for name in scene.rows
+]
+
+
+@pytest.mark.parametrize(("scene", "name"), ROWS)
+def test_a_second_value_changes_what_it_should_and_nothing_else(monkeypatch, scene, name):
+    value, effect = scene.rows[name]
+    with monkeypatch.context() as patch:
+        before = scene.start(Seen(patch), scene.plan, ())
+    with monkeypatch.context() as patch:
+        after = scene.start(Seen(patch), dataclasses.replace(scene.plan, **{name: value}), (name,))
+    changed = {}
+    for part in before.keys() | after.keys():
+        if before.get(part, GONE) != after.get(part, GONE):
+            changed[part] = after.get(part, GONE)
+    assert changed == effect
+
+
+# Commands of a corpus share a plan, for which experiments.text stands. The server's plan has a test
+# of its own.
+OTHER_PROGRAMS = {"enwik8", "lm1b", "ptb", "text8", "wikitext103", "serve"}
+
+
+def test_each_setting_of_each_plan_has_a_row():
+    """`compilation_cache` goes to `keep_compiled` in every program, before its `run`."""
+    listed = [name.partition(".") for folder in HEADINGS for name in programs_in(folder)]
+    expected = {name for package, _, name in listed if package == "experiments"} - OTHER_PROGRAMS
+    assert {scene.program for scene in SCENES} == expected
+    for name in expected:
+        scenes = [scene for scene in SCENES if scene.program == name]
+        settings = {leaf.name for leaf in config_tree.leaves(type(scenes[0].plan))}
+        rows = {row for scene in scenes for row in scene.rows}
+        assert rows | {"compilation_cache"} == settings, name
