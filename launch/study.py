@@ -263,18 +263,11 @@ class Worker:
         """Takes a trial, and starts its run unless that has finished. Returns whether there was a trial to take."""
         if not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING]) and not self._queue():
             return False
-        with warnings.catch_warnings(action="ignore"):  # The heartbeat is kept, though not by `optimize`.
-            trial = self._study.ask(self._sweep.space)
-        place = trial.user_attrs.get("place")  # None if another worker has taken the trial from the queue.
-        self._was_late = place is None or self._trials()[place].number != trial.number
-        run, failed = None, ""
-        if not self._was_late:
-            try:
-                run = self._sweep.run(trial.params)
-                trial.set_user_attr("run", run.name)
-            except UserError as error:  # Drawn values that do not fit each other.
-                failed = str(error)
-                _say(f"failed: {failed}")
+        try:
+            trial, run, failed = self._ask()
+        except optuna.exceptions.UpdateFinishedTrialError:
+            # Another worker took this one for dead meanwhile, and has ended the trial. Its place is free again.
+            return True
         if run is None or run.results is not None:
             self._tell(trial, run, failed=failed)
         else:
@@ -282,6 +275,26 @@ class Worker:
             if self.signal_number:  # It arrived meanwhile.
                 self._trainings[-1].process.terminate()
         return True
+
+    def _ask(self) -> tuple[optuna.Trial, "Run | None", str]:
+        """Takes a trial. Returns it with its run, or with None and, if the run cannot be made, the reason.
+
+        Raises:
+          UpdateFinishedTrialError: If another worker has ended the trial before its run was noted in it.
+        """
+        with warnings.catch_warnings(action="ignore"):  # The heartbeat is kept, though not by `optimize`.
+            trial = self._study.ask(self._sweep.space)
+        place = trial.user_attrs.get("place")  # None if another worker has taken the trial from the queue.
+        self._was_late = place is None or self._trials()[place].number != trial.number
+        if self._was_late:
+            return trial, None, ""
+        try:
+            run = self._sweep.run(trial.params)
+        except UserError as error:  # Drawn values that do not fit each other.
+            _say(f"failed: {error}")
+            return trial, None, str(error)
+        trial.set_user_attr("run", run.name)
+        return trial, run, ""
 
     def _look_after(self, training: _Training) -> None:
         has_ended = training.process.poll() is not None

@@ -13,6 +13,7 @@ import pytest
 import txl_jax
 from launch import notebook as shared
 from support import ROOT
+from txl_jax.runtime import environment
 
 FOLDER = ROOT / "launch" / "notebooks"
 NAMES = ("train", "fine_tune")
@@ -165,4 +166,4 @@ def test_in_a_kernel(name, tmp_path):
     own = {variable: value for variable, value in os.environ.items() if variable not in unset}
     client.execute(env=own | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
     printed = "".join(output.get("text", "") for cell in code(notebook) for output in cell.outputs)
-    assert "8 x cpu" in printed
+    assert f"8 x {environment.device_kind()}, jax {version('jax')}, " in printed

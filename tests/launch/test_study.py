@@ -246,6 +246,35 @@ def test_of_two_trials_for_a_run_the_first_one_trains_it(out, monkeypatch):
     assert [trial.state.name for trial in trials(out)] == ["COMPLETE", "FAIL"] * 2
 
 
+# Calls of a worker that has a trial: while it takes it (two), while it trains its run, and when that has ended.
+MOMENTS = [
+    (optuna.samplers.TPESampler, "before_trial"),
+    (study._Storage, "set_trial_user_attr"),
+    pytest.param((study._Storage, "set_trial_intermediate_value"), marks=pytest.mark.full),
+    pytest.param((study._Storage, "set_trial_state_values"), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment[1])
+def test_a_trial_that_another_worker_ends_is_left_to_it(out, monkeypatch, moment):
+    """Right before a call: the other one took this worker for dead. The next trial of the run takes its place."""
+    owner, name = moment
+    real = getattr(owner, name)
+    ended = []
+
+    def end_and_call(*arguments, **named):
+        if not ended:
+            ended.extend(sweep_worker.end_running_trials(f"sqlite:///{out}/study.db"))
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, end_and_call)
+    assert run(out, FILE + "[grid]\nseed = [1]\n") == 0
+    check_each_trained_once(out, 1)
+    assert starts(out / "seed=1") == [0]
+    assert ended == [0] and [trial.state.name for trial in trials(out)] == ["FAIL", "COMPLETE"]
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(("failures", "code"), [(1, 0), (1000, os.EX_TEMPFAIL)])

@@ -1,11 +1,13 @@
 """Tests pages in a browser: the server's own writes texts, and a page of another site gets nothing from the server."""
 
+import contextlib
 import shutil
 import time
 
 import pytest
 
 from support.http_server import ask, server
+from support.serving import SECONDS, gate
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.nightly(part="browser")
@@ -19,9 +21,14 @@ MILLISECONDS = 120_000
 
 
 @pytest.fixture(scope="module")
-def port():
-    with server(keys=("secret",)) as (number, _):
-        yield number
+def running():
+    with server(keys=("secret",)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def port(running):
+    return running[0]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +72,16 @@ def write(page, prompt, **settings):
     page.click("#write")
 
 
+@contextlib.contextmanager
+def writing(page, made):
+    """Writes a text that waits in the engine after its first pieces, which the page shows. It continues at the end."""
+    with gate(made.step, "write", call=3) as (reached, through):
+        write(page, "abc", max_tokens=4000, temperature=1)
+        until(page, "document.querySelectorAll('.written').length > 0")
+        assert reached.wait(SECONDS)
+        yield through
+
+
 def test_texts_stream_and_go_on_in_a_session(page, port):
     write(page, "abc", max_tokens=30, temperature=0, top_p=1)
     until(page, "document.querySelector('#state').textContent === '30 tokens'")
@@ -79,31 +96,69 @@ def test_texts_stream_and_go_on_in_a_session(page, port):
     until(page, "document.querySelector('#text').textContent === ''")
 
 
-def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, port):
-    write(page, "abc", max_tokens=4000, temperature=1)
-    until(page, "document.querySelectorAll('.written').length > 0")
-    assert page.text_content("#state") == "writing"
-    page.click("#stop")
-    until(page, "document.querySelector('#state').textContent.startsWith('stopped')")
-    shown = len(page.text_content(".written"))
-    assert 0 < shown < 4000
-    page.wait_for_timeout(500)
-    assert len(page.text_content(".written")) == shown and "txl_rows_busy 0.0" in ask(port, "/metrics", key="secret")[1]
+def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, running):
+    port, made = running
+    with writing(page, made):
+        assert page.text_content("#state") == "writing"
+        page.click("#stop")
+        until(page, "document.querySelector('#state').textContent.startsWith('stopped')")
+        shown = len(page.text_content(".written"))
+        assert 0 < shown < 4000
+    wait_until(lambda: "txl_rows_busy 0.0" in ask(port, "/metrics", key="secret")[1])
+    assert len(page.text_content(".written")) == shown
 
 
 def sessions(port):
     return {each["id"]: each["tokens"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]}
 
 
-@pytest.mark.parametrize("leave", [lambda page: page.click("#new"), lambda page: page.reload()], ids=["new", "reload"])
-def test_a_new_text_and_a_page_that_is_left_keep_no_session(page, port, leave):
+# How a text ends before it is written: (what is done to its page, whether the page is still there).
+ENDS = {
+    "new": (lambda page: page.click("#new"), True),
+    "reload": (lambda page: page.reload(), True),
+    "another page": (lambda page: page.goto("about:blank"), False),
+    "closed": (lambda page: page.close(run_before_unload=True), False),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("stopped", [False, True], ids=["writing", "stopped"])
+def test_a_new_text_and_a_page_that_is_left_keep_no_session(page, running, end, stopped):
+    """Also while the server has not noticed yet that nobody reads the text."""
+    port, made = running
+    act, stays = ENDS[end]
     before = sessions(port).keys()
-    write(page, "abc", max_tokens=4000, temperature=1)
-    until(page, "document.querySelectorAll('.written').length > 0")
-    assert len(sessions(port).keys() - before) == 1
-    leave(page)
-    until(page, "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent")
-    wait_until(lambda: not sessions(port).keys() - before)
+    with writing(page, made):
+        assert len(sessions(port).keys() - before) == 1
+        if stopped:
+            page.click("#stop")
+        act(page)
+        if stays:
+            until(page, "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent")
+        wait_until(lambda: not sessions(port).keys() - before)
+
+
+def test_a_stopped_text_and_a_lost_session_do_not_hinder_the_next_text(page, running):
+    """The server may not have noticed yet that the text was stopped. It may have evicted the session."""
+    port, made = running
+    with writing(page, made) as through:
+        [name] = sessions(port)
+        page.click("#stop")
+        with page.expect_response(lambda response: response.status == 409):
+            write(page, "abc", max_tokens=10)
+        through.set()
+        until(page, "document.querySelector('#state').textContent === '10 tokens'")
+    assert sessions(port) == {name: 13}
+
+    assert ask(port, f"/v1/sessions/{name}", method="DELETE", key="secret")[0] == 200
+    write(page, "abc")
+    until(page, "document.querySelector('#state.error') !== null")
+    assert name in page.text_content("#state")
+    page.click("#write")
+    until(page, "document.querySelector('#state').textContent === '10 tokens'")
+    assert [*sessions(port).values()] == [13]
+    page.click("#new")
+    wait_until(lambda: not sessions(port))
 
 
 def test_errors_are_shown(page):

@@ -122,5 +122,7 @@ def gate(owner, name, *, call=1):
         return function(*arguments, **named)
 
     with mock.patch.object(owner, name, wait_and_call):
-        yield reached, through
-        through.set()
+        try:
+            yield reached, through
+        finally:
+            through.set()

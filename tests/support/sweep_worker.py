@@ -114,10 +114,24 @@ def install(patch=setattr):
     patch(sweep.Sweep, "run", run)
 
 
-def trials(url):
+def opened(url):
+    """The study in a database, through a connection of its own."""
     storage = optuna.storages.RDBStorage(url, engine_kwargs={"poolclass": sqlalchemy.pool.NullPool})
     [name] = optuna.get_all_study_names(storage)
-    return optuna.load_study(study_name=name, storage=storage).trials
+    return optuna.load_study(study_name=name, storage=storage)
+
+
+def trials(url):
+    return opened(url).trials
+
+
+def end_running_trials(url):
+    """Ends the trials that workers have, as a worker does with trials of a dead one. Returns their numbers."""
+    found = opened(url)
+    running = [trial.number for trial in found.trials if trial.state is optuna.trial.TrialState.RUNNING]
+    for number in running:
+        found.tell(number, state=optuna.trial.TrialState.FAIL)
+    return running
 
 
 def folders(out):

@@ -166,6 +166,8 @@ class _Server(Collector):
 
     async def make_session(self, request: Request) -> Response:
         """Makes a session. At the limit, the session that was idle longest is evicted."""
+        if await request.is_disconnected():
+            raise ClientDisconnect  # Nobody would learn the name of the session, so nobody would delete it.
         return JSONResponse(self._described(self._store.create(request.state.owner)), status_code=201)
 
     async def list_sessions(self, request: Request) -> dict[str, Any]:
@@ -177,7 +179,7 @@ class _Server(Collector):
         return self._described(self._store.get(request.path_params["name"], request.state.owner))
 
     async def delete_session(self, request: Request) -> dict[str, Any]:
-        """Removes a session."""
+        """Removes a session, even while a request continues it."""
         name = request.path_params["name"]
         self._store.delete(name, request.state.owner)
         return {"id": name, "object": "session", "deleted": True}

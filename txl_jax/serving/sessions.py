@@ -4,7 +4,8 @@ A session is the rings of one row, the number of tokens that were read, and the 
 Its history comes to no more, however long it is, so that continuing costs the same after any number of tokens.
 
 A session changes only when a request that continues it ends. A request that fails, or whose client leaves, leaves it as
-it was. Sessions live in the server's memory. When it is full, a new session replaces the one that was idle longest.
+it was. A session that is deleted while a request continues it is gone at once, and its memory with that request.
+Sessions live in the server's memory. When it is full, a new session replaces the one that was idle longest.
 """
 
 import dataclasses
@@ -106,8 +107,12 @@ class SessionStore:
         session.busy = False
 
     def delete(self, name: str, owner: str) -> None:
-        """Removes a session. Raises `RequestError` (404, 409)."""
-        del self._sessions[self.begin(name, owner).name]
+        """Removes a session, even while a request continues it. Raises `RequestError` (404).
+
+        That request continues, and nobody can reach its memory any more. A client that stops a request and then deletes
+        the session often comes before the server has noticed the stop. If it is a page that is closed, it cannot retry.
+        """
+        del self._sessions[self.get(name, owner).name]
 
     def _all(self) -> list[Session]:
         return list(self._sessions.values())
