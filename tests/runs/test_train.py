@@ -225,7 +225,7 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         for before in (None, STEPS):
             step, state, _ = latest.restore(parts.abstract_state, before=before)
-            each.append(state.params)
+            each.append(state.scored_params)
     assert step == STEPS - 6
     logged = []
     step, found = load_parameters(averaged, workdir, log=logged.append)
