@@ -5,11 +5,12 @@ text is rolled, and an epoch ends before the run does.
 """
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import drawn_run, runs
+from support import drawn_run, order, runs
 from txl_jax.config import (
     AverageConfig,
     DropoutConfig,
@@ -20,6 +21,9 @@ from txl_jax.config import (
     TrainConfig,
 )
 from txl_jax.runs.run import Run
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.lock import RunLock
+from txl_jax.runtime.log import RunLog
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +54,32 @@ def corpus(_both):
 
 
 @pytest.fixture(scope="session")
-def run_once(config, corpus, tmp_path_factory):
-    """(workdir, outcome) of the run, which no test changes."""
+def _recorded(config, corpus, tmp_path_factory):
+    """(workdir, outcome, events) of the run, with what it did to its files, and the calls that it made for them."""
     folder = tmp_path_factory.mktemp("once") / "whole"
-    outcome = runs.train(config, corpus, folder)
-    return Run.read(folder), outcome
+    with pytest.MonkeyPatch.context() as patch:
+        events = order.record(patch, folder)
+        order.add_calls(patch, events, RunLock, "confirm", lambda lock: ("confirm", ""))
+        order.add_calls(patch, events, RunLog, "seal", lambda log: ("seal", ""))
+        order.add_calls(patch, events, Checkpointer, "save", _describe_save)
+        outcome = runs.train(config, corpus, folder)
+    return Run.read(folder), outcome, tuple(events)
+
+
+def _describe_save(checkpointer, step, *rest):
+    return "save", f"{Path(checkpointer._directory).name}/{step}"
+
+
+@pytest.fixture(scope="session")
+def run_once(_recorded):
+    """(workdir, outcome) of the run, which no test changes."""
+    return _recorded[:2]
+
+
+@pytest.fixture(scope="session")
+def events(_recorded):
+    """What the run did to its files in its order, as `support.order` describes it, with "confirm", "seal" and "save"."""
+    return _recorded[2]
 
 
 @pytest.fixture
