@@ -78,7 +78,7 @@ def run_once(_recorded):
 
 @pytest.fixture(scope="session")
 def events(_recorded):
-    """What the run did to its files in its order, as `support.order` describes it, with "confirm", "seal" and "save"."""
+    """What the run did to its files, in order, as `support.order` describes it, with "confirm", "seal" and "save"."""
     return _recorded[2]
 
 

@@ -49,7 +49,9 @@ def test_the_best_parameters_of_an_evaluation_last_before_the_checkpoint_that_co
             order.assert_in_order(events, ("sync", f"checkpoints/best/{evaluated}"), ("save", f"latest/{step}"))
 
 
-@pytest.mark.parametrize(("new", "old"), [("latest/18", "latest/6"), ("latest/24", "latest/12"), ("best/24", "best/16")])
+@pytest.mark.parametrize(
+    ("new", "old"), [("latest/18", "latest/6"), ("latest/24", "latest/12"), ("best/24", "best/16")]
+)
 def test_an_old_step_goes_after_the_digests_of_the_new_one(events, new, old):
     order.assert_in_order(
         events,

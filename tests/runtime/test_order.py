@@ -171,7 +171,11 @@ def test_a_lock_object_is_created_once_and_deleted_by_its_generation(lock_in_buc
     assert calls == [("POST", lock._path, "0")]
     calls.clear()
     lock.close()
-    assert calls == [("GET", lock._path, None), ("DELETE", lock._path, "7"), ("remove", lock._beat_of(lock._record), None)]
+    assert calls == [
+        ("GET", lock._path, None),
+        ("DELETE", lock._path, "7"),
+        ("remove", lock._beat_of(lock._record), None),
+    ]
 
 
 def test_a_holder_renews_an_object_of_its_own_and_leaves_the_lock_alone(lock_in_bucket, monkeypatch):
