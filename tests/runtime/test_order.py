@@ -142,6 +142,16 @@ def test_a_log_is_not_uploaded_once_the_lock_is_lost(log_in_bucket):
     assert calls == []
 
 
+def test_a_text_in_a_bucket_is_written_as_a_whole_before_its_parts_are_removed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(storage, "names", lambda folder, **options: ["000001", "000002"])
+    monkeypatch.setattr(storage, "write_lines", lambda path, lines: calls.append(("write", path)))
+    monkeypatch.setattr(storage, "remove", lambda path: calls.append(("remove", path)))
+    log_lib.replace_appended(f"{URL}/log.txt", ["1\n"])
+    parts = f"{URL}/log.txt.parts"
+    assert calls == [("write", f"{parts}/000003.all"), ("remove", f"{parts}/000001"), ("remove", f"{parts}/000002")]
+
+
 @pytest.fixture
 def lock_in_bucket(monkeypatch):
     """(calls, lock): a lock in a bucket that has no holder, and what it asks of the server."""
