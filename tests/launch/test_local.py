@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 
@@ -100,6 +101,16 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, e
 def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected):
     """Killed by a signal, a mistake, and then what comes of losing another; one that has not ended has not failed."""
     assert local_module.first_cause([None, *codes]) == expected
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (7, 7), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)])
+def test_the_exit_code_is_that_of_a_shell(code, expected):
+    """All processes have ended, the last one like this."""
+    group = object.__new__(local_module.ProcessGroup)
+    group._processes = [mock.Mock(poll=lambda: 0), mock.Mock(poll=lambda: code)]
+    group._readers = []
+    group._signalled = False
+    assert group.wait() == expected
 
 
 @pytest.mark.full

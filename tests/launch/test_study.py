@@ -190,6 +190,31 @@ def test_a_worker_that_is_killed_takes_its_training_with_it_and_another_resumes(
     assert states(out) == {"COMPLETE": 3, "FAIL": 1}
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")  # As the worker takes a trial.
+@pytest.mark.parametrize(
+    ("ended", "is_free"),
+    [
+        (None, False),  # It is still trained.
+        ({}, True),  # Its worker died, or it was stopped.
+        ({"failed": "exit code 1"}, False),
+    ],
+)
+def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free):
+    out.mkdir()
+    (out.parent / "sweep.toml").write_text(FILE + "[grid]\nseed = [1]\n")
+    made = sweep.Sweep(out.parent / "sweep.toml", str(out))
+    worker = study.Worker(made, f"sqlite:///{out}/study.db", [None])
+    assert worker._queue()
+    trial = worker._study.ask(made.space)
+    if ended is not None:
+        for name, value in ended.items():
+            trial.set_user_attr(name, value)
+        worker._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    assert worker._queue() is is_free
+    found = [(each.user_attrs["place"], each.state.name) for each in trials(out)[1:]]
+    assert found == ([(trial.user_attrs["place"], "WAITING")] if is_free else [])
+
+
 @pytest.mark.nightly(part="faults")
 def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(out):
     grid = FILE + "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"

@@ -1,27 +1,46 @@
-"""A small run of 24 updates, and a workdir in which it has finished."""
+"""A small run of 24 updates, and a workdir in which it has finished.
+
+Its settings leave nothing empty in a checkpoint that a resumed run could lose unnoticed: the weights are averaged, the
+text is rolled, and an epoch ends before the run does.
+"""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import drawn_run, runs
-from txl_jax.config import DropoutConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from support import drawn_run, order, runs
+from txl_jax.config import (
+    AverageConfig,
+    DropoutConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Roll,
+    TrainConfig,
+)
 from txl_jax.runs.run import Run
+from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.lock import RunLock
+from txl_jax.runtime.log import RunLog
 
 
 @pytest.fixture(scope="session")
 def _both(tmp_path_factory):
-    """(config, corpus): 3,000 bytes; an epoch is 37 steps."""
+    """(config, corpus): 2,800 bytes. An epoch is 17 steps, so that it ends inside a call of two."""
     words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
     every = {"log_every": 4, "eval_every": 8, "checkpoint_every": 6}
     changes = {
         "model": ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
         "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
-        "train": TrainConfig(steps=24, batch_size=8, segment_len=9, mem_len=7, segments_per_call=2, **every),
+        "train": TrainConfig(steps=24, batch_size=16, segment_len=9, mem_len=7, segments_per_call=2, **every),
+        # Until ten updates are averaged, each update's weight depends on their number, which a resume must keep.
+        "average": AverageConfig(start_step=3, ema_decay=0.9),
+        "data__roll": Roll.ROWS,
         "eval": EvalConfig(batch_size=2, segment_len=4, mem_len=13, clamp_len=None),
     }
-    return drawn_run.on_text(tmp_path_factory.mktemp("text"), " ".join(words).encode()[:3000], **changes)
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), " ".join(words).encode()[:2800], **changes)
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +54,32 @@ def corpus(_both):
 
 
 @pytest.fixture(scope="session")
-def run_once(config, corpus, tmp_path_factory):
-    """(workdir, outcome) of the run, which no test changes."""
+def _recorded(config, corpus, tmp_path_factory):
+    """(workdir, outcome, events) of the run, with what it did to its files, and the calls that it made for them."""
     folder = tmp_path_factory.mktemp("once") / "whole"
-    outcome = runs.train(config, corpus, folder)
-    return Run.read(folder), outcome
+    with pytest.MonkeyPatch.context() as patch:
+        events = order.record(patch, folder)
+        order.add_calls(patch, events, RunLock, "confirm", lambda lock: ("confirm", ""))
+        order.add_calls(patch, events, RunLog, "seal", lambda log: ("seal", ""))
+        order.add_calls(patch, events, Checkpointer, "save", _describe_save)
+        outcome = runs.train(config, corpus, folder)
+    return Run.read(folder), outcome, tuple(events)
+
+
+def _describe_save(checkpointer, step, *rest):
+    return "save", f"{Path(checkpointer._directory).name}/{step}"
+
+
+@pytest.fixture(scope="session")
+def run_once(_recorded):
+    """(workdir, outcome) of the run, which no test changes."""
+    return _recorded[:2]
+
+
+@pytest.fixture(scope="session")
+def events(_recorded):
+    """What the run did to its files, in order, as `support.order` describes it, with "confirm", "seal" and "save"."""
+    return _recorded[2]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from support import runs, tiny
 from support.runs import stop_after
 from txl_jax.config import config_tree
 from txl_jax.runtime.log import read_metrics
+from txl_jax.training.hooks import Hook
 
 EVERY = 3
 
@@ -20,12 +21,21 @@ def given(config, corpus, usual_emitters):
     changes = {"model.n_layer": 1, "optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0, "train.batch_size": 4}
     changes |= {"train.segments_per_call": 1, "train.steps": 60, "train.log_every": 60}
     changes |= {"train.eval_every": EVERY, "train.checkpoint_every": 30}
+    # The tests below start the mean by validation losses instead.
+    changes |= {"average.start_step": None, "average.ema_decay": None}
     return config_tree.replace(config, changes), corpus
 
 
-def run(given, folder, *, stop_requested=lambda: False, **changes):
+def run(given, folder, *, stop_requested=lambda: False, stop_at=None, **changes):
+    """Trains until an end, or the evaluation `stop_at` (from 1). Returns the outcome and all validation losses."""
     config, corpus = given
-    outcome = runs.train(tiny.changed(config, **changes), corpus, folder, stop_requested=stop_requested)
+
+    def stop(context):
+        if context.step == stop_at * EVERY:
+            context.request_stop()
+
+    more = {"stop_requested": stop_requested, "hooks": [] if stop_at is None else [Hook(EVERY, stop)]}
+    outcome = runs.train(tiny.changed(config, **changes), corpus, folder, **more)
     return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"]
 
 
@@ -44,8 +54,11 @@ def whole(given, tmp_path_factory):
 
 
 def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
+    """A run that was stopped meanwhile has not lost count."""
     last = first(lambda so_far: never_better(so_far, 2), whole)
     assert last < len(whole), "the losses of this run fall all the time; choose a higher rate"
+    stopped, found = run(given, tmp_path, stop_at=last - 1, train__patience=2)
+    assert not stopped.finished and found == whole[: last - 1]
     outcome, found = run(given, tmp_path, train__patience=2)
     assert outcome.finished and outcome.step == last * EVERY and found == whole[:last]
     results = json.loads((tmp_path / "results.json").read_text())
@@ -56,9 +69,12 @@ def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
 
 
 def test_the_mean_begins_when_validation_stops_improving(given, tmp_path):
+    """A run that is stopped right after goes on with the same mean."""
     # The same program, in which the mean never begins: its numbers are equal bit for bit, however it is compiled.
     whole = run(given, tmp_path / "never", average__nt_asgd_patience=10**6)[1]
     due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), whole)
+    stopped, found = run(given, tmp_path / "begins", stop_at=due + 1, average__nt_asgd_patience=1)
+    assert not stopped.finished and len(found) == due + 1
     outcome, found = run(given, tmp_path / "begins", average__nt_asgd_patience=1)
     _, state, _ = runs.state_of(tmp_path / "begins")
     assert int(state.average.begun) == due * EVERY < 60

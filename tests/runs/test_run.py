@@ -142,6 +142,7 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
 def test_the_lock_of_a_process_that_is_gone_and_a_check_of_the_lock_keep_nobody_out(folder):
     (folder / NAME).write_text("1")  # A process that is there, but does not hold it.
     with Run.open(folder):
+        (folder / ".results.json.12.tmp").touch()  # The run that holds the lock is writing it.
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
             Run.open(folder)

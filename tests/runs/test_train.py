@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -32,6 +33,7 @@ from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import read_metrics
+from txl_jax.training.ensemble import Members
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.step import make_train_step
@@ -113,9 +115,9 @@ def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(run_once, c
         start(signal.SIGINT, 2)
     assert_saved(2)
     with pytest.raises(SystemExit) as ended:
-        start(signal.SIGTERM, 4)
+        start(signal.SIGTERM, 6)  # Between two progress lines, and after averaging has begun.
     assert ended.value.code == 143
-    assert_saved(4)
+    assert_saved(6)
     arrived = []
     signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
     assert start(signal.SIGTERM, 10) == run_once[1], "the script's own handler keeps its signal"
@@ -183,6 +185,29 @@ def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made
     assert again["eval"]["mem_len"] == 3 and again["test"]["loss"] != outcome.results["test"]["loss"]
 
 
+def test_results_count_after_their_steps_and_at_their_evaluation_settings(finished, config, corpus):
+    """So do the best parameters and the losses that patience compares."""
+    workdir, outcome = finished
+
+    def validation_of(config):
+        built = SimpleNamespace(config=config, members=Members())
+        checkpoints = SimpleNamespace(best=[Checkpointer(workdir.best, keep=1, log=print)])
+        return validation.Validation(built, corpus, workdir, checkpoints, mock.Mock(), lambda: False)
+
+    same = validation_of(config)
+    assert same.results_after(STEPS) == outcome.results and same.results_after(STEPS - 8) is None
+    same.read_losses()
+    recorded = [record["loss"] for record in read_metrics(workdir.path) if record["kind"] == "valid"]
+    assert same.losses == [recorded] and len(recorded) == 3
+    other = validation_of(config_tree.replace(config, {"eval.mem_len": 3}))
+    assert other.results_after(STEPS) is None
+    other.read_losses()
+    assert other.losses == [[]]
+    for content in (b"", b'{"steps": 24, "eval": 7}', b"\xff"):
+        Path(workdir.path, "results.json").write_bytes(content)
+        assert same.results_after(STEPS) is None
+
+
 def test_a_finished_run_is_neither_compiled_nor_scored_again(finished, config, corpus, capsys, monkeypatch):
     workdir, outcome = finished
     before = Path(workdir.path, "metrics.jsonl").read_bytes()
@@ -225,7 +250,7 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
         for before in (None, STEPS):
             step, state, _ = latest.restore(parts.abstract_state, before=before)
-            each.append(state.params)
+            each.append(state.scored_params)
     assert step == STEPS - 6
     logged = []
     step, found = load_parameters(averaged, workdir, log=logged.append)

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runtime import checkpoint, distributed
 from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer, find_steps
-from txl_jax.runtime.storage import sha256, upload
+from txl_jax.runtime.storage import upload, write_json
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -121,8 +121,8 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on, digest = threading.Event(), sha256
-        monkeypatch.setattr("txl_jax.runtime.storage.sha256", lambda path: go_on.wait(20) and digest(path))
+        go_on, write = threading.Event(), write_json
+        monkeypatch.setattr("txl_jax.runtime.storage.write_json", lambda *given: go_on.wait(20) and write(*given))
         checkpoints.save(2, make_state(2), {})
         wait_until((tmp_path / "latest" / "2").exists)
         time.sleep(0.1)

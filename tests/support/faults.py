@@ -23,13 +23,17 @@ from support.runs import numbers
 from txl_jax.runtime import checkpoint
 
 STEPS = 24
-# Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys; the best is not the last.
+# Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys.
 FLAGS = [*programs.TINY, *programs.steps(STEPS, every=4), "--train.eval_every=8", "--train.checkpoint_every=6"]
 FLAGS += ["--model.dropout.rate=0.2", "--optimizer.learning_rate=0.1", "--eval.batch_size=16"]
+# The mean of the weights, which a resumed run continues, begins after an evaluation that is not the best.
+FLAGS += ["--average.start_step=16", "--average.ema_decay=0.9", "--average.lr_scale=0.5"]
 # Of a run of two processes, and the step of its first checkpoint.
 SAVED = 4
-FLAGS_OF_TWO = [*programs.TINY, *programs.steps(12, every=2), f"--train.checkpoint_every={SAVED}"]
-FLAGS_OF_TWO += ["--train.eval_every=6", "--model.dropout.rate=0.2", "--train.batch_size=8", "--eval.batch_size=8"]
+# Progress lines come less often than checkpoints, which then have running totals.
+FLAGS_OF_TWO = [*programs.TINY, *programs.steps(12, every=6), f"--train.checkpoint_every={SAVED}"]
+FLAGS_OF_TWO += ["--model.dropout.rate=0.2", "--train.batch_size=8", "--eval.batch_size=8"]
+FLAGS_OF_TWO += ["--average.start_step=2", "--average.ema_decay=0.9", "--data.roll=rows"]
 KILLED = -signal.SIGKILL
 MEMBERS = ("seed=1", "seed=2 model.dropout.rate=0.3")  # Of the ensemble.
 PATIENCE = 120  # Seconds that one start may take.

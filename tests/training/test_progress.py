@@ -83,6 +83,19 @@ def test_a_resumed_run_writes_the_same_records(stopped_after):
     assert resumed.records == expected.records and len(resumed.lines) == len(expected.lines)
 
 
+def test_a_resumed_ensemble_continues_the_totals_of_each_member():
+    log, members = Log(), Members(("a", "b"))
+    before = progress(log, members=members)
+    of_members = [metrics(0), metrics(0, nats=[30.0])]
+    before.add(0, jax.device_get(members.stack(of_members)))
+    stored = json.loads(json.dumps(before.state()))
+    assert {name: totals["nats"] for name, totals in stored.items()} == {"a": 60.0, "b": 30.0}
+    resumed = progress(log, members=members, log_every=2, running_totals=stored)
+    resumed.add(1, jax.device_get(members.stack([metrics(1), metrics(1)])))
+    losses = {record["member"]: record["loss"] for record in log.records}
+    assert losses == pytest.approx({"a": (60 + 61) / 40, "b": (30 + 61) / 40})
+
+
 def test_tokens_per_second_counts_this_process():
     log, now = Log(), [100.0]
     made = progress(log, now=now, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2})

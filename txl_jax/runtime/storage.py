@@ -213,6 +213,9 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
         remove_tree(temporary)  # A killed process with this number may have left it.
         temporary.mkdir(parents=True)
         yield temporary
+        # Else a power cut after the renaming could leave a directory with empty files.
+        for file in files_below(temporary):
+            _sync(file)
 
 
 def check_new_folder(folder: AnyPath) -> None:

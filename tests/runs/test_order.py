@@ -1,0 +1,90 @@
+"""Tests in which order a run writes its files, so that a kill at any moment leaves a run that resumes to the same end.
+
+The events are those of the run that other tests compare with. How each file is written: tests/runtime/test_order.py.
+"""
+
+import jax.numpy as jnp
+import pytest
+
+from support import order
+from txl_jax.errors import UserError
+from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.run import Run
+from txl_jax.training.ensemble import Members
+
+EVALUATED = [8, 16, 24]
+SAVED = [6, 12, 18, 24]
+
+
+def calls(events):
+    """The calls of the thread that trains: of the lock, of the log, and of saving."""
+    return [event for event in events if event[0] in ("confirm", "seal", "save")]
+
+
+def test_the_record_is_written_first_with_the_vocabulary_before_the_file_that_makes_it_a_run(events):
+    renamed = [name for what, name in events if what == "rename"]
+    assert renamed[:2] == ["vocabulary.txt", "config.json"]
+    order.assert_in_order(events, ("sync", ".config.json.tmp"), ("rename", "config.json"), ("save", "latest/6"))
+
+
+def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(events):
+    """Records up to there are not made again, and a run that has lost its lock would write into another's."""
+    made = calls(events)
+    saves = [place for place, event in enumerate(made) if event[0] == "save"]
+    assert [made[place][1] for place in saves] == [
+        *("latest/6", "best/8", "latest/12", "best/16", "latest/18", "best/24", "latest/24"),
+    ]
+    for place in saves:
+        if made[place][1].startswith("latest"):
+            # Sealing confirms the lock too.
+            assert made[place - 3 : place] == [("seal", ""), ("confirm", ""), ("confirm", "")], made[place]
+        else:
+            assert made[place - 1] == ("confirm", ""), made[place]
+
+
+@pytest.mark.parametrize("step", SAVED)
+def test_the_best_parameters_of_an_evaluation_last_before_the_checkpoint_that_counts_on_them(events, step):
+    for evaluated in EVALUATED:
+        if evaluated <= step:
+            order.assert_in_order(events, ("sync", f"checkpoints/best/{evaluated}"), ("save", f"latest/{step}"))
+
+
+@pytest.mark.parametrize(
+    ("new", "old"), [("latest/18", "latest/6"), ("latest/24", "latest/12"), ("best/24", "best/16")]
+)
+def test_an_old_step_goes_after_the_digests_of_the_new_one(events, new, old):
+    order.assert_in_order(
+        events,
+        ("rename", f"checkpoints/{new}"),
+        ("rename", f"checkpoints/{new}/digests.json"),
+        ("sync", f"checkpoints/{new}"),
+        ("rename", f"checkpoints/{old}.deleted"),
+        ("remove", f"checkpoints/{old}.deleted"),
+    )
+
+
+def test_the_results_come_last_and_after_the_lock_is_confirmed(events):
+    """With them the run counts as finished: the last checkpoint and the best parameters are whole by then."""
+    place = events.index(("rename", "results.json"))
+    assert calls(events[:place])[-2:] == [("seal", ""), ("confirm", "")]
+    assert [name for what, name in events if what == "rename"][-1] == "results.json"
+    for folder in ("checkpoints/latest/24", "checkpoints/best/24"):
+        order.assert_in_order(events, ("sync", folder), ("sync", ".results.json.tmp"), ("rename", "results.json"))
+
+
+def test_a_run_that_has_lost_its_lock_saves_nothing(tmp_path, monkeypatch):
+    """It finds out before the write, not only between two updates."""
+
+    def lost(run):
+        raise UserError("the lock was lost")
+
+    monkeypatch.setattr(Run, "confirm", lost)
+    parameters = {"x": jnp.arange(3)}
+    with RunCheckpoints(Run(tmp_path), Members(), keep=1, log=print) as checkpoints:
+        with pytest.raises(UserError, match="lost"):
+            checkpoints.save(1, parameters, {})
+        with pytest.raises(UserError, match="lost"):
+            checkpoints.save_best(0, 1, parameters, {})
+        checkpoints.wait()
+        assert checkpoints.saved_step is None
+    assert list(tmp_path.iterdir()) == []
