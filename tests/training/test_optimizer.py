@@ -61,7 +61,10 @@ def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last:
     ],
 )
 def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
-    assert rates(**changes) == pytest.approx([rate_by_hand(count, **by_hand) for count in range(STEPS + 2)])
+    expected = [rate_by_hand(count, **by_hand) for count in range(STEPS + 2)]
+    # Near the minimum 1 + cos(x) cancels in float32, so that the error is a rounding of the peak, not of the rate.
+    rounding = by_hand.get("peak", PEAK) * 2**-23
+    assert rates(**changes) == pytest.approx(expected, abs=rounding)
 
 
 @pytest.mark.parametrize("multiple", [1.0, 3.0])
