@@ -192,12 +192,14 @@ def test_results_count_after_their_steps_and_at_their_evaluation_settings(finish
     def validation_of(config):
         built = SimpleNamespace(config=config, members=Members())
         checkpoints = SimpleNamespace(best=[Checkpointer(workdir.best, keep=1, log=print)])
-        return validation.Validation(built, corpus, workdir, checkpoints, mock.Mock(), lambda: False)
+        log = mock.Mock()
+        return validation.Validation(built, corpus, workdir, checkpoints, log, lambda: False)
 
     same = validation_of(config)
     assert same.results_after(STEPS) == outcome.results and same.results_after(STEPS - 8) is None
     same.read_losses()
-    recorded = [record["loss"] for record in read_metrics(workdir.path) if record["kind"] == "valid"]
+    records = read_metrics(workdir.path)
+    recorded = [record["loss"] for record in records if record["kind"] == "valid"]
     assert same.losses == [recorded] and len(recorded) == 3
     other = validation_of(config_tree.replace(config, {"eval.mem_len": 3}))
     assert other.results_after(STEPS) is None
