@@ -103,7 +103,10 @@ def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, exp
     assert local_module.first_cause([None, *codes]) == expected
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (7, 7), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(0, 0), (7, 7), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)],
+)
 def test_the_exit_code_is_that_of_a_shell(code, expected):
     """All processes have ended, the last one like this."""
     group = object.__new__(local_module.ProcessGroup)

@@ -1,7 +1,7 @@
 """A small run of 24 updates, and a workdir in which it has finished.
 
-Its settings leave nothing empty in a checkpoint that a resumed run could lose unnoticed: the weights are averaged, the
-text is rolled, and an epoch ends before the run does.
+Its settings leave nothing empty in a checkpoint that a resumed run could lose unnoticed: the
+weights are averaged, the text is rolled, and an epoch ends before the run does.
 """
 
 import shutil
@@ -34,13 +34,21 @@ def _both(tmp_path_factory):
     changes = {
         "model": ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
         "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
-        "train": TrainConfig(steps=24, batch_size=16, segment_len=9, mem_len=7, segments_per_call=2, **every),
-        # Until ten updates are averaged, each update's weight depends on their number, which a resume must keep.
+        "train": TrainConfig(
+            steps=24,
+            batch_size=16,
+            segment_len=9,
+            mem_len=7,
+            segments_per_call=2,
+            **every,
+        ),
+        # Until ten updates are averaged, the weight of each depends on their number.
         "average": AverageConfig(start_step=3, ema_decay=0.9),
         "data__roll": Roll.ROWS,
         "eval": EvalConfig(batch_size=2, segment_len=4, mem_len=13, clamp_len=None),
     }
-    return drawn_run.on_text(tmp_path_factory.mktemp("text"), " ".join(words).encode()[:2800], **changes)
+    content = " ".join(words).encode()[:2800]
+    return drawn_run.on_text(tmp_path_factory.mktemp("text"), content, **changes)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +63,7 @@ def corpus(_both):
 
 @pytest.fixture(scope="session")
 def _recorded(config, corpus, tmp_path_factory):
-    """(workdir, outcome, events) of the run, with what it did to its files, and the calls that it made for them."""
+    """(workdir, outcome, events) of the run; the events are described at `events`."""
     folder = tmp_path_factory.mktemp("once") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         events = order.record(patch, folder)
@@ -78,7 +86,10 @@ def run_once(_recorded):
 
 @pytest.fixture(scope="session")
 def events(_recorded):
-    """What the run did to its files, in order, as `support.order` describes it, with "confirm", "seal" and "save"."""
+    """What the run did to its files, in order, as `support.order` describes it.
+
+    Among it are calls: ("confirm", "") of the lock, ("seal", "") of the log, ("save", "latest/6").
+    """
     return _recorded[2]
 
 

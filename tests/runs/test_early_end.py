@@ -27,15 +27,16 @@ def given(config, corpus, usual_emitters):
 
 
 def run(given, folder, *, stop_requested=lambda: False, stop_at=None, **changes):
-    """Trains until an end, or the evaluation `stop_at` (from 1). Returns the outcome and all validation losses."""
+    """Trains to an end, or to evaluation `stop_at` (from 1): the outcome and validation losses."""
     config, corpus = given
 
     def stop(context):
         if context.step == stop_at * EVERY:
             context.request_stop()
 
-    more = {"stop_requested": stop_requested, "hooks": [] if stop_at is None else [Hook(EVERY, stop)]}
-    outcome = runs.train(tiny.changed(config, **changes), corpus, folder, **more)
+    changed = tiny.changed(config, **changes)
+    hooks = [] if stop_at is None else [Hook(EVERY, stop)]
+    outcome = runs.train(changed, corpus, folder, stop_requested=stop_requested, hooks=hooks)
     return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"]
 
 

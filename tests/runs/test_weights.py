@@ -1,6 +1,6 @@
-"""Tests which parameters a run without an evaluation is loaded with, and an ensemble's member, also split off.
+"""Tests what is loaded before a first evaluation, also of an ensemble's member.
 
-The checkpoints hold drawn states: nothing is trained.
+The checkpoints hold drawn states. Nothing is trained.
 """
 
 import jax
@@ -24,10 +24,13 @@ TOTALS += [{"nats": 5.0, "tokens": 4.0, "grad_norm": 1.5, "updates": 1}]
 
 
 def drawn_state(built, factor):
-    """A state in which no leaf is zero or equals another state's, and the mean is not the parameters."""
+    """A state whose leaves are neither zero nor another state's. Its mean is not its parameters."""
     count = iter(range(1, 1000))
-    state = jax.tree.map(lambda leaf: (leaf + next(count) * factor).astype(leaf.dtype), tiny_run.state(built))
-    return state.replace(step=np.int32(STEP))
+
+    def draw(leaf):
+        return (leaf + next(count) * factor).astype(leaf.dtype)
+
+    return jax.tree.map(draw, tiny_run.state(built)).replace(step=np.int32(STEP))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def run(text, built, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ensemble(text, built, tmp_path_factory):
-    """(workdir, states of the members) of an ensemble that was stopped before its first evaluation."""
+    """(workdir, states of the members) of an ensemble, stopped before its first evaluation."""
     return save(tmp_path_factory.mktemp("ensemble") / "run", text, built, MEMBERS)
 
 
@@ -67,7 +70,8 @@ def save(folder, text, built, members=()):
 
 def test_before_its_first_evaluation_a_run_is_loaded_with_its_mean(run, text):
     workdir, state = run
-    assert np.abs(jax.tree.leaves(state.params)[0] - jax.tree.leaves(state.average.params)[0]).max() > 0.1
+    last, mean = (jax.tree.leaves(tree)[0] for tree in (state.params, state.average.params))
+    assert np.abs(last - mean).max() > 0.1
     # Every other mode, and conversions, load it by the same function.
     model = txl_jax.load(workdir.path)
     assert model.step == STEP
@@ -82,11 +86,12 @@ def test_a_member_is_loaded_with_its_own_mean(ensemble, built):
     tiny_run.assert_equal(params, states[1].average.params)
 
 
-def test_a_member_that_is_split_off_takes_all_of_its_state_along(ensemble, built, tmp_path, monkeypatch):
+def test_a_member_that_is_split_off_takes_its_state_along(ensemble, built, tmp_path, monkeypatch):
     workdir, states = ensemble
     name, target = workdir.member_names[1], tmp_path / "alone"
     events = order.record(monkeypatch, target)
-    monkeypatch.setattr(ensemble_job, "build_for", lambda *given, **options: built)  # It takes a second.
+    # To build it again would take a second.
+    monkeypatch.setattr(ensemble_job, "build_for", lambda *given, **options: built)
     ensemble_job.split_off(workdir.path, name, target)
     step, state, notes = load_state(built, Run.read(target), log=print)
     assert step == STEP
@@ -94,4 +99,5 @@ def test_a_member_that_is_split_off_takes_all_of_its_state_along(ensemble, built
     assert notes["running_totals"] == TOTALS[1]
     renamed = [path for what, path in events if what == "rename"]
     assert METRICS in renamed
-    assert renamed.index("config.json") == len(renamed) - 1, "a killed split must not leave half a run"
+    # A split that is killed leaves no run.
+    assert renamed.index("config.json") == len(renamed) - 1

@@ -121,8 +121,13 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tm
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on, write = threading.Event(), write_json
-        monkeypatch.setattr("txl_jax.runtime.storage.write_json", lambda *given: go_on.wait(20) and write(*given))
+        go_on = threading.Event()
+
+        def write_later(*given):
+            assert go_on.wait(20)
+            write_json(*given)
+
+        monkeypatch.setattr("txl_jax.runtime.storage.write_json", write_later)
         checkpoints.save(2, make_state(2), {})
         wait_until((tmp_path / "latest" / "2").exists)
         time.sleep(0.1)

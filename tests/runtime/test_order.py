@@ -1,11 +1,12 @@
-"""Tests in which order files and objects are written, so that a kill or a power cut at any moment leaves a whole run.
+"""Tests in which order files and objects are written, so that a kill or a power cut loses no step.
 
-Nothing is killed here: the calls are recorded. A run's own order is in tests/runs/test_order.py.
+Nothing is killed here. The calls are recorded. tests/runs/test_order.py tests a whole run's order.
 """
 
 import json
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
@@ -37,7 +38,7 @@ def write_folder(path):
     ],
     ids=["write", "write_json", "write_lines", "new_folder"],
 )
-def test_content_lasts_before_its_name_and_the_name_before_the_function_returns(write, tmp_path, monkeypatch):
+def test_content_lasts_before_its_name_and_both_at_the_end(write, tmp_path, monkeypatch):
     """A power cut could otherwise leave an empty file of that name, or the file before it."""
     events = order.record(monkeypatch, tmp_path)
     write(tmp_path / "made")
@@ -109,22 +110,22 @@ def log_in_bucket(monkeypatch):
     monkeypatch.setattr(storage, "names", lambda folder, **options: [])
     monkeypatch.setattr(log_lib, "read_metrics", lambda folder: [])
     monkeypatch.setattr(log_lib, "read_appended", lambda path: b"")
-    monkeypatch.setattr(log_lib, "TensorBoard", lambda *arguments, **options: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(storage, "write", lambda path, data: calls.append(path.removeprefix(f"{URL}/")))
+    monkeypatch.setattr(log_lib, "TensorBoard", mock.Mock())
+    monkeypatch.setattr(storage, "write", lambda path, data: calls.append(path))
     return calls, RunLog(URL, confirm=lambda: calls.append("confirm"))
 
 
-def test_a_sealed_log_is_uploaded_after_the_lock_is_confirmed_and_its_part_is_written_once(log_in_bucket):
+def test_a_sealed_log_is_uploaded_after_the_lock_is_confirmed(log_in_bucket):
     calls, log = log_in_bucket
     with log.open():
         log.record("train", 1, {"loss": 1.0})
         assert calls == [], "a step does not wait for an upload"
         log.seal()
-        assert calls[:2] == ["confirm", "metrics.jsonl.parts/000001"]
+        assert calls[:2] == ["confirm", f"{URL}/metrics.jsonl.parts/000001"]
         calls.clear()
         log.record("train", 2, {"loss": 1.0})
         log.seal()
-        assert calls[:2] == ["confirm", "metrics.jsonl.parts/000002"]
+        assert calls[:2] == ["confirm", f"{URL}/metrics.jsonl.parts/000002"]
 
 
 def test_a_log_is_not_uploaded_once_the_lock_is_lost(log_in_bucket):
@@ -149,7 +150,11 @@ def test_a_text_in_a_bucket_is_written_as_a_whole_before_its_parts_are_removed(m
     monkeypatch.setattr(storage, "remove", lambda path: calls.append(("remove", path)))
     log_lib.replace_appended(f"{URL}/log.txt", ["1\n"])
     parts = f"{URL}/log.txt.parts"
-    assert calls == [("write", f"{parts}/000003.all"), ("remove", f"{parts}/000001"), ("remove", f"{parts}/000002")]
+    assert calls == [
+        ("write", f"{parts}/000003.all"),
+        ("remove", f"{parts}/000001"),
+        ("remove", f"{parts}/000002"),
+    ]
 
 
 @pytest.fixture
@@ -164,18 +169,21 @@ def lock_in_bucket(monkeypatch):
             return {"Date": "Thu, 01 Jan 2026 00:00:00 GMT"}, content
         return {}, b""
 
+    def remote_call(url, method, *data):
+        calls.append((method, url, None))
+
     lock = RunLock(URL)
     system = SimpleNamespace(base="https://server/storage/v1/")
     monkeypatch.setattr(lock_lib, "_call", call)
     monkeypatch.setattr(lock_lib, "file_system", lambda scheme: system)
-    monkeypatch.setattr(lock_lib, "remote_call", lambda url, method, *data: calls.append((method, url, None)))
+    monkeypatch.setattr(lock_lib, "remote_call", remote_call)
     monkeypatch.setattr(lock_lib, "remove", lambda url: calls.append(("remove", url, None)))
     monkeypatch.setattr(lock_lib, "read", lambda url: json.dumps(lock._record).encode())
     return calls, lock
 
 
 def test_a_lock_object_is_created_once_and_deleted_by_its_generation(lock_in_bucket):
-    """Of two that create it one does, and a holder that was followed deletes nothing of the other's."""
+    """Of two that create it one does, and a holder deletes no lock but the one that it has seen."""
     calls, lock = lock_in_bucket
     lock.acquire()
     assert calls == [("POST", lock._path, "0")]
@@ -188,7 +196,7 @@ def test_a_lock_object_is_created_once_and_deleted_by_its_generation(lock_in_buc
     ]
 
 
-def test_a_holder_renews_an_object_of_its_own_and_leaves_the_lock_alone(lock_in_bucket, monkeypatch):
+def test_a_holder_renews_an_object_of_its_own_not_the_lock(lock_in_bucket, monkeypatch):
     calls, lock = lock_in_bucket
     other = RunLock(URL)
     beats = iter([False, True])  # The thread's waits: one beat, then the end.

@@ -26,7 +26,7 @@ STEPS = 24
 # Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys.
 FLAGS = [*programs.TINY, *programs.steps(STEPS, every=4), "--train.eval_every=8", "--train.checkpoint_every=6"]
 FLAGS += ["--model.dropout.rate=0.2", "--optimizer.learning_rate=0.1", "--eval.batch_size=16"]
-# The mean of the weights, which a resumed run continues, begins after an evaluation that is not the best.
+# A resumed run continues the mean of the weights, begun after an evaluation that is not the best.
 FLAGS += ["--average.start_step=16", "--average.ema_decay=0.9", "--average.lr_scale=0.5"]
 # Of a run of two processes, and the step of its first checkpoint.
 SAVED = 4

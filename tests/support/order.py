@@ -1,7 +1,8 @@
-"""Records what a process does to files, in its order: support of tests of what must last before what.
+"""Records what a process does to files, in order, for tests of what must last before what.
 
-An event is (what, name): ("sync", "config.json"), ("rename", the new name) or ("remove", name), with names relative to
-a directory and "." for the directory itself. A temporary name has no process number: ".config.json.tmp".
+An event is (what, name): ("sync", "config.json"), ("rename", the new name) or ("remove", name).
+Names are relative to a directory, which itself is ".". A temporary name has no process number, as
+in ".config.json.tmp".
 """
 
 import os
@@ -46,7 +47,7 @@ def record(patch, directory):
 
 
 def add_calls(patch, events, owner, method, describe):
-    """Adds `describe(arguments of the method)` to the events at each call of a method of a class, before it is done."""
+    """Adds `describe(arguments)` to the events at each call of a class's method, before it."""
     real = getattr(owner, method)
 
     def called(*arguments, **options):
