@@ -68,10 +68,23 @@ def kill_after(step):
     return Hook(2, kill)
 
 
+def saved_steps(monkeypatch):
+    """Returns the list to which the step of each checkpoint is added."""
+    saved = []
+    save = RunCheckpoints.save
+
+    def save_and_add(checkpoints, step, *rest):
+        saved.append(step)
+        save(checkpoints, step, *rest)
+
+    monkeypatch.setattr(RunCheckpoints, "save", save_and_add)
+    return saved
+
+
 def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tmp_path, monkeypatch):
     """At the next progress line, of step 4; the other steps are those of `train.checkpoint_every`."""
-    (whole, outcome), saved, save = run_once, [], RunCheckpoints.save
-    monkeypatch.setattr(RunCheckpoints, "save", lambda own, step, *rest: saved.append(step) or save(own, step, *rest))
+    whole, outcome = run_once
+    saved = saved_steps(monkeypatch)
     for name in ("_save_requested", "_watching"):
         monkeypatch.setattr(stop, name, threading.Event())
     stop._watching.set()
@@ -124,13 +137,17 @@ def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(run_once, c
     assert arrived == [signal.SIGTERM] and numbers(tmp_path / "run") == numbers(run_once[0])
 
 
-def test_samples_are_written_at_evaluations_and_change_nothing_else(run_once, config, corpus, tmp_path, capsys):
+def test_samples_are_written_at_evaluations_and_change_nothing_else(
+    run_once, config, corpus, tmp_path, capsys, monkeypatch
+):
     """The first start is stopped in the middle of the first evaluation: the next one repeats it, and samples."""
     values = {"train.sample_every": 8, "generate.length": 20, "generate.samples": 2, "generate.prompt": "one "}
     sampling, folder = config_tree.replace(config, values), tmp_path / "run"
     assert not runs.train(sampling, corpus, folder, stop_requested=stop_after(5)).finished
     assert os.listdir(folder / "samples") == []
+    saved = saved_steps(monkeypatch)
     outcome = runs.train(sampling, corpus, folder)
+    assert saved == [8, 12, 18, 24], "a kill before step 12 repeats no evaluation"
     assert numbers(folder) == numbers(run_once[0]) and outcome == run_once[1]
     tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (folder, run_once[0])))
     assert sorted(os.listdir(folder / "samples")) == [f"step-{step}.txt" for step in (16, 24, 8)]
