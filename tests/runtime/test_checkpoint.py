@@ -1,11 +1,13 @@
 """Tests checkpoints on disks and in buckets: what is saved comes back; damage ends in an older step or an error."""
 
+import asyncio
 import os
 import re
 import shutil
 import threading
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -327,6 +329,31 @@ def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, steps_in_b
     assert_restores(saved, 100)
     saved.sweep()
     assert step_names(steps_in_bucket) == ["100"]
+
+
+@pytest.mark.full
+def test_a_save_outlasts_an_outage_that_reaches_orbax(storage, bucket, monkeypatch):
+    """Orbax asks for the directory of a step by itself, through gcsfs, which tries six times."""
+    sleep, intercepted = asyncio.sleep, storage.intercepted
+    refused = []
+
+    def intercept(method, path):
+        is_of_step = "latest/200" in unquote(path)
+        if is_of_step and len(refused) < 20:
+            refused.append(path)
+            return 503
+        return intercepted(method, path)
+
+    with Checkpointer(bucket / "latest", keep=3, log=print) as checkpoints:
+        checkpoints.save(100, make_state(100), {})
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
+            patch.setattr(storage, "intercepted", intercept)
+            checkpoints.save(200, make_state(200), {})
+            checkpoints.wait()
+        assert len(refused) == 20
+        assert_restores(checkpoints, 200)
 
 
 @pytest.mark.full

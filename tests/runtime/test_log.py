@@ -1,5 +1,6 @@
 """Tests what a run writes about itself: its origin, no step twice after a resume, valid JSON, events, sinks."""
 
+import contextlib
 import math
 import os
 import shlex
@@ -17,6 +18,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from support import ROOT
+from support.full_disk import largest_file
 from support.runs import log_lines, numbers
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime import environment
@@ -141,6 +143,28 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(LogError, match=r"/run\b.*File exists"):
         RunLog(tmp_path / "run").open()
+
+
+@pytest.fixture
+def full_log(tmp_path):
+    """An open log whose log.txt may not grow. Closing it tries again to write a line that could not be written."""
+    (tmp_path / "log.txt").write_bytes(bytes(20_000))
+    with largest_file(20_000):
+        log = RunLog(tmp_path).open()
+        yield log
+        with contextlib.suppress(LogError):
+            log.close()
+
+
+def test_an_error_of_closing_does_not_hide_the_one_that_ended_the_block(full_log, capsys):
+    with pytest.raises(LogError, match=r"/log\.txt \(File too large\)"), full_log:
+        full_log.print("a line", show=False)
+    assert capsys.readouterr().out.count("File too large") == 1, "it is printed"
+
+
+def test_an_error_of_closing_alone_is_raised(full_log):
+    with pytest.raises(LogError, match="File too large"), full_log, contextlib.suppress(LogError):
+        full_log.print("a line", show=False)
 
 
 # A text in a bucket

@@ -9,6 +9,7 @@ at      when: a pattern, as of the shell, of a file operation such as "os.rename
 count   which of the operations that match, from 1
 jump    for "clock": by how many seconds it is wrong
 largest for "full": the number of bytes that a file may have; 0: none
+more    for "full", instead of largest: by how many bytes the run's log.txt may still grow; no file may become larger
 
 Python reports its file operations to audit hooks, before they are done; those of other languages it does not report.
 """
@@ -83,18 +84,25 @@ class AuditHook:
 
     def full(self) -> None:
         """A limit on the size of files stops every thread, whatever the language, as a full disk would."""
+        largest = self.plan.get("largest", 0)
+        if "more" in self.plan:
+            largest = (workdir() / "log.txt").stat().st_size + self.plan["more"]
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.plan.get("largest", 0), hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
 
     def clock(self) -> None:
         """The time of day jumps, and with it that of every file of the run; clocks that only ever go on do not."""
         for name in ("time", "time_ns"):
             real, jump = getattr(time, name), self.plan["jump"] * (10**9 if name == "time_ns" else 1)
             mock.patch.object(time, name, lambda real=real, jump=jump: real() + jump).start()
-        (workdir,) = (Path(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--workdir="))
-        for path in sorted(workdir.rglob("*")):
+        for path in sorted(workdir().rglob("*")):
             with contextlib.suppress(FileNotFoundError):  # Saving goes on in another thread.
                 os.utime(path, (path.stat().st_mtime + self.plan["jump"],) * 2)
+
+
+def workdir() -> Path:
+    (flag,) = (flag for flag in sys.argv if flag.startswith("--workdir="))
+    return Path(flag.partition("=")[2])
 
 
 def operation_of(event: str, args: tuple) -> str | None:

@@ -57,6 +57,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
         self._directory = storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
+        if self._directory.startswith("gs://"):
+            storage.make_gcsfs_patient()
         self._keep = keep
         self._log = log
         self._writer: ocp.AsyncCheckpointer | None = None

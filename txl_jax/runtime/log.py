@@ -160,12 +160,19 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             self.print(line)
         return self
 
-    def close(self, *error: object) -> None:
+    def close(self) -> None:
         """Closes files and sinks. A second call does nothing."""
         with storage.writing(self._folder or ""):
             self._closing.close()
 
-    __exit__ = close
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except LogError as second:
+            # On a full disk, closing a file tries again to write the line that could not be written, and fails again.
+            if error is None:
+                raise
+            self.note(str(second))  # Raised, it would hide the error that ended the block.
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Passes settings by dotted names, and metadata, on to the sinks."""

@@ -5,6 +5,7 @@ Object storage has neither directories nor renames: an object appears whole when
 of its name. Every read error is an OSError with one line of text. FileNotFoundError only means that it does not exist.
 """
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -373,6 +374,31 @@ def patiently(act: Callable[[], T], url: str) -> T:
                 raise _as_os_error(error, url) from error
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+@functools.cache
+def make_gcsfs_patient() -> None:
+    """Lets gcsfs retry each request for `PATIENCE_SECONDS`, for the calls that Orbax makes without `patiently`.
+
+    gcsfs gives up after half a minute, and its number of tries is fixed when its classes are made. An outage that began
+    while Orbax made a step's directory ended the run, and with several processes left the others at a barrier.
+    """
+    import gcsfs
+
+    request = gcsfs.GCSFileSystem._request  # noqa: SLF001
+
+    @functools.wraps(request)
+    async def patient_request(*args: Any, **kwargs: Any) -> Any:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return await request(*args, **kwargs)
+            except Exception as error:
+                if not _is_passing(error) or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(random.uniform(0.5, 1.0))  # gcsfs has waited between its own tries.
+
+    gcsfs.GCSFileSystem._request = patient_request  # noqa: SLF001
 
 
 def _is_passing(error: BaseException) -> bool:
