@@ -16,7 +16,7 @@ import optuna
 import pytest
 
 from launch import study, sweep
-from support import ON_PATH, ROOT, sweep_worker
+from support import ON_PATH, ROOT, calls, sweep_worker
 from support.sweep_worker import FILE, check_each_trained_once, folders, starts
 from support.waiting import wait_until
 
@@ -105,6 +105,32 @@ def test_gpus_are_shared_out(out):
     assert run(out, GRID, "--gpus=4,7") == 0
     given = [(folder / "starts").read_text().split()[1] for folder in folders(out)]
     assert set(given) == {"4", "7"} and len(given) == 4
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({}, {"constant_liar": True, "seed": None, "n_startup_trials": 10}),
+        ({"seed": 3}, {"constant_liar": True, "seed": 3}),
+        (
+            {"constant_liar": False, "n_startup_trials": 4},
+            {"constant_liar": False, "seed": None, "n_startup_trials": 4},
+        ),
+    ],
+)
+def test_arguments_of_a_sampler_win_over_the_usual_ones(monkeypatch, table, expected):
+    found = {}
+    calls.keep(monkeypatch, found, optuna.samplers, "TPESampler")
+    study.made("sampler", {"name": "TPESampler"} | table)
+    assert {name: found[f"TPESampler.{name}"] for name in expected} == expected
+
+
+def test_arguments_of_a_pruner_arrive(monkeypatch):
+    found = {}
+    calls.keep(monkeypatch, found, optuna.pruners, "MedianPruner")
+    study.made("pruner", {"name": "MedianPruner", "n_startup_trials": 3, "n_warmup_steps": 7})
+    expected = {"n_startup_trials": 3, "n_warmup_steps": 7}
+    assert {name: found[f"MedianPruner.{name}"] for name in expected} == expected
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import runs, tiny
+from support import runs, tiny, tiny_run
 from support.runs import stop_after
 from txl_jax.config import config_tree
 from txl_jax.runtime.log import read_metrics
@@ -49,6 +49,10 @@ def never_better(losses, patience):
     return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
 
+class KilledError(Exception):
+    """Ends a run like a kill: no checkpoint is written."""
+
+
 @pytest.fixture(scope="module")
 def whole(given, tmp_path_factory):
     return run(given, tmp_path_factory.mktemp("whole"))[1]
@@ -69,6 +73,24 @@ def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
     assert longer.step == 60 and found == whole
 
 
+def test_evaluations_that_are_made_again_after_a_kill_count_once(given, whole, tmp_path):
+    """The log has their losses already, from before the kill."""
+    last = first(lambda so_far: never_better(so_far, 2), whole)
+    config, corpus = given
+    patient = tiny.changed(config, train__patience=2)
+
+    def kill(context):
+        if context.step == (last - 1) * EVERY:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        runs.train(patient, corpus, tmp_path, hooks=[Hook(EVERY, kill)])
+    recorded = [record["loss"] for record in read_metrics(tmp_path) if record["kind"] == "valid"]
+    assert recorded == whole[: last - 1] and last > 3
+    outcome, found = run(given, tmp_path, train__patience=2)
+    assert outcome.finished and outcome.step == last * EVERY and found == whole[:last]
+
+
 def test_the_mean_begins_when_validation_stops_improving(given, tmp_path):
     """A run that is stopped right after goes on with the same mean."""
     # The same program, in which the mean never begins: its numbers are equal bit for bit, however it is compiled.
@@ -85,6 +107,40 @@ def test_the_mean_begins_when_validation_stops_improving(given, tmp_path):
     assert np.abs(mean - last).max() > 1e-3
     assert outcome.results["best_valid"]["loss"] == min(found)
     assert state.scored_params is state.average.params
+
+
+def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path):
+    """The resumed run repeats the evaluation, and the mean begins as in a run that was never stopped."""
+    config, corpus = given
+    averaged = tiny.changed(config, average__nt_asgd_patience=1)
+    _, losses = run((averaged, corpus), tmp_path / "whole")
+    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
+    questions = []
+
+    def count(context):
+        if context.step == due * EVERY - 1:
+            questions.append("the update before the evaluation is done")
+
+    def stop_requested():
+        if not questions:
+            return False
+        questions.append("asked")
+        # The first question comes before the next update, the others while the validation text is scored.
+        return len(questions) > 2
+
+    hooks = [Hook(1, count)]
+    stopped = runs.train(averaged, corpus, tmp_path / "cut", stop_requested=stop_requested, hooks=hooks)
+    assert not stopped.finished and stopped.step == due * EVERY
+    _, state, notes = runs.state_of(tmp_path / "cut")
+    assert notes["evaluation_pending"]
+    assert int(state.average.begun) > config.train.steps, "it has not begun"
+
+    outcome, found = run((averaged, corpus), tmp_path / "cut")
+    assert found == losses
+    resumed, undisturbed = (runs.state_of(tmp_path / name)[1] for name in ("cut", "whole"))
+    assert int(resumed.average.begun) == int(undisturbed.average.begun) == due * EVERY
+    tiny_run.assert_equal(resumed, undisturbed)
+    assert outcome.finished
 
 
 @pytest.mark.full
