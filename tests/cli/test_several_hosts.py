@@ -229,6 +229,30 @@ def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger
         connect("").close()  # It may wait for one more.
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are listed on Linux only")
+def test_connections_that_grpc_gives_20_s_outlast_a_link_that_is_cut_for_a_moment():
+    """After a cut of 15 s, TCP tries again when up to 25.6 s have passed since the cut began."""
+
+    def limit(connection, *value):
+        if value:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, *value)
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("localhost", 0)))
+        limit(listening, 20_000)
+        client = stack.enter_context(socket.create_connection(listening.getsockname(), timeout=30))
+        server = stack.enter_context(listening.accept()[0])
+        assert (limit(server), limit(client)) == (20_000, 0)
+        other_hosts._outlast_cuts()
+        assert limit(listening) == limit(server) > 2 * 25_600
+        assert limit(client) == 0, "without a limit TCP tries for longer"
+        limit(server, 500_000)
+        other_hosts._outlast_cuts()
+        assert limit(server) == 500_000
+        assert client.send(b"a") == len(server.recv(1)), "they stay open"
+
+
 FULL, NIGHTLY = pytest.mark.full, pytest.mark.nightly(part="long")
 SHORT = [*programs.TINY, *programs.steps(2, every=2), "--train.batch_size=8"]
 

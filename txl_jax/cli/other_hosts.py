@@ -101,12 +101,36 @@ def join(found: Several) -> None:
         ) from error
     finally:
         note.cancel()
+    _outlast_cuts()
     if not distributed.is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     _number = jax.process_index()
     # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
     names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
     _watch(names, found.arguments.get("coordinator_address", f"{names[0].split()[-1]}:").rpartition(":")[0])
+
+
+def _outlast_cuts() -> None:
+    """Lets the connections of this process survive a link that is cut for a moment.
+
+    The server of JAX's coordination service, in process 0, closes a connection on which its data was not acknowledged
+    for 20 s (gRPC's default, which JAX cannot set), and JAX then ends the other process. Data lost in a cut of 15 s is
+    sent again after 25 s, because TCP doubles the time between its tries. A host that is silent is noticed by `_watch`.
+    """
+    if not os.path.isdir("/proc/self/fd"):  # Only Linux lists the open files there.
+        return
+    milliseconds = 2 * LOSS_SECONDS * 1000
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            opened = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # Not a socket, or closed meanwhile.
+            continue
+        with opened:
+            if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+                continue
+            before = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            if 0 < before < milliseconds:  # Connections without this limit are left as they are.
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _watch(names: list[str], host: str) -> None:
