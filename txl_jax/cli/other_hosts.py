@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Mapping
@@ -122,8 +123,10 @@ def _outlast_cuts() -> None:
     milliseconds = 2 * LOSS_SECONDS * 1000
     for name in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
             opened = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # Not a socket, or closed meanwhile.
+        except OSError:  # It was closed meanwhile.
             continue
         with opened:
             if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
