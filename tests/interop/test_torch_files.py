@@ -162,16 +162,27 @@ def test_a_persistent_id_is_short(tmp_path):
 
 
 def test_an_archive_whose_directory_was_moved(tmp_path):
-    """`zipfile` then takes entries to begin before the file."""
-    path = torch_bytes.write_zip(tmp_path / "a.pt", WEIGHTS)
-    data = path.read_bytes()
-    end = data.index(b"PK\x05\x06")
-    (begin,) = struct.unpack("<I", data[end + 16 : end + 20])
-    # All but the last 100 bytes of the end record's distance are claimed to be missing before the directory.
-    for moved in (begin + 1, begin + 100, begin + (1 << 20)):
-        path.write_bytes(data[: end + 16] + struct.pack("<I", moved) + data[end + 20 :])
-        with pytest.raises(UserError, match=r"a\.pt"):
-            [leaf.read() for leaf in tensors(path).values()]
+    """`zipfile` then takes an entry to begin before the file. From the end, there is a header in the comment."""
+    path = torch_bytes.write_zip(tmp_path / "a.pt", {"a": array(6)})
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        directory, entries = archive.start_dir, archive.infolist()
+    moved = entry_of_storage = 0
+    comment = b""
+    for entry in entries:
+        if entry.filename == "archive/data/0":
+            entry_of_storage = entry.header_offset
+            comment = data[entry_of_storage : entry_of_storage + 30 + len(entry.filename)] + bytes(100)
+            moved = entry_of_storage + len(comment)
+    at = directory
+    for entry in entries:
+        if entry.header_offset != entry_of_storage:
+            data[at + 42 : at + 46] = struct.pack("<I", entry.header_offset + moved)
+        at += 46 + len(entry.filename)
+    data[at + 16 : at + 22] = struct.pack("<IH", directory + moved, len(comment))
+    path.write_bytes(data + comment)
+    with pytest.raises(UserError, match=r"a\.pt .*before the file"):
+        tensors(path)
 
 
 @by_format

@@ -150,7 +150,7 @@ def test_a_model_in_several_files(suffix, has_index, tmp_path):
         foreign.check(formats.read(source), config, params)
     (tmp_path / files[1]).unlink()
     for source in (tmp_path, tmp_path / files[0]):
-        with pytest.raises(UserError, match=re.escape(files[1])):
+        with pytest.raises(UserError, match=rf"{re.escape(files[1])} are missing"):
             formats.read(source)
 
 

@@ -398,7 +398,7 @@ def test_a_run_with_its_preset_has_the_nats_of_transformers(library, tmp_path, c
     peer = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "theirs").eval()
     model = txl_jax.load(made.path)
     [ours] = model.score(TEXTS[:1], per_token=True)
-    ids = model.encode(TEXTS[0])
+    ids = model.encode(TEXTS[0]).astype(np.int64)
     memory, theirs = None, []
     length = model.config.eval.segment_len
     for begin in range(0, len(ids) - 1, length):
