@@ -145,7 +145,9 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
         )
 
     if config.network is not Network.TRANSFORMER_XL:
-        refuse(f"cannot be a {config.network} (model.network)", f"--model.network={Network.TRANSFORMER_XL}")
+        refuse(
+            f"has no recurrent network (model.network is {config.network})", f"--model.network={Network.TRANSFORMER_XL}"
+        )
     if config.layer_norm is NormPlace.PRE and config.compat.final_norm:
         flags = f"{preset} or --model.layer_norm={NormPlace.POST}"
         refuse("has no layer norm after the last layer (model.compat.final_norm, of a pre-norm model)", flags)
