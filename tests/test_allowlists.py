@@ -29,13 +29,16 @@ from txl_jax.interop import (
     foreign_vocabulary,
     formats,
     infer_config,
+    own_settings,
     pickles,
     portable,
     safetensors,
     state_dict,
     tensorflow,
     torch_files,
+    weight_files,
 )
+from txl_jax.interop import names as tensor_names
 from txl_jax.runs import run as run_lib
 from txl_jax.runs import weights
 from txl_jax.runtime import distributed, environment, lock, storage
@@ -145,15 +148,21 @@ def test_dtypes_of_other_programs_files():
 
 
 def test_names_of_files_that_are_opened():
-    assert formats._NAMES == (
+    assert weight_files.NAMES == (
         "model.safetensors",
         "pytorch_model.bin",
+        "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
         "model.pt",
         "checkpoint_best.pt",
         "checkpoint_last.pt",
+        "last.ckpt",
     )
-    assert set(formats._SUFFIXES) == {".safetensors", ".bin", ".pt", ".pth"}
-    assert set(weights._FOREIGN_SUFFIXES) == {*formats._SUFFIXES, ".index", ".meta", ".ckpt", ".h5"}
+    assert set(weight_files.SUFFIXES) == {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+    assert set(weights._REMOTE_SUFFIXES) == {*weight_files.SUFFIXES, ".index", ".meta", ".h5"}
+    wrappers = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+    assert wrappers == tensor_names.WRAPPERS
+    assert own_settings.NAME == "txl_jax.json"
     assert foreign_vocabulary.NAMES == (
         "vocabulary.txt",
         "vocab.pkl",

@@ -81,7 +81,7 @@ def test_the_page_of_settings_has_all_of_them():
     rows = re.findall(r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$", text, re.MULTILINE)
     assert {name for name, _, _ in rows} == {*SETTINGS} and len(rows) == len(SETTINGS)
     found = {name: (default, values) for name, default, values in rows}
-    assert found["model.div_val"] == ("1", "int at least 1") and found["train.same_length"] == ("false", "bool")
+    assert found["model.n_layer"] == ("12", "int at least 1") and found["train.same_length"] == ("false", "bool")
     assert found["model.tie_projs"] == ("empty", "list of bool")
     assert found["average.ema_decay"] == ("none", "float above 0 and below 1 or none")
     assert found["data.tokenizer.newlines"] == ("keep", "keep, drop; only if `data.tokenizer.kind` is byte")

@@ -185,8 +185,55 @@ def test_what_gzip_makes_of_few_bytes_is_not_kept_in_memory(kind, tmp_path):
     else:
         info.type, content = kind, bytes(40 << 20)
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(info.tobuf(tarfile.PAX_FORMAT) + content, 1))
-    with pytest.raises(UserError, match=r"x\.tar\.gz.*(sparse|1 MiB)"):
+    with pytest.raises(UserError, match=r"x\.tar\.gz.*(sparse|8 KiB)"):
         prepare.open_files([("x.tar.gz", str(tmp_path / "x.tar.gz"), "http://example.org")])
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_attributes_of_a_tar_are_short(kind, tmp_path):
+    """Older Pythons search attributes in quadratic time: 32 kB of digits take seconds, a megabyte an hour."""
+    info = tarfile.TarInfo("x")
+    info.type = kind
+    info.size = prepare._MAX_ATTRIBUTES + 1
+    content = info.tobuf(tarfile.USTAR_FORMAT) + b"1" * info.size + bytes(-info.size % 512 + 1024)
+    (tmp_path / "x.tar").write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.tar.*8 KiB"):
+        prepare.open_files([("x.tar", str(tmp_path / "x.tar"), "http://example.org")])
+
+
+# Whatever a reader raises
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError("deep"), OverflowError("big"), KeyError(3)], ids=repr)
+def test_whatever_a_reader_raises_is_one_error_that_names_the_file(error, folders, monkeypatch):
+    def broken(*given, **options):
+        raise error
+
+    theirs, own = folders / "theirs", folders / "portable"
+    for module, name, read, folder in (
+        (formats.infer_config, "infer", formats.read, theirs),
+        (formats.safetensors, "read", formats.read, theirs),
+        (formats.vocabularies, "_of_text", formats.read, theirs),
+        (portable, "loads", portable.read_info, own),
+        (portable, "from_dict", portable.read_info, own),
+        (portable.safetensors, "read", portable.read_leaves, own),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, broken)
+            with pytest.raises(UserError, match=re.escape(str(folder))) as raised:
+                read(folder)
+        assert "\n" not in str(raised.value)
+
+
+def test_an_error_of_a_later_read_names_the_file(folders):
+    found = formats.read(folders / "theirs").leaves
+    (folders / "theirs" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        [leaf.read() for leaf in found.values()]
+    found = portable.read_leaves(folders / "portable")
+    (folders / "portable" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        [leaf.read() for leaf in found.values()]
 
 
 # Exported models

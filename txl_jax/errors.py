@@ -54,6 +54,25 @@ def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = Use
         raise to(sentence.replace("%s", str(reason))) from error
 
 
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turns whatever goes wrong while a file is read into one message that names the file.
+
+    Files come from anywhere, and libraries raise nearly any exception for one that they cannot read. A `UserError` says
+    more and is kept, and so is an interruption.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:  # MemoryError and RecursionError count, and panics of Rust.
+        kind = type(error).__name__
+        if not isinstance(error, Exception) and kind != "PanicException":
+            raise
+        reason = f"{kind}: {first_line(error)}" if str(error) else kind
+        raise UserError(f"{name} cannot be read ({reason}). Copy or download it again.") from error
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, which may be long, or the name of its type."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -75,11 +75,14 @@ class Plan(cli.TextPlan):
 
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
-        names = self.names or tuple(map(os.path.basename, self.workdirs))
+        names = self.names or tuple(os.path.basename(path.rstrip("/")) for path in self.workdirs)
         require(
             len(names) == len(self.workdirs),
             f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
         )
+        for name in names:  # They name directories in --out.
+            is_plain = name == os.path.basename(name) and name not in ("", ".", "..")
+            require(is_plain, f"the name of a model must be the name of a directory, got {name!r}. Pass --names.")
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
         require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}

@@ -35,6 +35,8 @@ CONFLICTS = [
     ({"model.d_model": 7}, "model.d_model 7"),
     ({"model.cutoffs": (10, 10)}, "model.cutoffs 10"),
     ({"model.cutoffs": (0, 10)}, "model.cutoffs 0 10"),
+    ({"model.cutoffs": tuple(range(1, 1002))}, "model.cutoffs 1,000 1,001"),
+    ({"model.cutoffs": (5,), "model.div_val": 1 << 60}, f"model.div_val 1048576 {1 << 60}"),
     ({"model.cutoffs": (5,), "model.tie_projs": (True,) * 3}, "tie_projs 3 2"),
     ({"model.div_val": 4}, "model.div_val 4 cutoffs"),
     ({"model.div_val": 4, "model.cutoffs": (5, 9), "model.d_model": 8}, "div_val 4 2 8"),

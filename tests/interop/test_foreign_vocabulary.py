@@ -87,6 +87,50 @@ def test_lists_of_words(tmp_path):
     assert foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary == ours
 
 
+def test_a_byte_order_mark_is_not_part_of_the_first_word(tmp_path):
+    for name, text in (("vocab.txt", "\n".join(WORDS)), ("vocabulary.txt", None)):
+        words = WordVocabulary(tuple(WORDS), LineMark.EOS)
+        content = (text or vocabulary_lib.dumps(words)).encode()
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        found = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
+        assert found == words and found.line_mark is LineMark.EOS
+
+
+def test_added_tokens_continue_the_words(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    size = len(WORDS)
+    (tmp_path / "added_tokens.json").write_text(f'{{"<b>": {size + 1}, "<a>": {size}, "the": 1}}')
+    found = foreign_vocabulary.find(tmp_path, size + 2)
+    assert found.vocabulary.words == (*WORDS, "<a>", "<b>")
+    assert any("added_tokens.json" in note for note in found.notes)
+    assert foreign_vocabulary.find(tmp_path, size).vocabulary.words == tuple(WORDS), "the table decides"
+    for content in (f'{{"<a>": {size + 1}}}', f'{{"the": {size}}}', '{"<a>": "x"}', "[1]", "null", "{", "[" * 100_000):
+        (tmp_path / "added_tokens.json").write_text(content)
+        with pytest.raises(UserError, match=r"added_tokens\.json"):
+            foreign_vocabulary.find(tmp_path, size + 1)
+
+
+def test_a_long_token_that_is_repeated_is_not_searched_each_time(monkeypatch):
+    """A pickle repeats a text for two bytes. Equal ones are found without a look into them."""
+    searched = []
+    monkeypatch.setattr(foreign_vocabulary, "_SURROGATE", Searches(searched))
+    with pytest.raises(UserError, match="distinct"):
+        foreign_vocabulary.of_symbols(["N" * 1000] * 1000, name="vocab.pkl")
+    assert not searched
+    with pytest.raises(UserError, match="distinct"):
+        foreign_vocabulary.of_symbols([["a"], "b"], name="vocab.pkl")
+
+
+class Searches:
+    """A pattern that notes each search."""
+
+    def __init__(self, searched):
+        self.searched = searched
+
+    def search(self, text):
+        self.searched.append(text)
+
+
 def test_what_has_no_usable_words(tmp_path):
     found = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
     assert found.vocabulary is None and "unknown" in found.notes[0]

@@ -120,6 +120,7 @@ def test_a_checkpoint_of_nvidia(changes, tmp_path):
         ({"vocab_size": 14}, r"word_emb\.emb_layers\.0\.weight .*\[13, 6\].*\[14, 6\]"),
         ({"tie_word_embeddings": False}, None),
         ({"cutoffs": [7, 3]}, r"model\.cutoffs"),
+        ({"cutoffs": list(range(1, 1002)), "div_val": 1 << 60}, r"^\S+: cutoffs is"),
         ({"n_head": "4"}, "n_head is '4'"),
         ({"n_head": 3}, r"\[\S+ 5\]"),
         ({"untie_r": True}, r"r_w_bias"),

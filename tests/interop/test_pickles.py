@@ -206,3 +206,39 @@ def test_calls_may_not_copy_without_end_and_a_memo_of_any_number_costs_nothing()
     with pytest.raises(UserError, match="larger than the file"):
         load(data)
     assert load(b"\x80\x02K\x01r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == 1
+
+
+def text_op(text: str) -> bytes:
+    """Pushes a text."""
+    return b"X" + len(text.encode()).to_bytes(4, "little") + text.encode()
+
+
+# Values of more than a few characters or parts, which a pickle could use again and again for two bytes each.
+REUSED = {
+    "a long tuple as a key": b"}(" + b"N" * 11 + b"tNs.",
+    "a long text as a key": b"}" + text_op("k" * (pickles.MAX_KEY_TEXT + 1)) + b"Ns.",
+    "a long text in a set": b"(" + text_op("k" * (pickles.MAX_KEY_TEXT + 1)) + b"\x91.",
+    "a module with a long name": text_op("m" * 501) + text_op("C") + b"\x93.",
+    "a class with a long name": text_op("m") + text_op("C" * 501) + b"\x93.",
+    "a name of protocol 0": b"cm\n" + b"C" * 501 + b"\n.",
+}
+
+
+@pytest.mark.parametrize("code", REUSED.values(), ids=REUSED)
+def test_what_is_hashed_or_copied_at_each_use_is_short(code):
+    with pytest.raises(UserError, match=r"cannot be a key|more than 500"):
+        load(b"\x80\x04" + code)
+
+
+def test_keys_and_names_of_usual_lengths():
+    key, name = "k" * pickles.MAX_KEY_TEXT, "n" * 500
+    assert load(b"\x80\x04}(" + b"N" * 10 + b"tK\x01s.") == {(None,) * 10: 1}
+    assert load(b"\x80\x04}" + text_op(key) + b"K\x01s.") == {key: 1}
+    assert load(b"\x80\x04" + text_op(name) + text_op(name) + b"\x93.") == Symbol(name, name)
+
+
+def test_arguments_are_counted_before_they_are_looked_at():
+    """A tuple of 100,000 values that is passed to 50,000 calls: 5e9 values from 350 kB."""
+    data = b"\x80\x02]" + b"ctorch\nparameter\nq\x010(" + b"N" * 100_000 + b"tq\x020" + b"h\x01h\x02R0" * 50_000 + b"."
+    with pytest.raises(UserError, match="larger than the file"):
+        pickles.load(data, name="file.pt", calls={"torch.parameter": lambda *args: None})

@@ -57,7 +57,6 @@ AROUND = {
     "state_dict=": {"state_dict": WEIGHTS, "optimizer": {"state": {0: {"exp_avg": array((2, 3))}}}, "epoch": 3},
     "model_state=": {"model_state": WEIGHTS, "args": Object(Name("argparse", "Namespace"), {"lr": 0.1})},
     "model=": {"model": {"state_dict": WEIGHTS}},
-    "DataParallel": {f"module.{name}": tensor for name, tensor in WEIGHTS.items()},
     "with a number": {**WEIGHTS, "step": 3},
     "OrderedDict": Call(Name("collections", "OrderedDict"), ([list(item) for item in WEIGHTS.items()],)),
 }
@@ -109,6 +108,81 @@ def test_a_module_that_holds_itself_ends(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"\x80\x02" + nested + b".")
     with pytest.raises(UserError, match=r"modules|tensor"):
         tensors(tmp_path / "a.pt")
+
+
+def shared_module(count: int, *, child: str, names: int) -> bytes:
+    """A pickled module that is the child of `names` others' names and has, behind `child`, `count` tensors of None."""
+    code = torch_bytes.Writer(legacy=True).code
+    start = b"ca\nB\n)\x81"
+    parameters = {str(number): None for number in range(count)}
+    inner = start + code({"_parameters": parameters}) + b"b"
+    middle = start + b"}" + code("_modules") + b"}" + code(child) + inner + b"ssb" + b"q\x05"
+    others = b"".join(code(str(number)) + b"h\x05" for number in range(1, names))
+    return b"\x80\x02" + start + b"}" + code("_modules") + b"}(" + code("0") + middle + others + b"usb."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [shared_module(500, child="a", names=500), shared_module(1, child="N" * 8000, names=500)],
+    ids=["many tensors", "a long name"],
+)
+def test_names_of_shared_modules_are_not_longer_than_the_file(data, tmp_path):
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.pt: .*names"):
+        tensors(tmp_path / "a.pt")
+
+
+def test_tensors_share_numbers_a_few_times(tmp_path):
+    """A file of one matrix under 2,000 names, or in 2,000 views, would become 2,000 times as many numbers."""
+    base = np.arange(4096, dtype=np.float32)
+    path = torch_bytes.write_zip(tmp_path / "a.pt", {f"layers.{k}": base for k in range(24)})
+    assert len({id(leaf) for leaf in tensors(path).values()}) == 1
+    for views in ([base] * 2000, [base[k:] for k in range(2000)]):
+        torch_bytes.write_zip(path, {f"layers.{k}": view for k, view in enumerate(views)})
+        with pytest.raises(UserError, match=r"a\.pt: its tensors share numbers"):
+            tensors(path)
+
+
+LONG_SIZES = [{"shape": (255,) * 50_000}, {"strides": (1,) * 50_000}, {"shape": (0, 1 << 64)}]
+
+
+@pytest.mark.parametrize("sizes", LONG_SIZES, ids=["shape", "strides", "a long size"])
+def test_a_tensor_has_few_and_short_sizes(sizes, tmp_path):
+    """The product of a million sizes takes minutes."""
+    with pytest.raises(UserError, match=r"corrupted"):
+        torch_files.read(torch_bytes.write_zip(tmp_path / "a.pt", {"b": array(6), **tensor_of(**sizes)}))
+
+
+def test_a_persistent_id_is_short(tmp_path):
+    """Each use of a long one would copy it."""
+    key = ("storage", Name("torch", "FloatStorage"), "0", "cpu", 6)
+    for parts in (key + (None,) * 4, (*key[:2], "0" * 201, *key[3:])):
+        with pytest.raises(UserError, match=r"persistent id|too long"):
+            torch_files.read(torch_bytes.write_zip(tmp_path / "a.pt", {"b": Persistent(parts)}))
+
+
+def test_an_archive_whose_directory_was_moved(tmp_path):
+    """`zipfile` then takes an entry to begin before the file. From the end, there is a header in the comment."""
+    path = torch_bytes.write_zip(tmp_path / "a.pt", {"a": array(6)})
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        directory, entries = archive.start_dir, archive.infolist()
+    moved = entry_of_storage = 0
+    comment = b""
+    for entry in entries:
+        if entry.filename == "archive/data/0":
+            entry_of_storage = entry.header_offset
+            comment = data[entry_of_storage : entry_of_storage + 30 + len(entry.filename)] + bytes(100)
+            moved = entry_of_storage + len(comment)
+    at = directory
+    for entry in entries:
+        if entry.header_offset != entry_of_storage:
+            data[at + 42 : at + 46] = struct.pack("<I", entry.header_offset + moved)
+        at += 46 + len(entry.filename)
+    data[at + 16 : at + 22] = struct.pack("<IH", directory + moved, len(comment))
+    path.write_bytes(data + comment)
+    with pytest.raises(UserError, match=r"a\.pt .*before the file"):
+        tensors(path)
 
 
 @by_format

@@ -13,11 +13,24 @@ import pytest
 from safetensors import safe_open
 
 import txl_jax
-from support import drawn_run
+from support import drawn_run, tiny, tiny_run, torch_bytes
 from support.cases import full_but
-from txl_jax.config import AttentionWindow, GenerateConfig, MemoryStart, NormPlace, Tokenizer
+from txl_jax.config import (
+    AttentionWindow,
+    Encoding,
+    ExperimentConfig,
+    GenerateConfig,
+    MemoryStart,
+    Network,
+    NormPlace,
+    ShawTerms,
+    Tokenizer,
+    config_tree,
+)
+from txl_jax.config.experiment import apply_preset
 from txl_jax.errors import CheckpointError, UserError
-from txl_jax.interop import portable, safetensors
+from txl_jax.interop import original, portable, safetensors
+from txl_jax.interop.original import Format
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -77,43 +90,121 @@ def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
     assert json.loads((tmp_path / "model" / "config.json").read_text())["scores"] == {}
 
 
+# Settings of ours that other formats have no word for, unlike the presets of both.
+OWN = {"model.compat.memory_start": MemoryStart.MASKED, "data.reset_at": "<eos>", "eval.batch_size": 2}
+OWN |= {"model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE, "eval.same_length": True}
+OWN |= {"train.mem_len": 11, "train.segment_len": 7, "generate.top_k": 3}
 PRE_NORM = {"model.layer_norm": NormPlace.PRE, "model.compat.final_norm": False, "model.compat.layer_norm_eps": 1e-12}
-PRE_NORM |= {"model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE, "eval.same_length": True}
-
-
-FORMATS = {
-    "adaptive words": (TargetFormat.HUGGINGFACE, drawn_run.WT103 | {"model.untie_r": True}),
-    "bytes": (TargetFormat.HUGGINGFACE, {"tokenizer": Tokenizer.BYTE}),
-    "pre-norm": (TargetFormat.HUGGINGFACE, {"tokenizer": Tokenizer.CHAR, **PRE_NORM}),
-    "original": (TargetFormat.ORIGINAL, drawn_run.WT103 | {"model.layer_norm": NormPlace.PRE}),
-    "documents": (TargetFormat.NATIVE, {"data.reset_at": "<eos>"}),
+LEARNED = {"model.num_positions": 9, "model.n_head": 2, "model.d_head": 8, "model.d_model": 16}
+SHAW = {"model.encoding": Encoding.SHAW, "model.compat.shaw_terms": ShawTerms.ORIGINAL} | LEARNED
+# Every kind of model that a format has, by what decides on its names and on its formula.
+EXPORTABLE = {
+    "adaptive words": drawn_run.WT103 | OWN,
+    "layers with their own u and v": drawn_run.WT103 | {"model.untie_r": True},
+    "bytes, pre-norm": {"tokenizer": Tokenizer.BYTE, **PRE_NORM},
+    "characters, nothing tied": {"tokenizer": Tokenizer.CHAR, "model.tie_weight": False},
+    "a memory of zeros": {"model.compat.memory_start": MemoryStart.ZEROS, "eval.temperature": 0.9},
+    "clusters of one width": {"model.cutoffs": (5, 8), "model.d_embed": 16, "model.tie_projs": (False, True, True)},
 }
+OF_THE_ORIGINAL = {
+    "Shaw's positions": SHAW,
+    "sinusoids": {"model.encoding": Encoding.VASWANI},
+    "Al-Rfou's positions": {"model.encoding": Encoding.AL_RFOU} | LEARNED,
+}
+CASES = [(name, to_format) for name in EXPORTABLE for to_format in (TargetFormat.HUGGINGFACE, TargetFormat.ORIGINAL)]
+CASES += [(name, TargetFormat.ORIGINAL) for name in OF_THE_ORIGINAL]
+QUICK = [("adaptive words", TargetFormat.HUGGINGFACE), ("bytes, pre-norm", TargetFormat.ORIGINAL)]
 
 
-@pytest.mark.parametrize("name", full_but(["adaptive words", "bytes", "pre-norm", "documents"], FORMATS))
-def test_to_another_format_and_back(tmp_path, name):
-    """Hugging Face's class starts with a memory of zeros, a run of ours with none: its settings give other losses."""
-    to_format, changes = FORMATS[name]
-    made, there, lines = drawn_run.of_words(tmp_path / "run", **changes), tmp_path / "there", []
+@pytest.mark.parametrize(("name", "to_format"), full_but(QUICK, CASES))
+def test_a_model_that_goes_to_another_format_comes_back_the_same(tmp_path, name, to_format):
+    """With the settings that the format has no word for, and so with the same nats."""
+    made = drawn_run.of_words(tmp_path / "run", **(EXPORTABLE | OF_THE_ORIGINAL)[name])
+    there, lines = tmp_path / "there", []
     convert(made.path, there, to_format=to_format, log=lines.append)
     assert any(line.startswith("verified") for line in lines)
-    assert any("model.compat.memory_start" in line for line in lines) is (to_format is TargetFormat.HUGGINGFACE)
+    if to_format is TargetFormat.HUGGINGFACE:
+        zeros = made.config.model.compat.memory_start is MemoryStart.ZEROS
+        assert any("model.compat.memory_start" in line for line in lines) is not zeros
     convert(there, tmp_path / "back")
     before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "back")
     jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
-    assert after.vocabulary == before.vocabulary
-    if to_format is TargetFormat.NATIVE:
-        assert (after.config.model, after.config.eval) == (before.config.model, before.config.eval)
-        assert after.components.model.end_token == before.components.model.end_token == 0
-        for nats, again in zip(*(model.score(TEXTS, per_token=True) for model in (before, after)), strict=True):
-            np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
-    if name == "adaptive words":
-        assert (there / "vocab.txt").read_text().splitlines() == list(before.vocabulary.words)
-        with safe_open(there / "model.safetensors", "np") as file:
-            assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
-            assert file.get_tensor("transformer.word_emb.emb_layers.1.weight").shape == (3, 16)
-            assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is there once"
-        assert after.config.model.compat.memory_start is MemoryStart.ZEROS
+    assert after.vocabulary == before.vocabulary and after.step == before.step == drawn_run.STEP
+    stored = [portable.stored_settings(model.config) for model in (before, after)]
+    # A table as wide as the model has two names.
+    assert {**stored[1], "model.d_embed": None} == {**stored[0], "model.d_embed": None}
+    assert after.components.model.end_token == before.components.model.end_token
+    for nats, again in zip(*(model.score(TEXTS, per_token=True) for model in (before, after)), strict=True):
+        np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
+    if name == "adaptive words" and to_format is TargetFormat.HUGGINGFACE:
+        check_files_of_hugging_face(there, before)
+
+
+def check_files_of_hugging_face(folder, model):
+    assert (folder / "vocab.txt").read_text().splitlines() == list(model.vocabulary.words)
+    with safe_open(folder / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
+        assert file.get_tensor("transformer.word_emb.emb_layers.1.weight").shape == (3, 16)
+        assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is there once"
+
+
+@pytest.mark.full
+def test_documents_stay_apart_in_a_portable_folder(tmp_path):
+    made = drawn_run.of_words(tmp_path / "run", **{"data.reset_at": "<eos>"})
+    convert(made.path, tmp_path / "model")
+    before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "model")
+    assert after.components.model.end_token == before.components.model.end_token == 0
+    assert after.score(TEXTS) == before.score(TEXTS)
+
+
+# Models whose formula a format cannot hold, and the flags that the message names.
+REFUSED = {
+    "final norm": ({"model.layer_norm": NormPlace.PRE}, None, ["--compat=PRESET", "--model.layer_norm=post"]),
+    "tied positions": ({"model.tie_positions": True}, None, ["--model.tie_positions=false"]),
+    "LSTM": ({"model.network": Network.LSTM}, None, ["--model.network=transformer_xl"]),
+    "QRNN": ({"model.network": Network.QRNN}, None, ["--model.network=transformer_xl"]),
+    "Shaw's positions": (SHAW, TargetFormat.HUGGINGFACE, ["--model.encoding=relative"]),
+    "sinusoids": ({"model.encoding": Encoding.VASWANI}, TargetFormat.HUGGINGFACE, ["--model.encoding=relative"]),
+    "the paper's terms": (
+        SHAW | {"model.compat.shaw_terms": ShawTerms.PAPER},
+        TargetFormat.ORIGINAL,
+        ["--compat=PRESET"],
+    ),
+}
+PRESET_NAMES = {TargetFormat.HUGGINGFACE: "hf", TargetFormat.ORIGINAL: "pytorch"}
+
+
+@pytest.mark.parametrize(("changes", "only", "flags"), REFUSED.values(), ids=REFUSED)
+def test_a_formula_that_a_format_cannot_hold_is_refused_before_anything_is_written(changes, only, flags):
+    config = tiny.changed(tiny_run.CONFIG, **changes)
+    for to_format in (only,) if only else PRESET_NAMES:
+        wanted = [flag.replace("PRESET", PRESET_NAMES[to_format]) for flag in flags]
+        with pytest.raises(UserError) as raised:
+            original.check_exportable(config.model, Format(str(to_format)))
+        assert all(flag in str(raised.value) for flag in wanted), raised.value
+        # A model with these flags is not refused for the same reason.
+        for flag in wanted:
+            name, _, value = flag.removeprefix("--").partition("=")
+            if name == "compat":
+                mended = apply_preset(config, value)
+            else:
+                mended = config_tree.replace(config, config_of_flag(name, value))
+            original.check_exportable(mended.model, Format(str(to_format)))
+
+
+def config_of_flag(name, value):
+    kind = type(config_tree.get(ExperimentConfig(), name))
+    return {name: kind(value) if issubclass(kind, str) else value == "true"}
+
+
+def test_a_refused_model_leaves_nothing(tmp_path, monkeypatch):
+    """The default of --layer_norm=pre, as in the recipe for a text of one's own."""
+    made = drawn_run.of_words(tmp_path / "run", **{"model.layer_norm": NormPlace.PRE})
+    monkeypatch.setattr(convert_job.storage, "new_folder", lambda folder: pytest.fail("it began to write"))
+    for to_format, preset in PRESET_NAMES.items():
+        with pytest.raises(UserError, match=f"--compat={preset}"):
+            convert(made.path, tmp_path / "there", to_format=to_format)
+    assert not (tmp_path / "there").exists()
 
 
 def test_a_folder_is_not_written_over(folder, tmp_path):
@@ -190,7 +281,7 @@ def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
         txl_jax.load(tmp_path)
     with pytest.raises(UserError, match=r"member is 'seed=2'"):
         txl_jax.load(folder, member="seed=2")
-    (tmp_path / "pytorch_model.bin").touch()
+    torch_bytes.write_zip(tmp_path / "pytorch_model.bin", {"a": np.zeros(2, np.float32)})
     with pytest.raises(UserError, match=r"python -m experiments\.convert --from=\S+ --to=NEW_DIRECTORY"):
         txl_jax.load(tmp_path)
 
@@ -293,3 +384,30 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
     text = "the cat sat on the zebra"  # The last word is unknown.
     assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
     assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark
+
+
+@pytest.mark.nightly(part="huggingface")
+@THEIR_WARNINGS
+@pytest.mark.parametrize("changes", [drawn_run.WT103 | {"model.untie_r": True}, PRE_NORM], ids=["words", "pre-norm"])
+def test_a_run_with_its_preset_has_the_nats_of_transformers(library, tmp_path, changes):
+    """A run trained with --compat=hf, read by their class from the files that a conversion writes."""
+    torch, transformers = library
+    hf = {"model.compat.memory_start": MemoryStart.ZEROS, "model.compat.final_norm": False}
+    made = drawn_run.of_words(tmp_path / "run", **(changes | hf))
+    convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    peer = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "theirs").eval()
+    model = txl_jax.load(made.path)
+    [ours] = model.score(TEXTS[:1], per_token=True)
+    ids = model.encode(TEXTS[0]).astype(np.int64)
+    memory, theirs = None, []
+    length = model.config.eval.segment_len
+    for begin in range(0, len(ids) - 1, length):
+        segment = ids[begin : begin + length + 1]
+        with torch.no_grad():
+            found = peer(torch.tensor(segment[None, :-1]), mems=memory)
+        memory = found.mems
+        targets = torch.tensor(segment[1:, None])
+        theirs.append(-found.prediction_scores[0].gather(1, targets)[:, 0].numpy())
+    theirs = np.concatenate(theirs)
+    assert len(ours) == len(theirs)
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * theirs.max())

@@ -156,6 +156,7 @@ class CompatConfig(Config, prefix="model.compat."):
         return mem_len + plus_one if same_length else None
 
 
+_MAX_CUTOFFS = 1000  # Published models have 3.
 _RELATIVE = {"encoding": (Encoding.RELATIVE,)}
 _LEARNED = {"encoding": tuple(encoding for encoding in Encoding if encoding.is_learned)}
 _TRANSFORMER = {"network": (Network.TRANSFORMER_XL,)}
@@ -197,7 +198,9 @@ class ModelConfig(Config, prefix="model."):
     cutoffs: tuple[int, ...] = shape_setting(
         (), "First token of each tail cluster of the adaptive softmax. If empty, the softmax is full."
     )
-    div_val: int = shape_setting(1, "Adaptive embedding: cluster c has size d_embed // div_val**c.", at_least=1)
+    div_val: int = shape_setting(
+        1, "Adaptive embedding: cluster c has size d_embed // div_val**c.", at_least=1, at_most=1 << 20
+    )
     tie_projs: tuple[bool, ...] = shape_setting(
         (), "For each cluster, whether softmax and embedding share a projection. If empty, none do."
     )
@@ -257,6 +260,9 @@ class ModelConfig(Config, prefix="model."):
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
+        # First, since the other messages print them, and sizes of clusters are powers of their number.
+        many = f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}"
+        require(len(self.cutoffs) <= _MAX_CUTOFFS, many)
         super().validate()
         self.expect(self.d_model % 2 == 0, "d_model", "It must be even, because sinusoids come in pairs")
         self.expect(

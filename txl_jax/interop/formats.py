@@ -10,17 +10,26 @@ from typing import Any, NamedTuple
 from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.ready_ids import IdVocabulary
-from txl_jax.errors import UserError, rephrased
+from txl_jax.errors import UserError, reading, rephrased
 from txl_jax.interop import foreign_vocabulary as vocabularies
-from txl_jax.interop import infer_config, original, safetensors, state_dict, tensorflow, torch_files
-from txl_jax.interop.leaves import Leaf, Leaves
+from txl_jax.interop import (
+    infer_config,
+    names,
+    original,
+    own_settings,
+    safetensors,
+    state_dict,
+    tensorflow,
+    torch_files,
+    weight_files,
+)
+from txl_jax.interop.leaves import Leaf, Leaves, guarded
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
+from txl_jax.interop.torch_files import TorchFile
+from txl_jax.interop.weight_files import Kind, WeightFiles
 from txl_jax.runtime import storage
 
-# Files of weights in a directory, in order of preference.
-_NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # In NVIDIA's checkpoints (DeepLearningExamples) the softmax's biases and untied tables are lists of parameters.
 _NVIDIA_LISTS = {"biases": "bias", "weights": "weight"}
 _NVIDIA_LISTED = re.compile(r"\Acrit\.out_layers_(biases|weights)\.(\d+)\Z")
@@ -50,20 +59,24 @@ class _Weights(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Model:
     """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary."""
     path = Path(path)
-    weights = _open_any(path)
-    if weights is None:
-        expected = f"Expected one of {', '.join(_NAMES)}, such a file, or a TensorFlow checkpoint."
-        raise UserError(f"{path} contains no weights of another implementation. {expected}")
+    with reading(str(path)):
+        files = weight_files.find(path)
+        if files is None:
+            expected = f"Expected one of {', '.join(weight_files.NAMES)}, such a file, or a TensorFlow checkpoint."
+            raise UserError(f"{path} contains no weights of another implementation. {expected}")
+        weights = _open(files)
     file = weights.path
     if weights.format is None:
         some = ", ".join(list(weights.tensors)[:3])
         raise UserError(f"{file} has tensors such as {some}, which do not belong to a Transformer-XL")
     try:
-        return _read_weights(weights, weights.format)
+        with reading(str(file)):
+            model = _read_weights(weights, weights.format)
     except UserError as error:
         if str(file.parent) in str(error):
             raise
         raise UserError(f"{file}: {error}") from error  # Errors on tensors and settings name only these.
+    return model._replace(leaves=guarded(model.leaves, name=str(file)))
 
 
 def _read_weights(weights: _Weights, format: Format) -> Model:
@@ -81,7 +94,9 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
         )
     config = dataclasses.replace(config, compat=_compat(format, facts))
     whole = dataclasses.replace(ExperimentConfig(), model=config, eval=eval_config)
-    return Model(format, ModelInfo(whole, vocabulary, 0, f"converted from the {format} format"), params, notes)
+    info = ModelInfo(whole, vocabulary, 0, f"converted from the {format} format")
+    found = own_settings.apply(weights.path, info, format)
+    return Model(format, found.info, params, [*notes, *found.notes])
 
 
 def _vocabulary(weights: _Weights, vocab_size: int) -> vocabularies.Found:
@@ -106,31 +121,42 @@ def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     return compat
 
 
-def _weights_file(path: Path) -> Path | None:
-    """Returns a directory's file of weights, or the file itself."""
-    if not path.is_dir():
-        return path if path.suffix in _SUFFIXES else None
-    if named := next((path / name for name in _NAMES if (path / name).is_file()), None):
-        return named
-    files = (file for file in path.iterdir() if file.suffix in _SUFFIXES and file.name not in vocabularies.NAMES)
-    found = [file for file in files if file.is_file()]
-    return found[0] if len(found) == 1 else None
-
-
-def _open_any(path: Path) -> _Weights | None:
-    """Opens the weights at a path, or returns None if the path has no weights."""
-    file = _weights_file(path)
-    if file is None:
-        prefix = tensorflow.find(path)
-        return _open_tensorflow(prefix) if prefix else None
-    tensors, root = _open_file(file)
-    folders = [file.parent]
+def _open(files: WeightFiles) -> _Weights:
+    """Opens weights, and recognizes the implementation that wrote them."""
+    if files.kind is Kind.TENSORFLOW:
+        return _open_tensorflow(files.path)
+    tensors, file = _tensors(files)
+    folders = [files.path.parent]
+    named = names.known(tensors)
+    root = file.root if file else None
     if isinstance(root, dict) and isinstance(facts := root.get("model_config"), dict) and "model_state" in root:
-        return _Weights(file, _renamed(tensors), Format.NVIDIA, facts, folders, root.get("vocab"))
-    format = Format.ORIGINAL if "word_emb.emb_layers.0.weight" in tensors else None
-    if any(name.startswith(f"{original.PREFIX}layers.") for name in tensors):
-        format = Format.HUGGINGFACE
-    return _Weights(file, tensors, format, state_dict.facts_of_module(root), folders)
+        notes = tuple(named.notes)
+        return _Weights(files.path, _renamed(named.tensors), Format.NVIDIA, facts, folders, root.get("vocab"), notes)
+    format = None
+    if named.is_recognized:
+        format = Format.HUGGINGFACE if named.has_transformer else Format.ORIGINAL
+    facts = state_dict.facts_of_module(file) if file else {}
+    return _Weights(files.path, named.tensors, format, facts, folders, notes=tuple(named.notes))
+
+
+def _tensors(files: WeightFiles) -> tuple[Leaves, TorchFile | None]:
+    """Returns the tensors of all files by name, and the value of PyTorch's file if there is one file only."""
+    found: dict[str, Leaf] = {}
+    file = None
+    for path, wanted in files.parts.items():
+        if weight_files.kind_of(path) is Kind.SAFETENSORS:
+            tensors: Leaves = safetensors.read(path)
+        else:
+            file = torch_files.read(path)
+            tensors = state_dict.of(file)
+        if wanted is not None:
+            if missing := wanted - tensors.keys():
+                raise UserError(f"{path} has no tensor {min(missing)}, which {files.path.name} says is in it")
+            tensors = {name: leaf for name, leaf in tensors.items() if name in wanted}
+        if twice := found.keys() & tensors.keys():
+            raise UserError(f"tensor {min(twice)} is in more than one of the files of {files.path}")
+        found |= tensors
+    return found, file if len(files.parts) == 1 else None
 
 
 def _renamed(tensors: Leaves) -> dict[str, Leaf]:
@@ -140,14 +166,6 @@ def _renamed(tensors: Leaves) -> dict[str, Leaf]:
         for name, leaf in tensors.items()
         if not name.startswith("crit.shared_out_projs.")
     }
-
-
-def _open_file(file: Path) -> tuple[Leaves, Any]:
-    """Returns a file's tensors, and the value of a PyTorch file."""
-    if file.suffix == ".safetensors":
-        return safetensors.read(file), None
-    found = torch_files.read(file)
-    return state_dict.of(found), found.root
 
 
 def _open_tensorflow(prefix: Path) -> _Weights:

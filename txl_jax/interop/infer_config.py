@@ -17,6 +17,7 @@ from txl_jax.interop.leaves import Leaves, is_same
 # Cutoffs of the published models by vocabulary size. NVIDIA's files with other cutoffs record them.
 _PUBLISHED_CUTOFFS = {267_735: (20_000, 40_000, 200_000), 793_470: (60_000, 100_000, 640_000)}
 _SIZES = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val")
+_MAX_CLUSTERS = 1000  # Of the adaptive softmax. The sizes of clusters are powers of their number.
 _LISTS = {"cutoffs": int, "tie_projs": bool}
 _FLAGS = ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first")
 _INTEGERS = (*_SIZES, "n_token", "mem_len", "clamp_len", "tgt_len")
@@ -169,7 +170,8 @@ def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or (key == "d_embed" and value == -1):
             continue
         values = value if key in _LISTS else [value]
-        valid = isinstance(values, list | tuple) and {*map(type, values)} <= {kind} and max(values, default=0) < 1 << 63
+        is_list = isinstance(values, list | tuple) and len(values) <= _MAX_CLUSTERS
+        valid = is_list and {*map(type, values)} <= {kind} and max(values, default=0) < 1 << 63
         if not valid or (key in _LEAST and value < _LEAST[key]):
             raise UserError(f"{key} is {reprlib.repr(value)}, which is not a valid value. Correct or remove it.")
         found[key] = value

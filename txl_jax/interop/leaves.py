@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import numpy as np
 
+from txl_jax.errors import reading
+
 
 class Leaf(NamedTuple):
     """One array: its shape and dtype, and a function that reads a part of it, again in each call."""
@@ -35,6 +37,19 @@ def is_same(a: Leaf, b: Leaf) -> bool:
 def from_tree(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
     """Returns arrays by name, or nested parameters, as leaves."""
     return {path: leaf_of(value) for path, value in flax.traverse_util.flatten_dict(arrays, sep="/").items()}
+
+
+def guarded(leaves: Leaves, *, name: str) -> dict[str, Leaf]:
+    """Returns the leaves of a file, which is named by whatever goes wrong when they are read."""
+
+    def guard(leaf: Leaf) -> Leaf:
+        def part(index: Any) -> np.ndarray:
+            with reading(name):
+                return leaf.part(index)
+
+        return leaf._replace(part=part)
+
+    return {path: guard(leaf) for path, leaf in leaves.items()}
 
 
 def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:

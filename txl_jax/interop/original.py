@@ -15,11 +15,20 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, ModelConfig, NormPlace, config_tree
+from txl_jax.config import (
+    Encoding,
+    EvalConfig,
+    ExperimentConfig,
+    ModelConfig,
+    Network,
+    NormPlace,
+    ShawTerms,
+    config_tree,
+)
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary
@@ -44,6 +53,13 @@ class Format(enum.StrEnum):
 
 
 PRESETS = {Format.ORIGINAL: "pytorch", Format.NVIDIA: "pytorch", Format.TENSORFLOW: "tf", Format.HUGGINGFACE: "hf"}
+# What a message calls each implementation.
+_OWNERS = {
+    Format.ORIGINAL: "the authors' PyTorch release",
+    Format.NVIDIA: "NVIDIA's release",
+    Format.TENSORFLOW: "the authors' TensorFlow release",
+    Format.HUGGINGFACE: "Hugging Face's class",
+}
 PREFIX = "transformer."
 FREQUENCIES = "pos_emb.inv_freq"  # A constant in the release's state_dict, checked when read.
 _BIASES = ("r_w_bias", "r_r_bias")  # u and v.
@@ -105,9 +121,7 @@ def from_flax(
 
 def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
     """Inverts `to_leaves`, with only the first name of a shared tensor. Raises the same `UserError`s."""
-    if any(path.startswith("final_norm/") for path in leaves):
-        advice = "To export pre-norm, train with model.compat.final_norm off."
-        raise UserError(f"final_norm has no name in the original. {advice}")
+    check_exportable(config, format)
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
     bias = leaves["softmax/bias"]
@@ -119,6 +133,39 @@ def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.
     return tensors
 
 
+def check_exportable(config: ModelConfig, format: Format) -> None:
+    """Raises `UserError` if no setting of an implementation gives the model's formula. Names flags that avoid it."""
+    owner = _OWNERS[format]
+    preset = f"--compat={PRESETS[format]}"
+
+    def refuse(reason: str, flags: str) -> NoReturn:
+        raise UserError(
+            f"{owner} {reason}, so this model cannot be converted to it. Train with {flags} for that, or convert with "
+            "--to_format=native, which stores every model."
+        )
+
+    if config.network is not Network.TRANSFORMER_XL:
+        refuse(
+            f"has no recurrent network (model.network is {config.network})", f"--model.network={Network.TRANSFORMER_XL}"
+        )
+    if config.layer_norm is NormPlace.PRE and config.compat.final_norm:
+        flags = f"{preset} or --model.layer_norm={NormPlace.POST}"
+        refuse("has no layer norm after the last layer (model.compat.final_norm, of a pre-norm model)", flags)
+    if config.tie_positions:
+        refuse("has a matrix of positions, u and v (model.tie_positions is on)", "--model.tie_positions=false")
+    if not _has_encoding(config, format):
+        flags = f"--model.encoding={Encoding.RELATIVE}"
+        refuse(f"has no such positions (model.encoding is {config.encoding})", flags)
+    if config.encoding is Encoding.SHAW and config.compat.shaw_terms is not ShawTerms.ORIGINAL:
+        refuse(f"has more terms in Shaw's encoding (model.compat.shaw_terms is {config.compat.shaw_terms})", preset)
+
+
+def _has_encoding(config: ModelConfig, format: Format) -> bool:
+    """Returns whether an implementation has the model's positional encoding."""
+    number = encoding_of(config).original_type
+    return number is not None and (format is not Format.HUGGINGFACE or number == 0)
+
+
 def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Leaf]:
     """Returns leaves made of parts of others. Each pair is a part of a source and the part of a result it becomes."""
     by_name: dict[str, list[tuple[Part, Part]]] = {}
@@ -128,11 +175,14 @@ def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Lea
     def leaf(parts: list[tuple[Part, Part]]) -> Leaf:
         first, result = parts[0]
         dtype = sources[first.name].dtype
+        # By the entry of a stacked parameter, so that reading all layers does not search them for each one.
+        entries = {target.place: [(source, target)] for source, target in parts if isinstance(target.place, int)}
 
         def part(index: Any) -> np.ndarray:
             array = np.empty(result.shape, dtype)
             # A layer's entry of a stacked parameter needs its own tensors only.
-            for source, target in [pair for pair in parts if pair[1].place == index] or parts:
+            chosen = entries.get(index, parts) if isinstance(index, int) else parts
+            for source, target in chosen:
                 view, values = target.view(array), sources[source.name].part(source.place)
                 view[...] = (values.T if source.transposed else values).reshape(view.shape)
             return array[index]
@@ -171,10 +221,9 @@ def _name(name: str, format: Format) -> str:
 
 def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTensor]:
     """Returns the encoding's own tensors, or raises `UserError` if an implementation has no such encoding."""
-    encoding = encoding_of(config)
-    if encoding.original_type is None or (format is Format.HUGGINGFACE and encoding.original_type != 0):
+    if not _has_encoding(config, format):
         raise UserError(f"model.encoding is {config.encoding}, unsupported in the {format} format. Choose another.")
-    return encoding.original_tensors()
+    return encoding_of(config).original_tensors()
 
 
 def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]:
@@ -326,6 +375,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append("the release's class shares u and v among the layers, but here each layer has its own (untie_r)")
+    if config.model.encoding is Encoding.VASWANI and config.eval.mem_len:
+        notes.append("the release adds positions to its memory again in each segment, so losses differ (eval.mem_len)")
     if (mark := config.data.reset_at) is not None:
         notes.append(f"this model keeps documents apart by the token {mark!r}, but the {format} format does not")
     unused = {
@@ -337,7 +388,7 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     theirs = apply_preset(config, PRESETS[format]).model.compat
     return notes + [
         f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, but these weights were "
-        f"read with {config_tree.format_value(here)}, so losses differ"
+        f"read with {config_tree.format_value(here)}, so losses differ there"
         for leaf, here, there in config_tree.differences(config.model.compat, theirs)
         if not unused.get(leaf.name)
     ]

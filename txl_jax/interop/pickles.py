@@ -5,8 +5,10 @@ name stays a `Symbol`, whatever it names, and an object becomes a `Record` of it
 which build plain values, take arguments from a pickle. Calls and instructions that files of weights do not need are a
 `UserError` that names them.
 
-The file's size bounds time and memory: calls may copy a few times its size in total, and keys are flat. Before Python
-3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
+The file's size bounds time and memory. A pickle can use a value again for two bytes (its memo), so whatever an
+instruction copies, hashes or compares is short, or counts against a budget: calls may copy a few times the file's size
+in total, and keys and names are short and flat. Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol
+0 that is not ASCII.
 """
 
 # ruff: noqa: N802  # The machine's methods have the names that pickletools gives to instructions.
@@ -23,6 +25,10 @@ from txl_jax.errors import UserError
 
 MAX_TEXT = 1 << 24  # Longer text and bytes, such as a corpus's tokens, become `Omitted`.
 _MAX_INTEGER_BITS = 1 << 13  # Python can still print them.
+# Longest text as a key. Two equal ones are compared whole, which at this length takes a fraction of a microsecond.
+MAX_KEY_TEXT = 1 << 13
+_MAX_KEY_PARTS = 10  # Of a tuple as a key, which is hashed whole at each use. Files of weights have two at most.
+_MAX_NAME = 500  # Characters of a module's name, and of a name in it. They are joined at each use.
 
 _BUILTINS = ("builtins", "__builtin__")
 # Calls that occur in files of weights and vocabularies, with results that nobody needs.
@@ -77,9 +83,18 @@ _PLAIN_KEYS = (str, bytes, int, type(None), Record)
 def _key(key: Any) -> Any:
     """Returns a key if its hash takes no deep recursion, and the file cannot choose it: equal ones take much time."""
     parts, bits = (key, 32) if isinstance(key, tuple) else ((key,), 60)
-    if all(isinstance(part, _PLAIN_KEYS) and (type(part) is not int or part.bit_length() <= bits) for part in parts):
+    if len(parts) <= _MAX_KEY_PARTS and all(_is_plain(part, bits) for part in parts):
         return key
     raise DamagedError(f"a {type(key).__name__} cannot be a key")
+
+
+def _is_plain(part: Any, bits: int) -> bool:
+    """Returns whether a key, or a part of one, is short. `bits` is the greatest length of an integer."""
+    if type(part) is int:
+        return part.bit_length() <= bits
+    if isinstance(part, str | bytes):
+        return len(part) <= MAX_KEY_TEXT
+    return isinstance(part, _PLAIN_KEYS)
 
 
 def _dict(entries: Any = ()) -> dict[Any, Any]:
@@ -295,6 +310,8 @@ class _Machine:
     def symbol(self, module: Any, name: Any) -> Symbol:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise DamagedError("a name is not text")
+        if max(len(module), len(name)) > _MAX_NAME:
+            raise DamagedError(f"a name has more than {_MAX_NAME} characters")
         return Symbol(module, name)
 
     def call(self, function: Any, args: Any) -> Any:
@@ -303,13 +320,18 @@ class _Machine:
             raise DamagedError("arguments are not a tuple")
         dotted = str(function) if isinstance(function, Symbol) else f"a value of type {type(function).__name__}"
         if dotted in self.calls:
-            self.budget -= sum(len(arg) for arg in args if hasattr(arg, "__len__"))
-            if self.budget < 0:
-                raise DamagedError("its values are larger than the file")
+            self.spend(len(args))  # Before they are looked at one by one.
+            self.spend(sum(len(arg) for arg in args if hasattr(arg, "__len__")))
             return self.calls[dotted](*args)
         if dotted in _INERT_CALLS:
             return Record(function)
         raise self.refused("calls", dotted)
+
+    def spend(self, elements: int) -> None:
+        """Takes what an instruction copies off the budget, or raises `DamagedError` if nothing is left of it."""
+        self.budget -= elements
+        if self.budget < 0:
+            raise DamagedError("its values are larger than the file")
 
     def refused(self, verb: str, what: str) -> UserError:
         wrong = f"{self.name}: its pickle {verb} {what[:120]}, which weights and vocabularies do not need"

@@ -24,7 +24,7 @@ from txl_jax.config.config_tree import format_value, from_dict
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
-from txl_jax.errors import CheckpointError, UserError, rephrased
+from txl_jax.errors import CheckpointError, UserError, reading, rephrased
 from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
@@ -116,19 +116,29 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
     storage.write_json(os.path.join(folder, CONFIG), _saved(info, num_parameters, sums))
 
 
-def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the content of config.json. `sums` are the sha256 of other files by name."""
+def stored_settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns the settings that go along with weights, as JSON values by dotted name."""
     # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
-    values = config_tree.to_dict(info.config).items()
+    values = config_tree.to_dict(config).items()
     settings = {name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths}
+    return settings | {"data.reset_at": config.data.reset_at}
+
+
+def check_scores(scores: Mapping[str, Any], vocabulary: Vocabulary) -> None:
+    """Raises an error, of any of several kinds, unless the scores that go along with weights are numbers."""
+    _score_table(scores, vocabulary.measure)
+
+
+def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the content of config.json. `sums` are the sha256 of other files by name."""
     return {
         _KIND: _KIND_VERSION,
         "description": info.description,
         "parameters": num_parameters,
         "vocab_size": info.vocabulary.size,
         "step": info.step,
-        "config": settings | {"data.reset_at": info.config.data.reset_at},
+        "config": stored_settings(info.config),
         "scores": dict(info.scores),
         "sha256": dict(sums),
     }
@@ -136,6 +146,11 @@ def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dic
 
 def read_info(folder: AnyPath) -> ModelInfo:
     """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
+    with reading(os.path.join(folder, CONFIG)):
+        return _read_info(folder)
+
+
+def _read_info(folder: AnyPath) -> ModelInfo:
     path, saved = os.path.join(folder, CONFIG), _read_config(folder)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
     damaged = f"{path} is corrupted or from another version (%s). Copy or convert it again."
@@ -144,7 +159,7 @@ def read_info(folder: AnyPath) -> ModelInfo:
         config.model.validate()
         expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
         info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
-        _score_table(info.scores, vocabulary.measure)  # Raises unless the scores are numbers.
+        check_scores(info.scores, vocabulary)
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
             f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {CONFIG} (sha256, or vocab_size "
@@ -155,9 +170,11 @@ def read_info(folder: AnyPath) -> ModelInfo:
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
     """Returns the weights by path, each read when it is needed, or raises `CheckpointError` if they are corrupted."""
-    expected = str(_read_config(folder)["sha256"].get(WEIGHTS))
-    tensors = safetensors.read(os.path.join(folder, WEIGHTS), sha256=expected)
-    return {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
+    path = os.path.join(folder, WEIGHTS)
+    with reading(path):
+        expected = str(_read_config(folder)["sha256"].get(WEIGHTS))
+        tensors = safetensors.read(path, sha256=expected)
+    return leaves_lib.guarded({name.replace(".", "/"): leaf for name, leaf in tensors.items()}, name=path)
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
@@ -200,7 +217,7 @@ def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
 def read_vocabulary(path: AnyPath) -> Vocabulary:
     """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
     with rephrased(f"{path} cannot be read (%s). Copy or convert the directory again.", OSError, ValueError):
-        return loads(storage.read(path).decode(), KINDS)
+        return loads(storage.read(path).decode("utf-8-sig"), KINDS)  # Some editors write a byte-order mark.
 
 
 def _card(info: ModelInfo, num_parameters: int) -> str:

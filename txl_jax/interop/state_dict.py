@@ -1,36 +1,49 @@
 """A model's tensors by name from a PyTorch file: a state_dict, a dict around one, or a pickled module."""
 
+import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from txl_jax.errors import UserError
 from txl_jax.interop.leaves import Leaf
+from txl_jax.interop.names import WRAPPERS, without_wrappers
 from txl_jax.interop.pickles import Record
 from txl_jax.interop.torch_files import Tensor, TorchFile
 
 _MAX_DEPTH = 32  # Modules in modules, and dicts around a state_dict.
-_MAX_MODULES = 100_000  # Modules of a model, counting a shared one each time.
+# Characters of all names of a pickled module, as a multiple of the pickle's bytes, and a number that is always
+# allowed. A shared module is named each time that it is used. Without shared ones, names are shorter than the pickle,
+# where every module and parameter takes a hundred bytes besides its name.
+_NAMES_PER_BYTE, _NAMES_ALWAYS = 4, 1 << 16
+# Bytes of all named tensors, as a multiple of the file's. Names may share numbers, such as tied tables, or the one
+# layer of a model that repeats it: published models have 24 layers at most.
+_MAX_SHARING = 32
 # Keys of a dict around a state_dict, in order of preference.
 _AROUND = ("model_state", "model_state_dict", "state_dict", "model", "module", "net")
-_REPLICA = "module."  # DataParallel puts it before every name.
 
 
 def of(file: TorchFile) -> dict[str, Leaf]:
     """Returns a model's tensors by name, one leaf for all names of a shared one, or raises `UserError` without any."""
     model, named = model_in(file.root), {}
     if isinstance(model, Record):
-        named = {f"{prefix}{name}": value for prefix, parts in _modules(model) for name, value in _own_values(parts)}
+        named = _Names(file).tensors(model)
     elif isinstance(model, dict):
         named = {name: value for name, value in model.items() if isinstance(name, str)}
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
         found = reprlib.repr(file.root)
         raise UserError(f"{file.path} must contain tensors by name, got {found}. Pass a weights file.")
-    if all(name.startswith(_REPLICA) for name in tensors):
-        tensors = {name.removeprefix(_REPLICA): tensor for name, tensor in tensors.items()}
-    leaves = {tensor: file.leaf(tensor) for tensor in tensors.values()}
-    return {name: leaves[tensor] for name, tensor in tensors.items()}
+    total = sum(math.prod(tensor.shape) * tensor.storage.dtype.itemsize for tensor in tensors.values())
+    if total > _MAX_SHARING * file.size:
+        raise UserError(
+            f"{file.path}: its tensors share numbers so often that together they have {total:,} bytes, over "
+            f"{_MAX_SHARING} times the file's {file.size:,}. Save them without sharing."
+        )
+    # Equal tensors by a text: the file could choose the sizes so that the hashes of all tensors are equal.
+    places = {name: repr((id(t.storage), t.begin, t.shape, t.strides)) for name, t in tensors.items()}
+    leaves = {places[name]: file.leaf(tensor) for name, tensor in tensors.items()}
+    return {name: leaves[place] for name, place in places.items()}
 
 
 def model_in(root: Any) -> Any:
@@ -39,7 +52,7 @@ def model_in(root: Any) -> Any:
         inner: list[Any] = []
         if isinstance(root, Record):
             parts = _dict_in(root.attributes(), "_modules")
-            inner = list(parts.values()) if list(parts) == ["module"] else []
+            inner = list(parts.values()) if len(parts) == 1 and not WRAPPERS.isdisjoint(parts) else []
         elif isinstance(root, dict):
             inner = [root[name] for name in _AROUND if name in root]
         # A module records more than its tensors.
@@ -50,24 +63,50 @@ def model_in(root: Any) -> Any:
     return root
 
 
-def _modules(root: Record) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yields the attributes of a module and of those in it, each after what its tensors' names begin with."""
-    pending = [("", root)]
-    for _ in range(_MAX_MODULES):
-        if not pending:
-            return
-        prefix, module = pending.pop()
-        yield prefix, module.attributes()
-        children = list(_dict_in(module.attributes(), "_modules").items()) if prefix.count(".") < _MAX_DEPTH else []
-        pending += [(f"{prefix}{name}.", child) for name, child in children[::-1] if isinstance(child, Record)]
+class _Names:
+    """Walks through a pickled module, and counts what it makes of the file."""
 
+    def __init__(self, file: TorchFile):
+        self._path = file.path
+        self._left = _NAMES_PER_BYTE * file.pickle_size + _NAMES_ALWAYS
 
-def _own_values(parts: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields a module's own parameters and buffers that a `state_dict` has, by name."""
-    omitted = parts.get("_non_persistent_buffers_set")
-    for name, value in (_dict_in(parts, "_parameters") | _dict_in(parts, "_buffers")).items():
-        if not (isinstance(omitted, set) and name in omitted):
-            yield name, value
+    def tensors(self, root: Record) -> dict[str, Any]:
+        """Returns a module's own parameters and buffers, and those of the modules in it, by name."""
+        found: dict[str, Any] = {}
+        for prefix, parts in self.modules(root):
+            omitted = parts.get("_non_persistent_buffers_set")
+            for group in ("_parameters", "_buffers"):
+                for name, value in self._entries(parts, group, prefix):
+                    if not (isinstance(omitted, set) and name in omitted):
+                        found[f"{prefix}{name}"] = value
+        return found
+
+    def modules(self, root: Record) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """Yields the attributes of a module and of those in it, each after the prefix of its tensors' names."""
+        pending = [("", root)]
+        while pending:
+            prefix, module = pending.pop()
+            yield prefix, module.attributes()
+            if prefix.count(".") >= _MAX_DEPTH:
+                continue
+            children = self._entries(module.attributes(), "_modules", prefix)
+            pending += [(f"{prefix}{name}.", child) for name, child in children[::-1] if isinstance(child, Record)]
+
+    def _entries(self, parts: dict[Any, Any], group: str, prefix: str) -> list[tuple[str, Any]]:
+        """Returns a dict's entries whose keys are texts, or raises `UserError` if names become longer than the file."""
+        entries = _dict_in(parts, group)
+        self._spend(len(entries) * (len(prefix) + 1))  # Before they are looked at one by one.
+        named = [(name, value) for name, value in entries.items() if isinstance(name, str)]
+        self._spend(sum(len(name) for name, _ in named))
+        return named
+
+    def _spend(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise UserError(
+                f"{self._path}: its pickled modules share parts so often that the names of their tensors are longer "
+                "than the file. Save the model's state_dict instead."
+            )
 
 
 def _dict_in(parts: Mapping[Any, Any], group: str) -> dict[Any, Any]:
@@ -75,12 +114,12 @@ def _dict_in(parts: Mapping[Any, Any], group: str) -> dict[Any, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def facts_of_module(root: Any) -> dict[str, Any]:
+def facts_of_module(file: TorchFile) -> dict[str, Any]:
     """Returns the keyword arguments that a pickled MemTransformerLM still records."""
-    module = model_in(root)
+    module = model_in(file.root)
     if not isinstance(module, Record):
         return {}
-    modules = dict(_modules(module))
+    modules = {without_wrappers(prefix): parts for prefix, parts in _Names(file).modules(module)}
     own = modules[""].items()
     facts: dict[str, Any] = {name: value for name, value in own if isinstance(value, bool | int | float)}
     if isinstance(cutoffs := modules.get("word_emb.", {}).get("cutoffs"), list):

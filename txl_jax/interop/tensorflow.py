@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from txl_jax.errors import UserError, rephrased
 from txl_jax.interop.leaves import Leaf, leaf_of
 
 _ROOT = "transformer/"
+_MARK = "adaptive_embed/"  # Every model has variables below it.
 _INDEX = ".index"
+_LATEST = "checkpoint"  # A text file that names the last prefix.
+_FILE = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # What follows the prefix.
+_STEP = re.compile(r"-(\d{1,18})$")
 # Suffixes of the optimizer's and averages' variables.
 _LEFT_OUT = re.compile(r".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])")
 # The PyTorch release's names. "#" is the first number of a name, the layer or the cluster.
@@ -58,14 +63,15 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     on what is omitted. Raises `UserError` if TensorFlow is missing, a checkpoint is corrupted or a variable unknown.
     """
     variables = _open(prefix)
-    kept = {name.removeprefix(_ROOT): leaf for name, leaf in variables.items() if name.startswith(_ROOT)}
+    root = _root_of(variables)
+    kept = {name.removeprefix(root): leaf for name, leaf in variables.items() if name.startswith(root)}
     kept = {name: leaf for name, leaf in kept.items() if not _LEFT_OUT.fullmatch(name)}
     tensors: dict[str, Leaf] = {}
     for name, leaf in kept.items():
         number = _NUMBER.search(name)
         found = _NAMES.get(name) or _NAMES.get(_NUMBER.sub(r"\1_#", name, count=1))
         if found is None:
-            raise UserError(f"{prefix}: variable {_ROOT}{name} is not in the TensorFlow release's Transformer-XL")
+            raise UserError(f"{prefix}: variable {root}{name} is not in the TensorFlow release's Transformer-XL")
         tensors[found.replace("#", number[2]) if number else found] = leaf
     sizes: list[int] = []
     while (bias := f"adaptive_softmax/cutoff_{len(sizes)}/b") in kept:
@@ -85,6 +91,15 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     if "word_emb.emb_projs.0" in tensors:
         facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))]
     return tensors, facts, f"{len(variables) - len(kept)} variables of the optimizer and of averages were omitted"
+
+
+def _root_of(names: Iterable[str]) -> str:
+    """Returns what the model's variables begin with: "transformer/", perhaps inside the scopes of a wrapper."""
+    for name in names:
+        outer, scope, _ = name.partition(f"{_ROOT}{_MARK}")
+        if scope and (not outer or outer.endswith("/")) and not _LEFT_OUT.fullmatch(name):
+            return f"{outer}{_ROOT}"
+    return _ROOT
 
 
 def _open(prefix: Path) -> dict[str, Leaf]:
@@ -114,18 +129,34 @@ def _open(prefix: Path) -> dict[str, Leaf]:
 
 
 def find(path: Path) -> Path | None:
-    """Returns a checkpoint's prefix: `path` itself, or one in this directory or its "model", or None if missing.
+    """Returns a checkpoint's prefix, or None if there is none.
 
-    Of several it is the last step's.
+    `path` is the prefix, any of the checkpoint's files, or a directory with one, itself or in its "model". The file
+    `checkpoint`, and a directory with several, stand for the last step. Raises `UserError` if the index is missing.
     """
-    if path.name.endswith(_INDEX):
-        return path.with_name(path.name.removesuffix(_INDEX)) if path.is_file() else None
-    if not path.is_dir():
-        return path if path.with_name(path.name + _INDEX).is_file() else None
-    found = [file.name.removesuffix(_INDEX) for file in path.glob(f"*{_INDEX}")]
-    if not found:
-        return find(path / "model") if (path / "model").is_dir() and path.name != "model" else None
-    return path / max(found, key=lambda name: (max(map(int, re.findall(r"-(\d+)$", name)), default=-1), name))
+    if path.is_dir():
+        return _latest_in(path)
+    if path.name == _LATEST and path.is_file():
+        return _latest_in(path.parent)
+    name = _FILE.sub("", path.name)
+    if not name:
+        return None
+    prefix = path.with_name(name)
+    if prefix.with_name(prefix.name + _INDEX).is_file():
+        return prefix
+    if prefix != path and path.is_file():
+        raise UserError(
+            f"{prefix}{_INDEX} is missing. A checkpoint of TensorFlow consists of .index and .data-* files."
+        )
+    return None
+
+
+def _latest_in(folder: Path) -> Path | None:
+    found = [file.name.removesuffix(_INDEX) for file in folder.iterdir() if file.name.endswith(_INDEX)]
+    if found:
+        return folder / max(found, key=lambda name: (max(map(int, _STEP.findall(name)), default=-1), name))
+    inner = folder / "model"  # As published.
+    return _latest_in(inner) if folder.name != "model" and inner.is_dir() else None
 
 
 def lengths(dataset: Any) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from txl_jax.interop.pickles import DamagedError, Symbol
 
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _MAX_RANK = 16
+_MAX_STORAGE_NAME = 200  # Characters. `torch.save` writes numbers.
+_MAX_PERSISTENT_PARTS = 8  # Of a persistent id. `torch.save` writes 6 at most.
+_MAX_SIZE_BITS = 63  # Of a tensor's sizes and strides.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # Zip entry: signature, lengths of name and extra field.
 _KINDS = {"Double": "<f8", "Float": "<f4", "Half": "<f2", "BFloat16": ml_dtypes.bfloat16}
 _KINDS |= {"Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1", "Bool": "?"}
@@ -57,6 +60,8 @@ class TorchFile:
 
     path: Path
     root: Any
+    size: int  # Bytes of the file, and of the pickle of `root`. They bound what is made of them.
+    pickle_size: int
 
     def leaf(self, tensor: Tensor) -> Leaf:
         """Returns a tensor's numbers, read-only. Each read maps them again, so that a dropped array frees its pages."""
@@ -87,7 +92,7 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             read_value = _read_zip if data[:4] == b"PK\x03\x04" else _read_pickles
-            return TorchFile(path, read_value(path, data))
+            return read_value(path, data)
     except UserError:
         raise
     except OSError as error:
@@ -110,11 +115,15 @@ class _Reader:
 
     def persistent(self, key: Any) -> Any:
         """Returns a storage or a module's class, or raises `DamagedError` for anything else."""
+        if isinstance(key, tuple) and len(key) > _MAX_PERSISTENT_PARTS:
+            raise DamagedError("a persistent id has too many parts")
         match key:
             case ("module", Symbol() as cls, *_):  # Its source follows.
                 return cls
             case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if kind in _STORAGES and numel >= 0:
                 dtype = _STORAGES[kind]
+                if len(name) > _MAX_STORAGE_NAME:
+                    raise DamagedError("a storage's name is too long")
                 storage = self.storages.setdefault(name, _Storage(dtype, numel))
                 if storage.dtype != dtype or numel > storage.numel or numel * dtype.itemsize > self.size:
                     raise DamagedError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
@@ -127,11 +136,14 @@ class _Reader:
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
     """Returns a tensor's place, or raises `DamagedError` if it is not inside the storage."""
     sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
-    if not isinstance(storage, _Storage) or sizes is None or not all(type(n) is int and n >= 0 for n in sizes):
-        raise DamagedError("a tensor has no storage or sizes")
+    # The number of sizes and their lengths come first, as the product of many sizes takes long.
+    if not isinstance(storage, _Storage) or sizes is None or len(sizes) > 1 + 2 * _MAX_RANK:
+        raise DamagedError("a tensor has no storage or sizes, or too many")
+    if not all(type(n) is int and n >= 0 and n.bit_length() <= _MAX_SIZE_BITS for n in sizes):
+        raise DamagedError("a tensor's sizes are not numbers that fit")
     numel, last = math.prod(shape), _last(Tensor(storage, begin, shape, strides))
     # A stride of 0 repeats numbers, so that a small file could claim any number of them.
-    if len(shape) > _MAX_RANK or numel > storage.numel or (numel and last >= storage.numel):
+    if numel > storage.numel or (numel and last >= storage.numel):
         found = f"a tensor of shape {list(shape)} at element {begin}"
         raise DamagedError(f"{found} exceeds its storage ({storage.numel:,})")
     return Tensor(storage, begin, shape, strides)
@@ -145,7 +157,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _read_zip(path: Path, data: mmap.mmap) -> Any:
+def _read_zip(path: Path, data: mmap.mmap) -> TorchFile:
     """Reads an archive: the pickle NAME/data.pkl, and the storages NAME/data/KEY, which are not compressed."""
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -156,7 +168,8 @@ def _read_zip(path: Path, data: mmap.mmap) -> Any:
     if f"{folder}byteorder" in entries and data[_place(data, entries[f"{folder}byteorder"])] != b"little":
         raise DamagedError("the byte order is not little-endian")
     reader = _Reader(str(path), len(data))
-    root, _ = reader.load(data[_place(data, entries[pickles[0]])])
+    pickled = data[_place(data, entries[pickles[0]])]
+    root, _ = reader.load(pickled)
     for key, storage in reader.storages.items():
         if f"{folder}data/{key}" not in entries:
             raise DamagedError(f"storage {key[:40]} is missing")
@@ -164,11 +177,14 @@ def _read_zip(path: Path, data: mmap.mmap) -> Any:
         if place.stop - place.start < storage.numel * storage.dtype.itemsize:
             raise DamagedError(f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers")
         storage.offset = place.start
-    return root
+    return TorchFile(path, root, len(data), len(pickled))
 
 
 def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
     """Returns the place of an archive's entry in the file."""
+    # `zipfile` computes offsets from the directory's own place, which a file with bytes missing has wrong.
+    if entry.header_offset < 0:
+        raise DamagedError(f"{entry.filename[:60]} would begin before the file")
     header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
     if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
         raise DamagedError(f"{entry.filename[:60]} is compressed, encrypted or missing")
@@ -179,22 +195,25 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
     return slice(begin, begin + entry.file_size)
 
 
-def _read_pickles(path: Path, data: mmap.mmap) -> Any:
+def _read_pickles(path: Path, data: mmap.mmap) -> TorchFile:
     """Reads the older format: magic number, protocol, machine, value, keys and storages, or a plain pickle."""
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
         raise DamagedError("it is neither an archive nor a pickle")
     root, at = reader.load(data)
     if root != _LEGACY_MAGIC:
-        return root
+        return TorchFile(path, root, len(data), at)
     protocol, at = reader.load(data, at)
     machine, at = reader.load(data, at)
     if protocol != _LEGACY_PROTOCOL or not (isinstance(machine, dict) and machine.get("little_endian") is True):
         raise DamagedError("its protocol or byte order is unknown")
-    root, at = reader.load(data, at)
+    begin = at
+    root, at = reader.load(data, begin)
+    pickle_size = at - begin
     keys, at = reader.load(data, at)
-    names = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-    if not names or sorted(keys) != sorted(reader.storages):
+    # The names of `storages` are short. Others are not compared with each other, which could take long.
+    known = isinstance(keys, list) and all(isinstance(key, str) and key in reader.storages for key in keys)
+    if not known or not len(keys) == len(set(keys)) == len(reader.storages):
         raise DamagedError("its list of storages does not match")
     for key in keys:
         storage = reader.storages[key]
@@ -202,4 +221,4 @@ def _read_pickles(path: Path, data: mmap.mmap) -> Any:
         storage.offset, at = at + 8, at + 8 + storage.numel * storage.dtype.itemsize
         if numel != storage.numel or at > len(data):
             raise DamagedError(f"storage {key[:40]} of {storage.numel:,} numbers ends beyond the file's end")
-    return root
+    return TorchFile(path, root, len(data), pickle_size)

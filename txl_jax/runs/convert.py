@@ -19,9 +19,10 @@ import numpy as np
 from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import CheckpointError
-from txl_jax.interop import formats, huggingface, leaves, original, portable
+from txl_jax.interop import formats, huggingface, leaves, original, own_settings, portable
 from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
+from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.run import Run, read_results
@@ -46,6 +47,7 @@ _WRITE: Mapping[TargetFormat, Callable[[Path, ModelInfo, Leaves], list[str] | No
     TargetFormat.HUGGINGFACE: huggingface.write,
     TargetFormat.ORIGINAL: original.write,
 }
+_THEIRS = {TargetFormat.HUGGINGFACE: Format.HUGGINGFACE, TargetFormat.ORIGINAL: Format.ORIGINAL}
 
 
 def convert(
@@ -78,9 +80,14 @@ def convert(
     require(not inside, f"--to={target} must be outside --from={source}. Pass another directory.")
     read = _read(source, member, log)
     _describe(read, log)
+    if to_format in _THEIRS:
+        original.check_exportable(read.info.config.model, _THEIRS[to_format])
     with storage.new_folder(target) as folder:
         for note in _WRITE[to_format](folder, read.info, read.leaves) or []:
             log(f"note      {note}")
+        if to_format in _THEIRS:
+            own_settings.write(folder, read.info, _THEIRS[to_format])
+            log(f"settings  {own_settings.NAME} has those that the format lacks, so that we read the same model back")
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to compare all of it")
         difference = _verify(read, folder, to_format)
@@ -137,15 +144,18 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
         back = Model(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
     else:
         back = formats.read(folder)
-    config, again, vocabulary = read.info.config, back.info.config, read.info.vocabulary
-    lengths = ("mem_len", "clamp_len", "same_length")  # Other formats have them too.
-    changed = [f"eval.{name}" for name in lengths if getattr(config.eval, name) != getattr(again.eval, name)]
+    config = read.info.config
+    again = back.info.config
+    vocabulary = read.info.vocabulary
+    before = portable.stored_settings(config)
+    after = portable.stored_settings(again)
+    # The sizes are checked with the tensors. Equal ones have more than one name: d_embed=none is d_model.
+    sizes = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params}
+    changed = [name for name in before if before[name] != after[name] and name not in sizes]
     changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
     require(not changed, f"{', '.join(changed)} changed when read back. Please report this bug.")
     _check_same_tensors(read.leaves, back.leaves)
-    # With the same `compat`: other implementations have their own, which the notes name.
-    alike = config_tree.replace(config, {"model.compat": again.model.compat})
-    expected = _losses(alike, read.leaves, vocab_size=vocabulary.size)
+    expected = _losses(config, read.leaves, vocab_size=vocabulary.size)
     return check_same_losses(expected, _losses(again, back.leaves, vocab_size=vocabulary.size))
 
 

@@ -29,8 +29,8 @@ from txl_jax.training.step import TrainState
 if TYPE_CHECKING:
     from txl_jax.interop.portable import ModelInfo
 
-# Files of weights that other programs write.
-_FOREIGN_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
+# Files of weights that other programs write, by their names: those in a bucket are not opened.
+_REMOTE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,14 +153,19 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weight
 
 
 def holds_other_weights(path: str) -> bool:
-    """Returns whether a path is a file of another implementation's weights by its name, or a directory with one."""
-    from txl_jax.interop import exported, tensorflow
+    """Returns whether a path has another implementation's weights (`interop.weight_files`).
 
-    if not is_dir(path):
-        return exists(path) and path.endswith(_FOREIGN_SUFFIXES)
-    if exists(os.path.join(path, "checkpoints")) or exported.is_exported(path):
+    Raises `UserError` if they cannot be read.
+    """
+    from txl_jax.interop import exported, weight_files
+
+    if is_dir(path) and (exists(os.path.join(path, "checkpoints")) or exported.is_exported(path)):
         return False
-    return bool(tensorflow.find(Path(path))) or any(name.endswith(_FOREIGN_SUFFIXES) for name in names(path))
+    if storage.is_remote(path):
+        if not is_dir(path):
+            return exists(path) and path.endswith(_REMOTE_SUFFIXES)
+        return any(name.endswith(_REMOTE_SUFFIXES) for name in names(path))
+    return weight_files.find(Path(path)) is not None
 
 
 def load_to_score(

@@ -119,3 +119,6 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
         dataclasses.replace(PLAN, workdirs=("a",)).load_runs()
     with pytest.raises(ValueError, match="ours, ours"):
         dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()
+    for name in ("../outside", "/outside", "..", ".", ""):  # It would lead out of --out.
+        with pytest.raises(ValueError, match=r"name of a model"):
+            dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()
