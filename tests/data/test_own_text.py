@@ -187,6 +187,11 @@ def test_a_zero_in_a_document_is_named_by_its_line(tmp_path, kind):
     assert "ab\0\n" in splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0]
 
 
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a b"}\r\n' * 30)
+    assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith("a b\na b")
+
+
 def test_an_error_in_the_text_of_json_lines_names_them(tmp_path):
     """Not only the file of their text in the cache, which the user has never seen."""
     (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n' * 30 + '{"text": "abz"}\n')

@@ -1,5 +1,6 @@
 """Tests vocabularies against plain Python, and what all kinds share: foreign ids, names, starts, the saved form."""
 
+import base64
 import hashlib
 import json
 import os
@@ -350,6 +351,11 @@ def in_sequence(part, steps):
     return {part: {"type": "Sequence", name: steps}}
 
 
+def table(text):
+    """SentencePiece's table of characters without a trie, which maps nothing, and with one text."""
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + text.encode() + b"\0").decode()}
+
+
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 ADDED = {"id": 3, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
 GROWING = {
@@ -365,6 +371,8 @@ GROWING = {
     "by turns": in_sequence("normalizer", [replace("q", "zz"), replace("z", "qq")] * 8),
     "in one step": {"normalizer": replace("a", "b" * 100)},
     "in one long step": {"normalizer": replace("a", "b" * 100_000)},
+    "in a table": {"normalizer": table("b" * 1000)},
+    "in two tables": in_sequence("normalizer", [table("bb")] * 2),
     "decoder": in_sequence("decoder", [replace("a", "aa")] * 16),
     "bytes of bytes": in_sequence("pre_tokenizer", [BYTES] * 16),
     "many": in_sequence("normalizer", [replace("a", "b")] * 1000),
