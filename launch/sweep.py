@@ -196,7 +196,7 @@ class Sweep:
 def _content(path: Path) -> dict[str, Any]:
     missing, invalid = f"cannot read {path} (%s). Pass the path of a TOML file.", f"{path} is not valid TOML: %s"
     with rephrased(missing, OSError), rephrased(invalid, tomllib.TOMLDecodeError, UnicodeDecodeError):
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(storage.read_text(path))
     for key, value in content.items():
         near = config_tree.did_you_mean(key, _KEYS)
         require(key in _KEYS, f"the keys of {path} must be of {', '.join(_KEYS)}, got {key!r}{near}")

@@ -1,7 +1,10 @@
 """Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop strings, mistakes."""
 
+import dataclasses
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import compiler
@@ -10,8 +13,28 @@ import txl_jax
 from support import tiny, tiny_model, tiny_run
 from support.cases import full_but
 from txl_jax.config import DType
-from txl_jax.data.vocabulary import TextStream
+from txl_jax.data.vocabulary import TextStream, Vocabulary
 from txl_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class WordPieces(Vocabulary):
+    """Tokens of several letters, of which the longest that fits is next. Hyphens are dropped."""
+
+    pieces: tuple[str, ...]
+    kind = "pieces"
+
+    def _encode(self, text):
+        ids, text = [], text.replace("-", "")
+        # "c d" takes the end of a word: a continuation then changes a token before the last.
+        text = text.replace("abc d", "ab|c d")
+        for part in text.split("|"):
+            while part:
+                piece = max((piece for piece in self.pieces if part.startswith(piece)), key=len)
+                ids.append(self.pieces.index(piece))
+                part = part.removeprefix(piece)
+        return np.array(ids, np.int32)
+
 
 LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]  # L = 5, M = 9: empty, one token, parts of a segment, past the memory.
 
@@ -114,6 +137,62 @@ def test_continuations_without_context_or_tokens():
     assert found[3].logprob == pytest.approx(-model.score([text], per_token=True)[0][2:].sum(), rel=1e-6)
     [default] = model.score_continuations([("", text)])
     assert default == model.score_continuations([("", text)], first="\n")[0]
+
+
+PIECES = WordPieces(("a", "ab", "abc", "b", "bc", "c", "c d", "d", " ", "x"))
+BORDERS = [
+    ("x ab", "c", [9, 8, 2], 1),  # The continuation lengthens the context's last token.
+    ("ab", "c", [2], 1),  # It lengthens the first token, which `first` then precedes.
+    ("abc", " d", [1, 6], 2),  # It changes the last token of two letters too: two tokens differ.
+    ("x a", "bcx", [9, 8, 2, 9], 2),  # A token across the border and another.
+    ("x", "abx", [9, 1, 9], 2),  # The border of two tokens.
+]
+
+
+@pytest.mark.parametrize(("context", "continuation", "ids", "count"), BORDERS)
+def test_a_continuation_is_scored_from_the_first_token_that_differs(context, continuation, ids, count):
+    model = dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
+    assert model.encode(context + continuation).tolist() == ids
+    before = 4 if count == len(ids) else None
+    nats = model.score([ids], per_token=True, first=before)[0][-count:]
+    found, of_ids = model.score_continuations([(context, continuation), (ids[:-count], ids[-count:])], first=4)
+    assert found == of_ids
+    assert found.tokens == count
+    assert found.logprob == pytest.approx(-nats.sum(), rel=1e-6)
+    assert found.logprob < -0.1
+
+
+@pytest.mark.parametrize("pair", [("abc", "-"), ("abc", b"-"), ([2], "-"), ("", "-")], ids=str)
+def test_a_continuation_without_a_token_of_its_own_is_an_error(pair):
+    """Its logprob would be 0, which wins every comparison. This vocabulary drops hyphens."""
+    model = dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
+    with pytest.raises(UserError, match="'-' after "):
+        model.score_continuations([("a", "b"), pair])
+
+
+def test_log_probabilities_name_the_way_inside_jax_and_for_rows_of_other_lengths():
+    model = tiny_model.make()
+    memory = model.init_memory(1)
+    tokens = np.array([[1, 2, 3]])
+    for inside in (jax.jit, jax.vmap):
+        with pytest.raises(UserError, match=r"TransformerXL\(model\.config\.model, .*model\.params"):
+            inside(lambda tokens: model.log_probabilities(tokens, memory)[0])(jnp.asarray(tokens))
+    with pytest.raises(UserError, match=r"TransformerXL\("):
+        jax.jit(lambda memory: model.log_probabilities(tokens, memory)[0])(memory)
+    for wrong in ([[1, 2], [3]], [1, 2], [[1.0, 2.0]], [["a"]]):
+        with pytest.raises(UserError, match=r"\[B, L\].*model\.score.*pad"):
+            model.log_probabilities(wrong, memory)
+
+    @jax.jit
+    def shown(params, tokens, memory):
+        """As the error shows it."""
+        net = txl_jax.TransformerXL(model.config.model, vocab_size=model.vocabulary.size)
+        lengths = {"clamp_len": model.config.eval.clamp_len, "same_length": model.config.eval.same_length}
+        hidden, memory = net.apply({"params": params}, tokens, memory, **lengths)
+        return net.apply({"params": params}, hidden, method=net.log_probabilities)
+
+    expected, _ = model.log_probabilities(tokens, memory)
+    np.testing.assert_allclose(shown(model.params, tokens, memory), expected, atol=1e-5)
 
 
 def test_hidden_states_are_those_of_each_document_alone(x64):

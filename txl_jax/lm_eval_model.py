@@ -64,8 +64,14 @@ class HarnessModel(LM):
         self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood in nats, is greedy) of each continuation after its context."""
+        """Returns (log-likelihood in nats, is greedy) of each continuation after its context.
+
+        Raises `UserError` for an empty continuation, which is certain and so would win every comparison.
+        """
         pairs = [request.args for request in requests]
+        for context, continuation in pairs:
+            if not continuation:
+                raise UserError(f"a task's continuation must not be empty, got '' after {context[-40:]!r}")
         scored = self.model.score_continuations(pairs, first=self._first, batch_size=self._batch_size)
         return self._cached("loglikelihood", requests, [(each.logprob, each.is_greedy) for each in scored])
 

@@ -15,7 +15,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
 from txl_jax.data.vocabulary import Vocabulary, check_ids
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
@@ -27,6 +27,13 @@ from txl_jax.runtime import distributed
 
 Documents = Iterable[Document]
 _BATCH_SIZE = 8  # Documents read side by side.
+_INSIDE_JAX = (
+    "log_probabilities cannot be called inside a jax transformation such as jit or grad, because it checks ids on the "
+    "host. Inside, use the module: net = txl_jax.TransformerXL(model.config.model, vocab_size=model.vocabulary.size); "
+    "hidden, memory = net.apply({'params': model.params}, tokens, memory, clamp_len=model.config.eval.clamp_len, "
+    "same_length=model.config.eval.same_length); "
+    "log_p = net.apply({'params': model.params}, hidden, method=net.log_probabilities)"
+)
 
 
 def load(
@@ -57,8 +64,8 @@ class Continuation(NamedTuple):
     """Score of a continuation after its context."""
 
     logprob: float  # Nats, summed over its tokens; at most 0.
-    is_greedy: bool  # Whether greedy decoding after the context would have written it; true if it has no tokens.
-    tokens: int  # Number of its tokens.
+    is_greedy: bool  # Whether greedy decoding after the context would have written it; true if it is empty.
+    tokens: int  # Number of its tokens, or 0 if it is empty.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +123,8 @@ class LanguageModel:
           or the nats, floats [T - 1] or [T].
 
         Raises:
-          UserError: If a text cannot be encoded, ids are outside the vocabulary, or `documents` is a single text.
+          UserError: If a text cannot be encoded, ids are outside the vocabulary (also negative ones, which are no
+            padding: documents may have any lengths), or `documents` is a single text.
         """
         return read_all(self._with_first(documents, first), self._scores(batch_size, per_token=per_token))
 
@@ -152,9 +160,14 @@ class LanguageModel:
 
         Args:
           pairs: (context, continuation). Two texts are encoded together, so that a word may begin in the context. The
-            continuation's tokens are the ones after as many as the context encodes to by itself.
+            continuation's tokens are the ones from the first that differs from the tokens of the context by itself. If
+            that is a token across the border, its logprob includes the end of the context.
           first: The token before a continuation without context, an id or the text of one token, or None for the token
-            that generation without a prompt continues.
+            that generation without a prompt continues. It also precedes a context that ends inside its first token.
+
+        Raises:
+          UserError: If a text cannot be encoded, ids are outside the vocabulary, or a continuation that is not empty
+            adds no token to its context, such as a space in a model of words.
         """
         before = self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
         joined = [ready_ids.joined(self.vocabulary, *pair) for pair in pairs]
@@ -277,9 +290,18 @@ class LanguageModel:
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
         """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory.
 
-        Clamp and same_length are `config.eval`'s. Raises `UserError` for ids outside the vocabulary.
+        Clamp and same_length are `config.eval`'s.
+
+        Raises:
+          UserError: If the tokens are not ids [B, L] of the vocabulary, or the call is inside a jax transformation.
         """
-        ids = np.asarray(tokens)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((tokens, memory))):
+            raise UserError(_INSIDE_JAX)
+        equal = "For documents of other lengths, use model.score, or pad the rows and ignore what follows their ends."
+        with rephrased(f"tokens must be ids [B, L] in rows of equal length (%s). {equal}", ValueError, TypeError):
+            ids = np.asarray(tokens)
+        is_ids = ids.ndim == 2 and ids.dtype.kind in "iu"
+        require(is_ids, f"tokens must be integer ids [B, L], got {ids.dtype} of shape {ids.shape}. {equal}")
         check_ids(ids, self.vocabulary.size)
         return self._log_probabilities(self.params, ids.astype(np.int32), memory)
 

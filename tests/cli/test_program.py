@@ -507,6 +507,25 @@ def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
             parsed(f"--flagfile={path}")
 
 
+def test_a_flagfile_of_windows_and_one_from_a_pipe(tmp_path):
+    (tmp_path / "mine.flags").write_bytes(b"\xef\xbb\xbf--seed=3\r\n--train.batch_size=5\r\n")
+    config = parsed(f"--flagfile={tmp_path}/mine.flags")
+    assert (config.seed, config.train.batch_size) == (3, 5)
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=["--seed=4\n"], daemon=True).start()
+    assert parsed(f"--flagfile={tmp_path}/pipe").seed == 4
+
+
+def test_flagfiles_that_include_the_next_twice_are_refused(tmp_path):
+    """Thirty of them would be read a thousand million times, even without a flag in the last."""
+    for number in range(30):
+        (tmp_path / f"f{number}").write_text(f"--flagfile={tmp_path}/f{number + 1}\n" * 2)
+    (tmp_path / "f30").write_text("")
+    with pytest.raises(UserError, match=r"f\d+, line \d: .*at most 100 flagfiles.*f\d+"):
+        parsed(f"--flagfile={tmp_path}/f0")
+    assert parsed(*[f"--flagfile={tmp_path}/f30"] * 100).seed == parsed().seed
+
+
 # Help
 
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import hashlib
+import json
 import os
 import tracemalloc
 from pathlib import Path
@@ -182,6 +183,26 @@ def test_words_of_a_file_keep_their_order(tmp_path):
         assert list(vocabulary.words) == expected
         unknown = vocabulary.encode(b"never-seen").tolist()
         assert unknown == [expected.index("<unk>" if "<unk>" in expected else "<UNK>")]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("words", [{"the": 0, "cat": 1}, ["the", "cat"]], ids=["object", "list"])
+def test_json_is_not_a_list_of_words(tmp_path, words, indent):
+    with pytest.raises(UserError, match=r"vocab\.txt, which is JSON.*hf_file"):
+        given_words(tmp_path / "vocab.txt", json.dumps(words, indent=indent).encode())
+    for content in (b"[PAD]\nthe\n", b"{\nthe\n}\n"):
+        assert "the" in given_words(tmp_path / "vocab.txt", content).words
+
+
+def test_the_share_of_unknown_tokens(tmp_path, read):
+    (tmp_path / "words").write_text("the\ncat\n")
+    lists = {}
+    for split, text in (("train", "the dog\n"), ("valid", "a cat\n"), ("test", "the cat\n")):
+        (tmp_path / split).write_text(text)
+        lists[split] = (str(tmp_path / split),)
+    corpus = read(own_text(kind=Tokenizer.WORD, vocab_file=str(tmp_path / "words"), **lists))
+    assert corpus.unknown_share == 2 / 9
+    assert read(own_text(kind=Tokenizer.BYTE, **lists)).unknown_share == 0
 
 
 def test_a_file_without_words_and_one_that_cannot_be_read_are_named(tmp_path):

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import sysconfig
+import threading
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, own_text
-from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer
+from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus, refuse_packed
 from txl_jax.data.own_text import read_own_text, read_python_stdlib
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, file_part, text_blocks
@@ -175,6 +177,90 @@ def test_a_line_without_the_text_is_named_by_its_number(tmp_path, bad):
     with pytest.raises(UserError, match=r"line 3 of .*d\.jsonl .*'text'.*--data\.json_field"):
         splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")
     assert not list(tmp_path.rglob("*.tmp")) and not list((tmp_path / "cache").rglob("d.txt"))
+
+
+@pytest.mark.parametrize("kind", [Tokenizer.CHAR, Tokenizer.WORD])
+def test_a_zero_in_a_document_is_named_by_its_line(tmp_path, kind):
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "a b"}\n\n{"text": "ab\\u0000"}\n' * 30)
+    with pytest.raises(UserError, match=r"line 3 of .*d\.jsonl .*position 2\b.*kind=byte"):
+        splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text", kind=kind)
+    assert "ab\0\n" in splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0]
+
+
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a b"}\r\n' * 30)
+    assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith("a b\na b")
+
+
+def test_an_error_in_the_text_of_json_lines_names_them(tmp_path):
+    """Not only the file of their text in the cache, which the user has never seen."""
+    (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n' * 30 + '{"text": "abz"}\n')
+    known = ByteVocabulary(b"\nabc")
+    config = own_text(file=str(tmp_path / "d.jsonl"), json_field="text")
+    with pytest.raises(UserError, match=r"d\.jsonl \(its text is .*d\.txt\): byte 122 at offset 122\b"):
+        read_corpus(config, "nowhere", str(tmp_path / "cache"), vocabulary=known)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_compressed_json_lines_are_named(tmp_path, pack):
+    (tmp_path / "d.jsonl.gz").write_bytes(pack(b'{"text": "a b"}\n' * 30))
+    with pytest.raises(UserError, match=r"d\.jsonl\.gz .*(gzip|xz).*zcat"):
+        splits_of(tmp_path / "d.jsonl.gz", tmp_path / "cache", json_field="text")
+
+
+@pytest.fixture
+def piped(tmp_path):
+    """Returns the path of a new pipe from which the bytes passed can be read once."""
+    writers = []
+
+    def make(name, content):
+        path = tmp_path / name
+        os.mkfifo(path)
+        writers.append(threading.Thread(target=path.write_bytes, args=[content], daemon=True))
+        writers[-1].start()
+        return str(path)
+
+    yield make
+    for writer in writers:
+        writer.join(10)
+        assert not writer.is_alive()
+
+
+def test_a_pipe_is_read_once_into_the_cache(tmp_path, piped):
+    content = b"".join(b"line %d\n" % number for number in range(50_000))
+    (tmp_path / "book.txt").write_bytes(content)
+    cache = str(tmp_path / "cache")
+    expected = read_corpus(own_text(file=str(tmp_path / "book.txt")), "nowhere", cache)
+    for config in (own_text(file=piped("63", content)), own_text(file=piped("64", content))):
+        corpus = read_corpus(config, "nowhere", cache)
+        assert corpus.digest == expected.digest
+        assert corpus.train.tolist() == expected.train.tolist()
+    assert len(list((tmp_path / "cache" / "fetched" / "pipes").iterdir())) == 1
+    twice = piped("65", content)
+    lists = dict.fromkeys(SPLITS, (twice,))
+    corpus = read_corpus(own_text(**lists), "nowhere", cache)
+    assert len(corpus.train) == len(corpus.test) == len(content)
+
+
+def test_a_pipe_without_content_is_named(tmp_path, piped):
+    with pytest.raises(UserError, match=r"/63 has no content"):
+        read_corpus(own_text(file=piped("63", b"")), "nowhere", str(tmp_path / "cache"))
+    assert not list((tmp_path / "cache" / "fetched" / "pipes").iterdir())
+
+
+def test_pipes_of_splits_words_and_json_lines(tmp_path, piped):
+    lists = {split: (piped(split, f'{{"text": "the {split}"}}\n'.encode()),) for split in SPLITS}
+    words = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=piped("words", b"the\ntrain\nvalid\ntest\n"))
+    config = DataConfig(corpus=CorpusName.TEXT, json_field="text", tokenizer=words, **lists)
+    corpus = read_corpus(config, "nowhere", str(tmp_path / "cache"))
+    assert corpus.vocabulary.decode(corpus.train) == b"the train \n"
+    assert corpus.vocabulary.decode(corpus.test) == b"the test \n"
+
+
+def test_a_pipe_is_not_called_an_empty_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"--data\.train .*/pipe, which is a pipe"):
+        read_own_text(own_text(train=(str(tmp_path / "pipe"),), valid=(__file__,), test=(__file__,)))
 
 
 def test_only_own_text_has_json_lines(tmp_path):

@@ -114,6 +114,9 @@ def test_an_array_without_ids(read):
         (IDS.astype(float), "float64"),
         (IDS.reshape(10, 10), r"\(10, 10\)"),
         (IDS > 5, "bool"),
+        (IDS.astype("m8[s]"), "timedelta64"),
+        (IDS.astype("m8"), "timedelta64"),
+        (IDS.astype("M8[s]"), "datetime64"),
         (np.array([{}, {}]), "Python objects"),
         (np.where(np.arange(100) == 60, -3, IDS), r"-3 at position 60\b"),
         (np.where(np.arange(100) == 61, 2**31 - 1, IDS), r"2147483647 at position 61\b"),
@@ -139,6 +142,51 @@ def test_a_file_without_ids(read, tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=pattern):
             read(file=name)
+
+
+TEXT_IDS = np.minimum(np.random.default_rng(5).zipf(1.3, 3000), 50_256)  # Frequent ids are small, as in a text.
+LETTERS = np.frombuffer(b"the quick brown fox jumps over the lazy dog, and the cat sat on the mat\n" * 40, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (TEXT_IDS.astype("<u4").tobytes(), "'<u4'"),
+        (TEXT_IDS.astype(">u4").tobytes(), "'>u4'"),
+        (TEXT_IDS.astype("<i8").tobytes(), "'<u8'"),
+        (np.where(TEXT_IDS > 4, TEXT_IDS + 100_000, TEXT_IDS).astype("<u4").tobytes(), "'<u4'"),  # V > 65,536.
+        ((TEXT_IDS % 200).astype(">u2").tobytes(), "'>u2'"),
+        ((np.random.default_rng(1).choice(LETTERS, 4000) - 10).tobytes(), "'u1'"),
+        (b"\x93NUMPY\x01\x00" + IDS.astype("<u2").tobytes(), r"\.npy\b"),
+        (np.array([20240520, 1, 100], "<i4").tobytes() + IDS.astype("<u2").tobytes(), r"llm\.c"),
+        (np.array([20240801, 1, 100], "<i4").tobytes() + IDS.astype("<u4").tobytes(), r"llm\.c"),
+        (b"MMIDIDX\0\0" + bytes(9), "Megatron"),
+        (b"\x1f\x8b\x08\0" + IDS.astype("<u2").tobytes(), "gzip"),
+    ],
+    ids=["<u4", ">u4", "<i8", "<u4 large", ">u2", "u1", "npy", "llm.c", "llm.c 32", "Megatron", "gzip"],
+)
+def test_plain_numbers_of_another_width_or_with_a_header(read, tmp_path, content, named):
+    (tmp_path / "ids.bin").write_bytes(content)
+    with pytest.raises(UserError, match=rf"ids\.bin\b.*uint16\b.*{named}"):
+        read(file="ids.bin")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        TEXT_IDS,
+        TEXT_IDS % 65,
+        LETTERS,
+        np.random.default_rng(0).integers(2**16, size=3000),
+        np.zeros(3000, int),
+        np.full(3000, 257),
+        np.tile([40, 3, 41, 4], 800),  # Notes and lengths take turns.
+    ],
+    ids=["words", "few", "bytes", "random", "zeros", "one", "turns"],
+)
+def test_plain_numbers_of_uint16(read, ids):
+    ids.astype("<u2").tofile("ids.bin")
+    assert np.concatenate(splits(read(file="ids.bin"))).tolist() == ids.tolist()
 
 
 def test_a_file_that_was_cut_off_and_several_of_a_split(read, tmp_path):

@@ -1,7 +1,10 @@
 """Tests vocabularies against plain Python, and what all kinds share: foreign ids, names, starts, the saved form."""
 
+import base64
 import hashlib
+import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,12 +18,13 @@ from hypothesis import strategies as st
 from support import hf_tokenizers as made
 from support.encoded_text import WORDS, in_blocks, joined, words_of
 from txl_jax.config import LineMark, Newlines
+from txl_jax.data import subwords
 from txl_jax.data import vocabulary as vocabulary_lib
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.ready_ids import IdVocabulary
 from txl_jax.data.subwords import SubwordVocabulary, given_tokenizer, train
-from txl_jax.data.vocabulary import MARKS, digest, dumps, loads
+from txl_jax.data.vocabulary import MARKS, digest, dumps, escape, loads
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 
@@ -327,6 +331,89 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
         (tmp_path / "old.model").write_bytes(content)
         with pytest.raises(UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"):
             given_tokenizer(str(tmp_path / "old.model"))
+
+
+def test_a_tokenizer_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + made.byte_level().encode())
+    assert given_tokenizer(str(tmp_path / "tokenizer.json")) == OWN
+
+
+def changed_tokenizer(**parts):
+    return json.dumps(json.loads(made.few_letters()) | parts)
+
+
+def replace(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def in_sequence(part, steps):
+    name = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}[part]
+    return {part: {"type": "Sequence", name: steps}}
+
+
+def table(text):
+    """SentencePiece's table of characters without a trie, which maps nothing, and with one text."""
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + text.encode() + b"\0").decode()}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+ADDED = {"id": 3, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+GROWING = {
+    "doubling": in_sequence("normalizer", [replace("a", "aa")] * 16),
+    "doubling of an added token": {
+        **in_sequence("normalizer", [replace("a", "aa")] * 30),
+        "added_tokens": [ADDED | {"content": "aaaa"}],
+    },
+    "nested": in_sequence("normalizer", [in_sequence("normalizer", [replace("q", "qq")] * 4)["normalizer"]] * 4),
+    "of two letters": in_sequence("normalizer", [replace("qz", "qzqz")] * 16),
+    "of matches": in_sequence("normalizer", [replace("[k-m]", "mm", "Regex")] * 16),
+    "of empty matches": in_sequence("normalizer", [replace("(?=q)", "q", "Regex")] * 16),
+    "by turns": in_sequence("normalizer", [replace("q", "zz"), replace("z", "qq")] * 8),
+    "in one step": {"normalizer": replace("a", "b" * 100)},
+    "in one long step": {"normalizer": replace("a", "b" * 100_000)},
+    "in a table": {"normalizer": table("b" * 1000)},
+    "in two tables": in_sequence("normalizer", [table("bb")] * 2),
+    "decoder": in_sequence("decoder", [replace("a", "aa")] * 16),
+    "bytes of bytes": in_sequence("pre_tokenizer", [BYTES] * 16),
+    "many": in_sequence("normalizer", [replace("a", "b")] * 1000),
+}
+
+
+@pytest.mark.parametrize("parts", GROWING.values(), ids=GROWING)
+def test_a_tokenizer_that_lets_a_text_grow_without_bound_is_refused(parts):
+    """A file of 2 kB would take all memory. Also as the vocabulary.txt of a model."""
+    content = changed_tokenizer(**parts)
+    part = next(name for name in ("normalizer", "pre_tokenizer", "decoder") if name in parts)
+    with pytest.raises(UserError, match=f" {part} "):
+        SubwordVocabulary(content)
+    saved = dumps(OWN).splitlines()[0] + "\n" + escape(content) + "\n"
+    with pytest.raises(UserError, match=f" {part} "):
+        loads(saved, KINDS)
+
+
+def test_a_tokenizer_may_change_a_text_in_many_steps():
+    quotes = [replace("``", '"'), replace("''", '"'), replace(" {2,}", " ", "Regex")]
+    steps = [{"type": "NFKC"}, {"type": "NFD"}, {"type": "StripAccents"}, {"type": "Lowercase"}, *quotes]
+    vocabulary = SubwordVocabulary(changed_tokenizer(**in_sequence("normalizer", steps)))
+    assert vocabulary.encode("b\u00c0 AB".encode()).tolist() == [1, 0, 2]
+
+
+def test_an_added_token_without_a_text_is_refused():
+    with pytest.raises(UserError, match="added tokens"):
+        SubwordVocabulary(changed_tokenizer(added_tokens=[ADDED | {"content": ""}]))
+
+
+ALPHABETS = {"DNA": "ACGT", "Chinese": "\u4e2d\u6587\u5b57", "digits": "0123", "signs": "-+", "white": " "}
+
+
+@pytest.mark.parametrize("letters", ALPHABETS.values(), ids=ALPHABETS)
+def test_words_are_cut_for_training_if_they_are_very_long(letters):
+    """Training takes the square of a word's length. What remains is the whole text, and short words are not cut."""
+    text = "a short word\n" + "".join(random.Random(0).choices(letters, k=5000)) + "b c"
+    parts = list(subwords._cut_words(text))
+    assert "".join(parts) == text
+    assert len(parts) == 5
+    assert list(subwords._cut_words(text[:1000])) == [text[:1000]]
 
 
 def test_a_character_that_would_vanish_is_refused_with_the_file():

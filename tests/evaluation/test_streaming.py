@@ -70,6 +70,21 @@ def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_leng
     assert found.tokens == expected.size == T - 1 and found.nats == pytest.approx(expected.sum(), rel=1e-13)
 
 
+def test_ignored_targets_are_not_counted():
+    segments = evaluation_segments(TEXT, batch_size=1, segment_len=L).segments(0, 1)
+    targets = segments.targets.copy()
+    targets[:, :, 2:4] = -100
+    weights = tiny.prepared(model(), {"params": params()}, segment_len=L, mem_len=M)
+
+    def scores(targets):
+        memory = forward.init_cache(weights, batch_size=1, mem_len=M, segment_len=L)
+        return eval_step(None, False)(weights, memory, segments._replace(targets=targets))[1]
+
+    found, whole = scores(targets), scores(segments.targets)
+    assert (found.tokens, whole.tokens) == (L - 2, L)
+    assert found.nats == pytest.approx(float(whole.nats[0] - whole.nll[:, :, 2:4].sum()), rel=1e-13)
+
+
 @pytest.mark.parametrize(("per_call", "rows"), full_but([(3, 2)], [(4, 1), (3, 2), (4, 3)]))
 def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per_call, rows):
     words = tiny.make(dtype=DType.FLOAT64, cutoffs=(5, 8), div_val=2)

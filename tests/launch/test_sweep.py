@@ -50,6 +50,12 @@ def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
     assert list(last.command[-3:]) == ["--seed=2", "--model.dropout.rate=0.5", f"--workdir={last.folder}"]
 
 
+def test_the_file_may_begin_with_a_byte_order_mark(write):
+    path = write("[grid]\nseed = [1, 2]\n")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert names(path) == ["seed=1", "seed=2"]
+
+
 def test_each_run_is_combined_with_the_grid(write):
     text = (
         '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n[[runs]]\n'

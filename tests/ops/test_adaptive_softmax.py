@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from support import oracles, tiny, tiny_run
+from support.cases import full_but
 from support.tiny import enable_x64
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
@@ -112,6 +113,40 @@ def test_any_distribution_of_targets(data):
         args = np.random.default_rng(4).normal(size=(B, L, D)), as_arrays(CASES[name]), np.reshape(targets, (B, L))
         found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(*args)
         tiny_run.assert_close(found, expected, atol=1e-12)
+
+
+def masked(name: str, chunk_size: int | None):
+    """The losses of targets, with 0 instead of those that are negative, by a mask outside of the softmax."""
+
+    def nll(hidden, weights, targets):
+        tokens = jnp.maximum(targets, 0)
+        losses = adaptive_softmax.negative_log_likelihood(
+            hidden, tokens, *weights, CASES[name][0], chunk_size=chunk_size
+        )
+        return jnp.where(targets < 0, 0, losses)
+
+    return tiny.with_gradients(nll)
+
+
+IGNORED = [("one cluster, projected", "float32"), ("mixed projections", "bfloat16"), ("div_val 2", "float32")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), full_but(IGNORED[:2], IGNORED))
+def test_negative_targets_are_ignored_and_targets_beyond_the_vocabulary_are_nan(name, dtype):
+    """Losses and gradients are those under a mask. -1 and -100 are the usual marks; -V counted from the end is 0."""
+    targets = np.array([[-1, 2, 12, -100, 5], [0, -V, -(2**31), 9, 3]], np.int32)
+    hidden = np.random.default_rng(4).normal(size=(B, L, D))
+    args = jax.tree.map(lambda array: jnp.asarray(array, dtype), (hidden, as_arrays(CASES[name])))
+    found = walking_tails(name, 3)(*args, targets)
+    tiny_run.assert_close(found, masked(name, 3)(*args, targets))
+    losses, (of_hidden, _) = found
+    assert (np.equal(losses, 0) == (targets < 0)).all()
+    assert (np.any(of_hidden, axis=-1) == (targets >= 0)).all()
+
+    beyond = np.where(targets < 0, targets, V + targets)
+    losses, _ = walking_tails(name, 3)(*args, beyond)
+    assert (np.isnan(losses) == (targets >= 0)).all()
+    assert (np.equal(losses, 0) == (targets < 0)).all()
 
 
 T, WIDTH = 11, 3  # Positions, and columns of a kernel.

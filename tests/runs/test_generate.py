@@ -134,6 +134,22 @@ def test_what_has_no_known_token_is_refused_by_what_it_became():
         assert "\n" not in str(error.value)
 
 
+def test_a_prompt_file_has_no_byte_order_mark_unless_the_tokens_are_bytes(run, tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfthe cat\r\n")
+    config = GenerateConfig(prompt_file=str(tmp_path / "prompt.txt"))
+    assert read_prompt(config) == b"the cat\r\n"
+    assert read_prompt(config, as_bytes=True) == b"\xef\xbb\xbfthe cat\r\n"
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfthe cat")
+    texts, printed = write(run, prompt_file=str(tmp_path / "prompt.txt"))
+    assert all(text.startswith("the cat") for text in texts)
+    assert "unknown" not in printed
+
+
+def test_unknown_tokens_of_a_prompt_are_noted(run):
+    _, printed = write(run, prompt="the dog")
+    assert re.search(r"(?m)^note .*42\.86%", printed)  # Three of seven characters.
+
+
 def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     typed, meant = r"a\n\tb\\n", "a\n\tb\\n"
     vocabulary = ByteVocabulary(bytes(range(256)))

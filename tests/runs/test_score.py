@@ -1,5 +1,6 @@
 """Tests scores: of a text, of both splits in total and per token, and of the documents of a file."""
 
+import csv
 import dataclasses
 import json
 import re
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from support import drawn_run, runs, tiny_model, tiny_run
 from txl_jax.config import Tokenizer
 from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
@@ -129,6 +131,16 @@ def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
     assert unescaped(shown) == name
 
 
+def test_tables_of_tokens_are_read_by_readers_of_csv():
+    """A quotation mark at the start of a cell would open a cell of several lines."""
+    names = [b'"', b'""', b'a"', b'"a', b"a", b"'"]
+    vocabulary = types.SimpleNamespace(names=lambda: names)
+    tokens = np.array([0, 0, 1, 2, 3, 4, 5, 0])
+    lines = list(score_job.token_lines(tokens, np.arange(8.0), vocabulary))
+    _, *rows = csv.reader(lines, delimiter="\t")
+    assert [unescaped(name) for _, name, _ in rows] == [names[token] for token in tokens[1:]]
+
+
 TEXT = b"one\n\n \ntwo\nthree\n\nfour"
 
 
@@ -162,10 +174,10 @@ def test_what_cannot_be_opened_is_named(tmp_path):
             open_input(str(path))
 
 
-def records(lines, *, per_token=False, params=None, written=None):
+def records(lines, *, per_token=False, params=None, written=None, vocabulary=tiny_model.VOCABULARY):
     """The records of documents that are read in 3 rows; `written` gets the lines of those before a mistake too."""
     model, written = tiny_model.make(eval__batch_size=3), [] if written is None else written
-    weights = types.SimpleNamespace(vocabulary=model.vocabulary, build=lambda log: model.components)
+    weights = types.SimpleNamespace(vocabulary=vocabulary, build=lambda log: model.components)
     weights.params = lambda components, log: (7, params or model.params)
     texts = enumerate(lines, start=1)
     score_job.score_documents(weights, texts, name="book.txt", per_token=per_token, write=written.append)
@@ -194,6 +206,16 @@ def test_a_mistake_names_its_line_after_the_records_before():
     with pytest.raises(UserError, match=r"^line 3 of book\.txt.*\b90\b") as error:
         records([b"abc", b"a" * 70, b"aZ", b"abc"], written=written)
     assert [json.loads(line)["tokens"] for line in written] == [2, 69] and "\n" not in str(error.value)
+
+
+def test_a_note_says_how_many_tokens_are_unknown(capsys):
+    vocabulary = CharacterVocabulary("\n abcdefghi\N{REPLACEMENT CHARACTER}k")
+    assert vocabulary.size == tiny_model.VOCABULARY.size
+    records([b"abc dab", b"b", b""], vocabulary=vocabulary)
+    assert "note" not in capsys.readouterr().out
+    records([b"abc", b"zzzz"], vocabulary=vocabulary)
+    [note] = re.findall(r"(?m)^note .*", capsys.readouterr().out)
+    assert "60.00%" in note
 
 
 def test_a_loss_that_is_no_number_is_a_mistake():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.tiny import enable_x64
 from support.tiny_run import assert_equal
 from support.waiting import wait_until
 from txl_jax.errors import CheckpointError, UserError
@@ -263,6 +264,22 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
     for part in (f"{two_steps}/200", r"params/q\b.*float32\[3, 5\].*\[3, 8\]", r"params/layers/.*float32\[7\]"):
         assert re.search(part, str(caught.value))
     assert (step_names(two_steps), lines) == (["100", "200"], [])
+
+
+def test_floats_are_restored_as_they_were_saved_or_wider_if_that_is_allowed(two_steps, open_checkpoints):
+    wanted = abstract(make_state())
+    wanted["params"] = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float64, sharding=leaf.sharding), wanted["params"]
+    )
+    with enable_x64(True), open_checkpoints() as checkpoints:
+        with pytest.raises(CheckpointError, match=r"params/q is float32\[3, 5\] .*JAX_ENABLE_X64 is on here"):
+            checkpoints.restore(wanted)
+        _, found, _ = checkpoints.restore(wanted, casts=True)
+        assert found["params"]["q"].dtype == jnp.float64
+        other = wanted | {"step": jax.ShapeDtypeStruct((), jnp.int64, sharding=wanted["step"].sharding)}
+        with pytest.raises(CheckpointError, match="JAX_ENABLE_X64 is on here"):
+            checkpoints.restore(other, casts=True)
+    np.testing.assert_array_equal(found["params"]["layers"][1], np.ones(7))
 
 
 # Trouble

@@ -41,6 +41,21 @@ def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
     assert given in str(refused.value) and expected in str(refused.value)
 
 
+def test_small_texts_have_no_byte_order_mark_and_may_be_pipes(tmp_path):
+    path = tmp_path / "small.txt"
+    path.write_bytes(b"\xef\xbb\xbf\xef\xbb\xbf\xc3\xa9\r\n")
+    assert files.read_text(path) == "\ufeff\u00e9\r\n"  # The second mark is text.
+    path.write_bytes(b"\xff\xfea\0")
+    with pytest.raises(ValueError, match="utf-8"):
+        files.read_text(path)
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[b"--seed=1\n"], daemon=True)
+    writer.start()
+    assert files.read_text(tmp_path / "pipe") == "--seed=1\n"
+    with pytest.raises(OSError, match="not a regular file"):
+        files.read_text("/dev/zero")
+
+
 @pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
 def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     folder = request.getfixturevalue("bucket") if place == "bucket" else str(tmp_path / "folder")

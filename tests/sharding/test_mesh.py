@@ -158,6 +158,17 @@ def test_tails_of_the_softmax_on_eight_devices(computed):
     assert computed("few")["tail"] == {"positions": 16, "all_gathers": 0}
 
 
+def test_ignored_targets_and_targets_beyond_the_vocabulary_on_eight_devices(computed):
+    """Of 41 tokens: -1 and -100 are ignored; 41, 47 (a padded row) and 1000 are nan, which the program writes as -1."""
+    found = computed("few")["odd"]
+    for mesh in ("one", "mixed", "tensor"):
+        np.testing.assert_allclose(found[mesh], found["one"], rtol=1e-12, err_msg=mesh)
+        ignored, first, last, beyond, also_ignored, middle, padded, far = found[mesh]
+        assert (ignored, also_ignored) == (0, 0)
+        assert (beyond, padded, far) == (-1, -1, -1)
+        assert min(first, middle, last) > 0
+
+
 @pytest.mark.full
 def test_updates_by_whole_tensors_are_those_of_one_device_and_moments_are_sharded(computed):
     found = computed("rest")["optimizers"]

@@ -205,6 +205,20 @@ def tail_work() -> dict:
     return {"positions": positions, "all_gathers": text.count(" all-gather(")}
 
 
+def odd_targets() -> dict[str, list[float]]:
+    """Losses of ignored targets, of tokens, and of targets beyond the vocabulary, by mesh. nan is -1 here: no JSON."""
+    targets = np.array([[-1, 0, 40, 41], [-100, 20, 47, 1000]] * (B // 2), np.int32)
+    found = {}
+    for mesh in ("one", "mixed", "tensor"):
+        parts = build_run("adaptive", mesh)
+        params = parts.init_params()
+        hidden = np.random.default_rng(0).normal(size=(*targets.shape, 16))
+        nll = parts.jit(functools.partial(parts.model.apply, method=parts.model.nll))
+        losses = nll({"params": params}, hidden, targets)
+        found[mesh] = np.nan_to_num(losses[:2], nan=-1.0).ravel().tolist()
+    return found
+
+
 def optimizers() -> dict[str, Any]:
     """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
@@ -253,7 +267,11 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
 
 
 def few() -> dict[str, Any]:
-    return {"runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False), "tail": tail_work()}
+    return {
+        "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
+        "tail": tail_work(),
+        "odd": odd_targets(),
+    }
 
 
 def rest() -> dict[str, Any]:

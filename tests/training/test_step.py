@@ -84,6 +84,17 @@ def test_padding_contributes_nothing():
     assert (metrics.nats, metrics.tokens, metrics.grad_norm) == (0, 0, 0)
 
 
+def test_ignored_targets_are_padding():
+    """A negative target counts neither in the summed loss nor in the mean's number of tokens, as weight 0 does."""
+    segments, end = tiny_run.text().segments(0, 1), np.s_[:, 1, tiny_run.L - 2 :]
+    targets = segments.targets.copy()
+    targets[end] = -100
+    state, metrics = one_update(segments=segments._replace(targets=targets))
+    assert metrics.tokens == tiny_run.B * tiny_run.L - 2
+    padded_state, padded_metrics = one_update(segments=with_weights(segments, end, 0))
+    tiny_run.assert_close((state.params, metrics), (padded_state.params, padded_metrics), rtol=1e-5, atol=1e-7)
+
+
 def test_the_memory_reaches_the_next_segment_of_rows_that_are_not_reset():
     made, *_ = tiny_run.compiled()
     state, _ = one_update()

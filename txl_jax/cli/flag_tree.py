@@ -7,6 +7,7 @@ same settings. The last value of a flag counts. A setting that may be None takes
 """
 
 import enum
+import itertools
 import os
 import re
 import sys
@@ -21,11 +22,13 @@ from txl_jax.config.config_tree import FieldType, Leaf, did_you_mean, format_val
 from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
+from txl_jax.runtime import storage
 from txl_jax.runtime.storage import as_path, is_remote
 
 FLAGS = flags.FLAGS
 FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"  # In a clone.
 NONE = "none"
+_MOST_FLAGFILES = 100  # Of one command. Files that each include the next one twice would never end.
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 Settings = TypeVar("Settings")
@@ -159,12 +162,16 @@ class _Word(NamedTuple):
         return name[2:] if name not in flag_values and name.startswith("no") and name[2:] in flag_values else name
 
 
-def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
+def _expanded(
+    words: Iterable[_Word], inside: tuple[Path, ...] = (), numbers: Iterator[int] | None = None
+) -> Iterator[_Word]:
     """Yields the words, with flagfiles replaced by their lines. absl would not find a bare name inside a file.
 
-    Raises `UserError` if a file does not exist (listing the known names), cannot be read, or includes itself.
+    `inside` are the files that contain the words, and `numbers` counts all files that were read. Raises `UserError` if
+    a file does not exist (listing the known names), cannot be read, or includes itself, or if there are too many.
     """
     words = iter(words)
+    numbers = itertools.count(1) if numbers is None else numbers
     for word in words:
         match = re.fullmatch(r"--?flagfile(?:=(.*))?", word.text)
         if match is None:
@@ -173,17 +180,23 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
         following = None if match[1] is not None else next(words, None)
         name = following.text if following else match[1] or ""
         paths = (Path(name).expanduser(), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name)
-        if (path := next(filter(Path.is_file, paths), None)) is None:
+        if (path := next(filter(_is_flagfile, paths), None)) is None:
             yield from _preset_words(name, word.where)
             continue
         require(path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line.")
+        many = f"{word.where}a command must read at most {_MOST_FLAGFILES} flagfiles, and {path} is one more"
+        require(next(numbers) <= _MOST_FLAGFILES, f"{many}. Remove repeated lines.")
         try:
-            lines = enumerate(path.read_text().splitlines(), start=1)
+            lines = enumerate(storage.read_text(path).splitlines(), start=1)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{word.where}the flagfile {path} cannot be read as text ({error})") from None
         found = (_Word(line.strip(), f"{path}, line {number}: ") for number, line in lines)
         kept = (line for line in found if line.text and not line.text.startswith(("#", "//")))
-        yield from _expanded(kept, (*inside, path))
+        yield from _expanded(kept, (*inside, path), numbers)
+
+
+def _is_flagfile(path: Path) -> bool:
+    return path.is_file() or storage.is_pipe(path)
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:

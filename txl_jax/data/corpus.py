@@ -7,6 +7,7 @@ files of ready-made ids (ready_ids) -> Corpus
 import collections
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,12 @@ class Corpus:
     sentences: np.ndarray | None = None  # int64 [n + 1]: the start of each line of `train`, and the end of the last.
     data_dir: str = ""  # Directory of its files; absolute, so that it is found again.
     cache_dir: str = ""  # Directory of the prepared text and ids; absolute.
+
+    @property
+    def unknown_share(self) -> float:
+        """Returns the share of unknown tokens in all splits, 0 if the vocabulary has none."""
+        splits = (self.train, self.valid, self.test)
+        return self.vocabulary.count_unknown(*splits) / sum(map(len, splits))
 
 
 def read_corpus(
@@ -185,11 +192,26 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     """Reads the first word of each line, in order. Adds the line mark before and <unk> after them if missing."""
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
-    lines = "".join(text_blocks([file], close_lines=True)).split("\n")
+    content = "".join(text_blocks([file], close_lines=True))
+    lists = "A tokenizer.json is --data.tokenizer.hf_file, with --data.tokenizer.kind=subword."
+    wrong = f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which is JSON. {lists}"
+    require(not _is_json(content), wrong)
+    lines = content.split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
     require(words, f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words")
     unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
     return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
+
+
+def _is_json(content: str) -> bool:
+    """Returns whether a text is a JSON object or list, such as the vocab.json of a tokenizer."""
+    if not content.lstrip().startswith(("{", "[")):
+        return False
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _count(text: Text, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:

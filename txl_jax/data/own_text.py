@@ -6,6 +6,7 @@ archives are read at random.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -19,8 +20,8 @@ from typing import Any
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
-from txl_jax.data.text import SPLITS, File, Text, digest_of, expanded, file_part, json_texts, with_bar
-from txl_jax.runtime import storage
+from txl_jax.data.text import BLOCK_BYTES, SPLITS, File, Text, digest_of, expanded, file_part, json_texts, with_bar
+from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.storage import as_path, is_remote, size
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
@@ -39,11 +40,11 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     """
     given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
     lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
+    original: dict[str, str] = {}  # The user's files by the files of their text in the cache.
     if config.json_field is not None:
-        lists = {
-            name: [_text_of_json(path, config.json_field, document_end, cache) for path in paths]
-            for name, paths in lists.items()
-        }
+        for name, paths in lists.items():
+            lists[name] = [_text_of_json(path, config, document_end, cache) for path in paths]
+            original |= zip(lists[name], paths, strict=True)
     first, name = next(iter(lists.values())), Path(config.file or "").name
     total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
     if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
@@ -52,7 +53,8 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
         _check_text(config, paths)
     if len(lists) == 1 and len(first) < 3:
         name = name or " and ".join(Path(path).name for path in first)
-        return _split_text("text", f"own text, {total:,} bytes of {name}", first, config)
+        text = _split_text("text", f"own text, {total:,} bytes of {name}", first, config)
+        return dataclasses.replace(text, splits=_named_as(original, text.splits))
     if len(lists) == 1:
         parts = first[: -2 * held_out], first[-2 * held_out : -held_out], first[-held_out:]
         lists = dict(zip(SPLITS, parts, strict=True))
@@ -62,7 +64,19 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     digest = digest_of(
         digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
     )
-    return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, splits)
+    return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, _named_as(original, splits))
+
+
+def _named_as(original: dict[str, str], splits: dict[str, tuple[File, ...]]) -> dict[str, tuple[File, ...]]:
+    """Returns splits whose errors name the user's files too, if the text in them was made of other files."""
+
+    def named(file: File) -> File:
+        return dataclasses.replace(file, name=f"{original[file.name]} (its text is {file.name})")
+
+    return {
+        split: tuple(named(file) if file.name in original else file for file in files)
+        for split, files in splits.items()
+    }
 
 
 def read_python_stdlib(config: DataConfig) -> Text:
@@ -137,14 +151,21 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
         require(not marked or empty <= 0, wrong)
 
 
-def _text_of_json(path: str, field: str, end: str, cache: Path) -> str:
-    """Writes the documents of a file as text, each with its end, unless the cache has it, and returns its path."""
+def _text_of_json(path: str, config: DataConfig, end: str, cache: Path) -> str:
+    """Writes the documents of a file as text, each with its end, unless the cache has it, and returns its path.
+
+    Raises `UserError` with the file and the line of a document that is not a text.
+    """
+    field = config.json_field
+    assert field is not None
     about = os.stat(path)
     facts = repr((os.path.abspath(path), about.st_size, about.st_mtime_ns, field, end))
     made = _copy_of(facts, cache) / f"{Path(path).stem}.txt"
     if not made.exists():
         with storage.writable(made.parent, what="the text of JSON lines"), open(path, "rb") as lines:
-            texts = (text for _, text in json_texts(lines, field, name=path) if text.strip())
+            zeros_allowed = config.tokenizer.kind is Tokenizer.BYTE
+            numbered = json_texts(lines, field, name=path, zeros_allowed=zeros_allowed)
+            texts = (text for _, text in numbered if text.strip())
             # With newlines of its own at its end a document would end in empty lines.
             storage.write_lines(made, ((text.rstrip("\n") if end[0] == "\n" else text) + end for text in texts))
     return str(made)
@@ -163,6 +184,7 @@ def _digest(files: Iterable[File]) -> str:
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
     """Returns a config and `data_dir` with copies in the cache instead of remote files. Raises `UserError`."""
     settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
+    config = _without_pipes(config, settings, cache)
     try:
         config = _listed(config)
         given = {name: value for name in settings if (value := config_tree.get(config, name))}
@@ -172,6 +194,46 @@ def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, 
     except OSError as error:
         raise storage.access_error("read", error.filename or "a remote file", error) from error
     return config_tree.replace(config, local), data_dir
+
+
+def _without_pipes(config: DataConfig, settings: Sequence[str], cache: Path) -> DataConfig:
+    """Returns a config with copies in the cache instead of pipes, such as a shell's <(command)."""
+    # A pipe can be read only once, even if several settings name it.
+    copy = functools.cache(functools.partial(_copy_of_pipe, cache=cache))
+    changed: dict[str, Any] = {}
+    for name in settings:
+        value = config_tree.get(config, name)
+        if isinstance(value, str):
+            changed[name] = copy(value) if storage.is_pipe(value) else value
+        elif value:
+            changed[name] = tuple(copy(path) if storage.is_pipe(path) else path for path in value)
+    return config_tree.replace(config, changed)
+
+
+def _copy_of_pipe(path: str, cache: Path) -> str:
+    """Writes the content of a pipe to a file that is named after it, and returns its path.
+
+    Raises `UserError` if it has no content, or several processes would read a part of it each.
+    """
+    shared = f"a text must be a file if several processes read it, got {path}, which is a pipe"
+    require(not distributed.is_multiprocess(), f"{shared}. Write it to a file first.")
+    folder = cache / "fetched" / "pipes"
+    digest = hashlib.sha256()
+    with storage.writable(folder, what="the content of a pipe"):
+        part = folder / f".{os.getpid()}.tmp"
+        try:
+            with open(path, "rb") as pipe, open(part, "wb") as copy:
+                while block := pipe.read(BLOCK_BYTES):
+                    digest.update(block)
+                    copy.write(block)
+            require(size(part), f"the pipe {path} has no content. Its command may have failed, or it was read before.")
+            made = folder / f"pipe-{digest.hexdigest()[:16]}"
+            # The text of JSON lines is found again by the time of their file.
+            if not made.exists():
+                os.replace(part, made)
+        finally:
+            part.unlink(missing_ok=True)
+    return str(made)
 
 
 def _listed(config: DataConfig) -> DataConfig:

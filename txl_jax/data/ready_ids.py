@@ -14,13 +14,35 @@ import numpy as np
 from txl_jax.config import DataConfig
 from txl_jax.config.config_tree import require
 from txl_jax.data.subwords import given_tokenizer
-from txl_jax.data.text import SPLITS, digest_of, expanded, file_part, with_bar
+from txl_jax.data.text import BLOCK_BYTES, SPLITS, digest_of, expanded, file_part, with_bar
 from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError, rephrased
 
 Document = str | bytes | Sequence[int] | np.ndarray  # A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
 Token = str | bytes | int  # A token's text or id.
 _LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
+# First bytes of files that are not plain ids. All have at least three, as two may be an id.
+_HEADERS = {
+    b"\x93NUMPY": "the header of a .npy file. Rename it to .npy.",
+    (20240520).to_bytes(4, "little"): "llm.c's header. Save the ids after its 1,024 bytes, which are uint16, as .npy.",
+    (20240801).to_bytes(4, "little"): "llm.c's header. Save the ids after its 1,024 bytes, which are uint32, as .npy.",
+    b"MMIDIDX": "the header of a Megatron index. Save the ids of its .bin file as .npy.",
+    b"TNTIDX": "the header of a fairseq index. Save the ids of its .bin file as .npy.",
+    b"\x89HDF": "the header of an HDF5 file. Save its ids as .npy.",
+    b"PAR1": "the header of a Parquet file. Save its ids as .npy.",
+    b"ARROW1": "the header of an Arrow file. Save its ids as .npy.",
+    b"PK\3\4": "the header of a zip archive. Unpack it, or save its ids as .npy.",
+    b"\x1f\x8b\x08": "the header of a gzip file. Unpack it.",
+    b"\xfd7zXZ": "the header of an xz file. Unpack it.",
+    b"(\xb5/\xfd": "the header of a zstd file. Unpack it.",
+}
+# Ids of 32 bits below 2^18, of the largest vocabularies in use, have an upper half of at most 3.
+_LARGEST_UPPER_HALF = 3
+_FEWEST_HALVES = 32  # In fewer ids every other one may be small by chance.
+_FEWEST_BYTES = 1024  # In fewer ids their upper and lower bytes may be alike by chance.
+# Share of their distributions that upper and lower bytes have in common. It is 1 for ids of one byte, and below a half
+# for uint16 ids of text, whose frequent ids are small.
+_ALIKE = 0.8
 
 
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
@@ -62,11 +84,54 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
     known = "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
     with rephrased(f"{path} cannot be read (%s). {known}", Exception):  # NumPy parses headers as Python.
         array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
-    is_ids = isinstance(array, np.memmap) and array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+    # Not `np.issubdtype`, which takes durations (timedelta64) for integers.
+    is_ids = isinstance(array, np.memmap) and array.ndim == 1 and array.dtype.kind in "iu"
     if not path.endswith((".npy", ".bin")) or not is_ids:
         found = f"type {array.dtype} and shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise UserError(f"{path} has {found}. {known}")
+    if path.endswith(".bin"):
+        _check_plain(path, array[: BLOCK_BYTES // array.itemsize])
     return array
+
+
+def _check_plain(path: str, ids: np.ndarray) -> None:
+    """Raises `UserError` if the first ids [T] of a .bin file, read as uint16, are a header or ids of another width.
+
+    They would be trained on without a sign that they are not the user's ids.
+    """
+    content = ids.tobytes()
+    for magic, meaning in _HEADERS.items():
+        if content.startswith(magic):
+            raise UserError(f"{path} must have ids of uint16 and nothing else, but it begins with {meaning}")
+    found = _other_width(ids)
+    if found is not None:
+        what, dtype = found
+        save = f"numpy.save('ids.npy', numpy.fromfile({path!r}, {dtype!r}))"
+        advice = f"Save them as .npy, which records their type: {save}, with 'uint16' if they are uint16 all the same."
+        raise UserError(f"{path} must have ids of uint16, but {what}, as in ids of {dtype}. {advice}")
+
+
+def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
+    """Returns what is odd about ids [T] that were read as uint16, and the dtype they seem to have, or None."""
+    if len(ids) >= _FEWEST_HALVES:
+        even, odd = ids[0::2], ids[1::2]
+        for upper, lower, order in ((odd, even, "<"), (even, odd, ">")):
+            if upper.max() <= _LARGEST_UPPER_HALF < lower.max():
+                is_64_bit = not upper.any() and not lower[1::2].any()
+                at_most = f"at most {upper.max()}" if upper.any() else "0"
+                return f"every other one of the first {len(ids):,} is {at_most}", f"{order}u{8 if is_64_bit else 4}"
+
+    if len(ids) >= _FEWEST_BYTES:
+        pairs = ids.astype("<u2").view(np.uint8).reshape(-1, 2)
+        lower_counts = np.bincount(pairs[:, 0], minlength=256)
+        upper_counts = np.bincount(pairs[:, 1], minlength=256)
+        if not lower_counts[1:].any() and upper_counts[1:].any():
+            return f"the first {len(ids):,} are multiples of 256", ">u2"
+        alike = np.minimum(lower_counts, upper_counts).sum() / len(ids)
+        # With all values of a byte they may be random ids. One value is a single id, repeated.
+        if alike > _ALIKE and 1 < np.count_nonzero(lower_counts) < 256:
+            return f"the two bytes of the first {len(ids):,} have the same values equally often", "u1"
+    return None
 
 
 def _scan(array: np.memmap, name: str) -> tuple[str, int]:
@@ -132,7 +197,7 @@ def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> 
         with rephrased(f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError):
             return vocabulary.encode(_bytes(document))
     ids = np.asarray(document)
-    is_ids = ids.ndim == 1 and (not ids.size or np.issubdtype(ids.dtype, np.integer))
+    is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
     require(is_ids, f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")
     return check_ids(ids, vocabulary.size).astype(np.int32)
 
@@ -170,13 +235,35 @@ def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool =
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:
     """Returns the ids [T] of a context and its continuation, and how many of them are the continuation's.
 
-    Two texts are encoded together, as a word may begin in the context, which counts as many ids as it has by itself.
+    Two texts are encoded together, because a token may begin in the context and end in the continuation. The
+    continuation's ids are the ones from the first that differs from the context's own ids. An empty continuation has 0.
+
+    Raises:
+      UserError: If a document cannot be encoded, or a continuation that is not empty adds no token to its context.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
         ids = token_ids(vocabulary, _bytes(context) + _bytes(continuation))
-        return ids, max(len(ids) - len(token_ids(vocabulary, context)), 0)
-    parts = token_ids(vocabulary, context), token_ids(vocabulary, continuation)
-    return np.concatenate(parts), len(parts[1])
+        # Counting the ids beyond the context's would give 0 for a continuation that only lengthens its last token.
+        count = len(ids) - _common_length(ids, token_ids(vocabulary, context))
+    else:
+        continuation_ids = token_ids(vocabulary, continuation)
+        ids = np.concatenate([token_ids(vocabulary, context), continuation_ids])
+        count = len(continuation_ids)
+
+    if not len(continuation):
+        return ids, 0
+    # Without a token of its own, its logprob would be 0, and it would win every comparison.
+    if not count:
+        added = f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads as the same tokens"
+        raise UserError(f"a continuation must add a token to its context, {added}. Pass another continuation.")
+    return ids, count
+
+
+def _common_length(ids: np.ndarray, others: np.ndarray) -> int:
+    """Returns how many ids two arrays [T] have in common at their start."""
+    shorter = min(len(ids), len(others))
+    differences = np.flatnonzero(ids[:shorter] != others[:shorter])
+    return int(differences[0]) if len(differences) else shorter
 
 
 def refuse_single_text(texts: Any) -> None:

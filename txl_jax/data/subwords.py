@@ -6,24 +6,33 @@ such as <|endoftext|>, is that token.
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from txl_jax.config.config_tree import require
+from txl_jax.data import tokenizer_growth
 from txl_jax.data.text import File, checked, text_blocks
 from txl_jax.data.vocabulary import Vocabulary, escape, id_type
 from txl_jax.errors import MissingPackageError, UserError, rephrased
+from txl_jax.runtime import storage
 
 # What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _MOST_TOKENS = 1 << 22  # A few bytes could claim any id, and tables have a row for each id.
 _LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
+# Characters of a word for training. Merging the letters of a word takes time with the square of its length, and text
+# without white space (Chinese, DNA, base64) is one word. The parts of 4 MB take as long as words of 80 letters.
+_LONGEST_TRAINED_WORD = 1024
+# Runs of that many letters, digits, other characters or white space: the words of byte-level BPE.
+_LONG_WORDS = re.compile(
+    "|".join(f"{character}{{{_LONGEST_TRAINED_WORD}}}" for character in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s"))
+)
 # The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for themselves; other
 # bytes, in order, are the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -102,6 +111,10 @@ class SubwordVocabulary(Vocabulary):
         """The file's settings without those for other uses."""
         settings = json.loads(self.content)
         require(isinstance(settings, dict) and isinstance(settings.get("model"), dict), "it contains no model")
+        # The package drops such a token, but others may refer to its id.
+        added = settings.get("added_tokens") or ()
+        are_texts = all(isinstance(token, dict) and token.get("content") for token in added)
+        require(are_texts, "its added tokens must each have a text, got one without")
         model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
         return settings | {"truncation": None, "padding": None, "model": model}
 
@@ -109,6 +122,7 @@ class SubwordVocabulary(Vocabulary):
     def _tokenizer(self) -> Any:
         lib, settings = package(), json.dumps(self._settings)
         with rephrased("%s", Exception):
+            tokenizer_growth.check(self._settings, lib)  # Before the package normalizes the added tokens.
             return lib.Tokenizer.from_str(settings)
 
     @functools.cached_property
@@ -150,8 +164,18 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     tokenizer.decoder = lib.decoders.ByteLevel()
     alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
     trainer = lib.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(_paragraphs(text_blocks(files, close_lines=False)), trainer)
+    paragraphs = _paragraphs(text_blocks(files, close_lines=False))
+    tokenizer.train_from_iterator(itertools.chain.from_iterable(map(_cut_words, paragraphs)), trainer)
     return SubwordVocabulary(tokenizer.to_str())
+
+
+def _cut_words(text: str) -> Iterator[str]:
+    """Yields a text in parts without longer words than training can merge in time."""
+    first = 0
+    for word in _LONG_WORDS.finditer(text):
+        yield text[first : word.end()]
+        first = word.end()
+    yield text[first:]
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
@@ -182,8 +206,8 @@ def package() -> ModuleType:
 
 def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json. Raises `UserError` if the file is not one."""
-    content = Path(checked(path, flag="--data.tokenizer.hf_file")).read_bytes()
+    checked(path, flag="--data.tokenizer.hf_file")
     wrong = f"--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, got {path} (%s)"
     advice = "Pass the tokenizer.json from its save() or, for SentencePiece, from transformers' save_pretrained()."
     with rephrased(f"{wrong}. {advice}", ValueError):
-        return SubwordVocabulary(content.decode("utf-8"))
+        return SubwordVocabulary(storage.read_text(path))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import tqdm
 
 from txl_jax.errors import UserError
+from txl_jax.runtime import storage
 
 BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small compared with any model.
 SPLITS = ("train", "valid", "test")
@@ -91,11 +92,20 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
 
 
 def checked(path: str, *, flag: str) -> str:
-    """Returns the path of a file that the user named. Raises `UserError` if it is missing, a directory or empty."""
-    if not os.path.isfile(path) or not os.path.getsize(path):
-        wrong = "is a directory" if os.path.isdir(path) else "is empty" if os.path.exists(path) else "does not exist"
-        raise UserError(f"{flag} must name a non-empty file, got {path}, which {wrong}")
-    return path
+    """Returns the path of a file that the user named. Raises `UserError` if it is not a file with content."""
+    if os.path.isfile(path) and os.path.getsize(path):
+        return path
+    if not os.path.exists(path):
+        wrong = "does not exist"
+    elif os.path.isdir(path):
+        wrong = "is a directory"
+    elif storage.is_pipe(path):
+        wrong = "is a pipe, which can be read only once. Write it to a file first"
+    elif os.path.isfile(path):
+        wrong = "is empty"
+    else:
+        wrong = "is a device or a socket"
+    raise UserError(f"{flag} must name a non-empty file, got {path}, which {wrong}")
 
 
 def expanded(names: Iterable[str], *, flag: str) -> list[str]:
@@ -104,14 +114,20 @@ def expanded(names: Iterable[str], *, flag: str) -> list[str]:
     return [checked(path, flag=flag) for path in itertools.chain(*found)]
 
 
-def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tuple[int, str]]:
+def json_texts(
+    lines: Iterable[bytes], field: str, *, name: str, zeros_allowed: bool = True
+) -> Iterator[tuple[int, str]]:
     """Yields the text in a field of each JSON line that is not empty, after the line's number, from 1 on.
 
-    Raises `UserError` with number and `name` of the file for a line without such a text.
+    Raises `UserError` with number and `name` of the file for a line without such a text, or, unless `zeros_allowed`,
+    for a text with a zero character, which only bytes may contain.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        if number == 1 and (kind := packed_as(line)):
+            unpack = "Unpack or convert it first, or pass a pipe, such as --data.file=<(zcat FILE)."
+            raise UserError(f"{name} must be JSON lines in UTF-8, got {kind}. {unpack}")
         try:
             text = json.loads(line)[field]
             text.encode()  # A number has no such method, and half a surrogate pair no UTF-8.
@@ -119,6 +135,9 @@ def json_texts(lines: Iterable[bytes], field: str, *, name: str) -> Iterator[tup
             wanted = f"line {number} of {name} must be a JSON object with a text in the field {field!r}"
             advice = "Correct the line, or change --data.json_field (none for plain text files)."
             raise UserError(f"{wanted}, got {line.strip()[:60]!r}. {advice}") from None
+        if not zeros_allowed and (place := text.find("\0")) >= 0:
+            found = f"line {number} of {name} has a zero character (\\u0000) at position {place} of its text"
+            raise UserError(f"{found}. Remove it, or read bytes with --data.tokenizer.kind=byte.")
         yield number, text
 
 

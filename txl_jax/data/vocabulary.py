@@ -22,7 +22,7 @@ MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
 Ending = int | bytes | None  # What ends a generated text and is part of it: a token, or a string of several.
 _IDS_PER_BLOCK = 1 << 20
-_MOST_UNKNOWN = 0.001  # Share of unknown tokens, whose bytes are not known.
+MOST_UNKNOWN = 0.001  # Share of unknown tokens, whose bytes are not known.
 _ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved form that are not plain JSON.
 
 
@@ -107,8 +107,18 @@ class Vocabulary(Protocol):
         counts = np.zeros(self.size, np.int64)
         for first in range(0, len(ids), _IDS_PER_BLOCK):
             counts += np.bincount(ids[first : first + _IDS_PER_BLOCK], minlength=self.size)
-        is_known = self.unknown_id is None or counts[self.unknown_id] <= _MOST_UNKNOWN * len(ids)
+        is_known = self.unknown_id is None or counts[self.unknown_id] <= MOST_UNKNOWN * len(ids)
         return int(counts @ lengths) if is_known else 0
+
+    def count_unknown(self, *arrays: np.ndarray) -> int:
+        """Returns how many ids of arrays [T], which may be memory-mapped, are of tokens that the vocabulary lacks."""
+        if self.unknown_id is None:
+            return 0
+        count = 0
+        for ids in arrays:
+            for first in range(0, len(ids), _IDS_PER_BLOCK):
+                count += int(np.count_nonzero(ids[first : first + _IDS_PER_BLOCK] == self.unknown_id))
+        return count
 
     def header(self) -> dict[str, Any]:
         """Returns the settings of the saved form: the fields after the tokens."""

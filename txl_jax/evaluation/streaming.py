@@ -42,7 +42,8 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
     scorer = make_scorer(model, config)
 
     def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
-        targets, weight = jnp.asarray(segments.targets), jnp.asarray(segments.weights)
+        targets = jnp.asarray(segments.targets)
+        weight = jnp.asarray(segments.weights) * (targets >= 0)  # Ignored targets do not count.
         n_segment, *shape = targets.shape
         n_together = _segments_together(n_segment, shape, n_tail=len(model.config.cutoffs))
 

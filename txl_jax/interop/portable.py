@@ -180,7 +180,9 @@ def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
 def place(leaves: Leaves, abstract_params: Any) -> Any:
     """Reads onto each device its part of each parameter, or raises `CheckpointError` for another model's leaves."""
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
-    found = {path: f"{np.dtype(np.float32)}{list(leaf.shape)}" for path, leaf in leaves.items()}
+    # Floats are read in the type that is wanted: with JAX_ENABLE_X64 that is float64.
+    types = {path: str(named[path].dtype) if path in named else "float32" for path in leaves}
+    found = {path: f"{types[path]}{list(leaf.shape)}" for path, leaf in leaves.items()}
     if difference := describe_difference(found, describe_arrays(abstract_params)):
         raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
 

@@ -118,7 +118,11 @@ class TransformerXL(nn.Module):
         return hidden
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L]."""
+        """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L].
+
+        Negative targets are ignored: their loss is 0. For a mean, divide the sum by the number of other targets. A
+        target of V or more has the loss nan.
+        """
         return self.softmax.nll(hidden, targets, self.embedding)
 
     def log_probabilities(self, hidden: jax.Array) -> jax.Array:

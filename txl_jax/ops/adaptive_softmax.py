@@ -65,7 +65,36 @@ def negative_log_likelihood(
     `clusters` are the head and the tails, `cutoffs` the first token of each tail. `tails` are the head's entries for
     them, or None without tails or if the head ends with them (`with_tails`). A tail is computed only at the positions
     whose target it contains, `chunk_size` of them at a time on a device, or `_tail_chunk_size` if that is None.
+
+    A negative target is ignored, as padding is in other libraries: its loss is 0, and so are its gradients. A target of
+    V or more has the loss nan.
     """
+    is_ignored = targets < 0
+    # An ignored position is computed like any other, as the token 0, and then dropped.
+    tokens = jnp.where(is_ignored, 0, targets)
+    nll = _nll_of_tokens(hidden, tokens, clusters, tails, cutoffs, chunk_size=chunk_size)
+    # Sharded logits have no row for a token beyond the vocabulary, which would leave a plausible loss.
+    nll = jnp.where(tokens < _vocab_size(clusters, cutoffs), nll, jnp.nan)
+    return jnp.where(is_ignored, 0, nll)
+
+
+def _vocab_size(clusters: Sequence[Cluster], cutoffs: Sequence[int]) -> int:
+    """Returns V. The head may end with the tails' entries, so that only the last cluster's rows count."""
+    first_of_last: int = cutoffs[-1] if cutoffs else 0
+    rows: int = clusters[-1].table.shape[0]
+    return first_of_last + rows
+
+
+def _nll_of_tokens(
+    hidden: jax.Array,
+    targets: jax.Array,
+    clusters: Sequence[Cluster],
+    tails: TailEntries | None,
+    cutoffs: Sequence[int],
+    *,
+    chunk_size: int | None,
+) -> jax.Array:
+    """`negative_log_likelihood` of targets that are all tokens of the vocabulary, on one device or on the mesh."""
     vocab_axis = axes.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
     sync_axes = batch_spec(hidden.shape[0]) if vocab_axis else ()

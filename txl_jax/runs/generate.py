@@ -10,12 +10,15 @@ from typing import Any
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data import ready_ids
+from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.subwords import SubwordVocabulary
+from txl_jax.data.text import BYTE_ORDER_MARK
 from txl_jax.data.vocabulary import Ending, TextStream, Vocabulary, unescape
 from txl_jax.errors import rephrased
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run, check_same_settings
+from txl_jax.runs.score import note_unknown
 from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed, storage
 
@@ -62,9 +65,13 @@ def continue_prompts(
     options: dict[str, Any] = {"ending": read_stop(config, vocabulary), "batch_size": batch_size}
     built = model.build(log=print)
     generator = built.generator(built.prepare_params(model.params(built, log=print)[1]))
+    n_unknown = 0
+    n_token = 0
     rows = ((numbered, sample) for numbered in enumerate(prompts) for sample in range(config.samples))
     while group := list(itertools.islice(rows, batch_size)):
-        read = (ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}") for (_, (line, text)), _ in group)
+        read = [ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}") for (_, (line, text)), _ in group]
+        n_unknown += vocabulary.count_unknown(*read)
+        n_token += sum(map(len, read))
         ids, draws = [each if len(each) else vocabulary.start for each in read], [(config.seed, k) for _, k in group]
         texts = [""] * len(group)
         for number, piece in generator.pieces(ids, config, draws=draws, decode=vocabulary.decode, **options):
@@ -72,6 +79,7 @@ def continue_prompts(
         for ((index, (_, prompt)), sample), text in zip(group, texts, strict=True):
             record = {"index": index, "sample": sample, "prompt": prompt.decode(errors="replace"), "text": text}
             write(json.dumps(record) + "\n")
+    note_unknown(n_unknown, n_token, "so the model does not read the prompts as they are written")
 
 
 def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[..., list[bytes]]:
@@ -84,8 +92,12 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[.
     check_can_generate(config)
     settings = config.generate
     ending = read_stop(settings, vocabulary)
-    typed = os.fsencode(distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(settings))))
+    as_bytes = isinstance(vocabulary, ByteVocabulary)
+    typed = os.fsencode(
+        distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(settings, as_bytes=as_bytes)))
+    )
     ids = ready_ids.token_ids(vocabulary, typed, name="the prompt")
+    note_unknown(vocabulary.count_unknown(ids), len(ids), "so the model does not read the prompt as it is written")
     prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
 
     def sample(
@@ -133,12 +145,16 @@ def check_can_generate(config: ExperimentConfig) -> None:
     config.expect(config.eval.mem_len, "eval.mem_len eval.stride", alone)
 
 
-def read_prompt(config: GenerateConfig) -> bytes:
-    """Returns the prompt as bytes, empty if none is set. Raises `UserError` if `prompt_file` cannot be read."""
+def read_prompt(config: GenerateConfig, *, as_bytes: bool = False) -> bytes:
+    """Returns the prompt as bytes, empty if none is set. Raises `UserError` if `prompt_file` cannot be read.
+
+    A file's byte-order mark is dropped unless it is read `as_bytes`, for a model of bytes.
+    """
     if not config.prompt_file:
         return os.fsencode(unescape(config.prompt or ""))  # The bytes that are typed need not be valid UTF-8.
     with rephrased(f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.", OSError):
-        return storage.read(config.prompt_file)
+        content = storage.read_small(config.prompt_file)
+    return content if as_bytes else content.removeprefix(BYTE_ORDER_MARK.encode())
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:

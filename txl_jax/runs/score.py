@@ -27,7 +27,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.data.text import BYTE_ORDER_MARK
-from txl_jax.data.vocabulary import Vocabulary, escape
+from txl_jax.data.vocabulary import MOST_UNKNOWN, Vocabulary, escape
 from txl_jax.errors import NonFiniteError, UserError, rephrased
 from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
@@ -189,10 +189,15 @@ def _score_splits(
         vocabulary = corpus.vocabulary
         totals, line = score_with_line(components, params, tokens, name=split, vocabulary=vocabulary, **options)
         print(line)
-        if not totals.bytes and vocabulary.unknown_id is not None:
-            share = np.mean(tokens[1:] == vocabulary.unknown_id)
-            print(f"note      {share:.2%} of the tokens are unknown, so bits per byte cannot be computed")
+        if not totals.bytes:
+            note_unknown(vocabulary.count_unknown(tokens[1:]), len(tokens) - 1, "so bits per byte cannot be computed")
         yield step, split, totals, nats
+
+
+def note_unknown(unknown: int, tokens: int, consequence: str) -> None:
+    """Prints a note about unknown tokens if there are more than one in a thousand."""
+    if unknown > MOST_UNKNOWN * tokens:
+        print(f"note      {unknown / tokens:.2%} of the tokens are unknown, {consequence}", flush=True)
 
 
 class Likeness(NamedTuple):
@@ -383,7 +388,8 @@ def score_documents(
     computed.
 
     `texts` are the documents, each after the number of its line. Errors name that number and the input's `name`.
-    `write` takes a document's records, lines with their newlines, and gets those before an error too.
+    `write` takes a document's records, lines with their newlines, and gets those before an error too. At the end a note
+    is printed if more than one in a thousand tokens are unknown.
     """
     components, vocabulary = model.build(log=print), model.vocabulary
     _, params = model.params(components, log=print)
@@ -393,7 +399,11 @@ def score_documents(
     encoded = ((line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")) for line, text in texts)
     to_read, to_name = itertools.tee(encoded)  # The second holds only the documents that are being read.
     scored = zip(reader.nats(ids for _, ids in to_read), to_name, strict=True)
+    n_unknown = 0
+    n_token = 0
     for index, (nats, (line, ids)) in enumerate(scored):
+        n_unknown += vocabulary.count_unknown(ids[1:])
+        n_token += len(nats)
         totals = Totals.of(nats)
         check_finite(totals, f"line {line} of {name}")
         known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
@@ -406,6 +416,7 @@ def score_documents(
                 for position, (token, value) in enumerate(values, start=1)
             )
         write("".join(json.dumps(record) + "\n" for record in records))
+    note_unknown(n_unknown, n_token, "which makes them look likely. Check that the text is of the model's kind.")
 
 
 def as_record(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -477,11 +488,15 @@ def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) ->
 
 
 def printable(name: bytes) -> str:
-    r"""Escapes tabs, line breaks, control characters and invalid UTF-8 in a token's name.
+    r"""Escapes tabs, line breaks, control characters, invalid UTF-8 and a first quotation mark in a token's name.
 
     >>> printable(b"a\tb"), printable("\n\N{LINE SEPARATOR}".encode()), printable("é".encode()[:1])
     ('a\\tb', '\\n\\u2028', '\\xc3')
+    >>> printable(b'"a"')
+    '\\u0022a"'
     """
     text = escape(name.decode(errors="surrogateescape")).replace("\t", "\\t")
     text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    if text.startswith('"'):  # Readers of tables take it for the start of a cell that may have several lines.
+        text = f"\\u{ord(text[0]):04x}{text[1:]}"
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

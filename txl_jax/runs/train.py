@@ -222,14 +222,17 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     if distributed.is_multiprocess():
         devices += f" in {jax.process_count()} processes"
     splits = " / ".join(f"{len(tokens):,}" for tokens in (corpus.train, corpus.valid, corpus.test))
-    size = corpus.vocabulary.size
+    tokens = f"{splits} train / valid / test tokens, vocabulary {corpus.vocabulary.size:,}"
+    unknown = f"{corpus.unknown_share:.2%}"
+    if unknown != "0.00%":
+        tokens += f", {unknown} of the tokens are unknown"
     work = (
         f"batch {train.batch_size} x {train.new_tokens} tokens = {train.batch_size * train.new_tokens:,} per step, "
         f"{context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of {reader.n_segments:,} "
         f"steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
     )
     return [
-        f"text      {corpus.description}: {splits} train / valid / test tokens, vocabulary {size:,}",
+        f"text      {corpus.description}: {tokens}",
         f"model     {sizes}, {c.dtype}: {built.num_parameters:,} parameters",
         f"training  {work}",
         f"scoring   {scoring}, {clamp}, batch {lengths.batch_size}",

@@ -189,7 +189,8 @@ def load_to_score(
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Loads the best parameters of a run, or the latest before its first evaluation: (step, parameters).
 
-    With `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of the last. Raises
+    With JAX_ENABLE_X64 they are read as float64, and the model computes in its own dtype as ever. With
+    `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of the last. Raises
     `UserError` if the run has too few checkpoints, and `CheckpointError` if none can be read.
     """
     if count := built.config.eval.average_checkpoints:
@@ -198,7 +199,7 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
     if has_best:
         try:
             with Checkpointer(run.best, keep=1, log=log) as best:
-                restored = best.restore({"params": built.abstract_state.params})
+                restored = best.restore({"params": built.abstract_state.params}, casts=True)
             if restored is not None:
                 return restored[0], restored[1]["params"]
         except CheckpointError as error:
@@ -206,7 +207,7 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
                 raise
             log(str(error))
     if has_latest:
-        latest = load_state(built, run, log=log)
+        latest = load_state(built, run, log=log, casts=True)
         if latest is not None:
             log("note      no best checkpoint is available, so the latest parameters are used")
             return latest[0], latest[1].scored_params
@@ -214,16 +215,17 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 
 
 def load_state(
-    built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None
+    built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None, casts: bool = False
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
 
-    For a chosen ensemble member it is that member's state, with the notes of all members.
+    For a chosen ensemble member it is that member's state, with the notes of all members. `casts` is as in
+    `Checkpointer.restore`.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:
-        restored = latest.restore(members.abstract(built.abstract_state), before=before)
+        restored = latest.restore(members.abstract(built.abstract_state), before=before, casts=casts)
     if restored is None:
         return None
     step, state, notes = restored
@@ -235,7 +237,7 @@ def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], 
     steps: list[int] = []
     total = None
     while len(steps) < count:
-        restored = load_state(built, run, log=log, before=steps[-1] if steps else None)
+        restored = load_state(built, run, log=log, before=steps[-1] if steps else None, casts=True)
         if restored is None:
             what = f"eval.average_checkpoints must be at most {len(steps)} (found in {run.latest}), got {count}"
             raise UserError(f"{what}. Lower it, or train with more --train.keep_checkpoints.")

@@ -165,12 +165,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with rephrased(wrong, OSError, ValueError, TypeError, to=CheckpointError):
             return dict(storage.read_json(path))
 
-    def restore(self, abstract_state: Any, *, before: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore(
+        self, abstract_state: Any, *, before: int | None = None, casts: bool = False
+    ) -> tuple[int, Any, dict[str, Any]] | None:
         """Restores the latest valid checkpoint (`before` a step): verified ones first, then ones without digests.
 
         Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like the saved one, of
         jax.ShapeDtypeStruct with shardings, or of arrays. Returns (step, state with those shardings, notes), or None if
-        no step exists. Raises `CheckpointError` if no step can be restored, or they belong to another model.
+        no step exists. With `casts`, arrays that were saved as 32-bit floats may be restored as 64-bit floats. Raises
+        `CheckpointError` if no step can be restored, or they belong to another model.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
@@ -190,11 +193,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self._log(f"checkpoint {path} is not verified ({damage}), so verified ones are tried first")
             elif damage is not None:
                 self._skip(path, damage, tried)
-            elif restored := self._try_restore(path, abstract_state, tried, is_verified=True):
+            elif restored := self._try_restore(path, abstract_state, tried, is_verified=True, casts=casts):
                 return step, *restored
         for step, path in unverified:
             self._log(f"no verified checkpoint could be restored, so {path} is tried, which is not verified")
-            if restored := self._try_restore(path, abstract_state, tried, is_verified=False):
+            if restored := self._try_restore(path, abstract_state, tried, is_verified=False, casts=casts):
                 return step, *restored
         lost = f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)})"
         raise CheckpointError(f"{lost}. Restore a copy of one, or move them away to start from scratch.")
@@ -204,14 +207,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._log(f"checkpoint {path} is skipped for an older one: {damage}")
 
     def _try_restore(
-        self, path: str, abstract_state: Any, tried: list[str], *, is_verified: bool
+        self, path: str, abstract_state: Any, tried: list[str], *, is_verified: bool, casts: bool
     ) -> tuple[Any, dict[str, Any]] | None:
         """Restores (state, notes) of a step, or None if Orbax cannot. Raises for another model's step."""
         reader, wanted = ocp.Checkpointer(_handler()), _drop_empty(abstract_state)
         restored, difference, failure = None, "", None
         try:
             saved = reader.metadata(path).item_metadata.state.tree
-            difference = describe_difference(describe_arrays(saved), describe_arrays(wanted))
+            needed = describe_arrays(wanted)
+            found = describe_arrays(saved)
+            # Orbax casts to the types that are wanted.
+            known = {name: needed[name] for name in found if casts and _is_wider(needed.get(name, ""), found[name])}
+            difference = describe_difference(found | known, needed)
             if not difference:
                 args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
                 restored = reader.restore(path, args=args)
@@ -304,15 +311,30 @@ def describe_arrays(tree: Any) -> dict[str, str]:
     return described
 
 
+def _is_wider(wanted: str, saved: str) -> bool:
+    """Returns whether an array's description is another one's, but for 64-bit instead of 32-bit floats."""
+    return saved.startswith("float32[") and wanted == saved.replace("float32[", "float64[", 1)
+
+
 def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
-    """Returns one clause on how two trees differ, naming up to three arrays, or an empty string."""
+    """Returns one clause on how two trees differ, naming up to three arrays, or an empty string.
+
+    If only the widths of numbers differ, it names the setting of JAX that decides them.
+    """
     differ = [
         f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
         for name in sorted(saved.keys() | wanted.keys())
         if saved.get(name) != wanted.get(name)
     ]
     more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
+    if differ and _without_widths(saved) == _without_widths(wanted):
+        has_64_bits = jnp.result_type(float) == jnp.float64
+        more += f"; JAX_ENABLE_X64 is {'on' if has_64_bits else 'off'} here, unlike there"
     return ", ".join(differ[:3]) + more
+
+
+def _without_widths(described: dict[str, str]) -> dict[str, str]:
+    return {name: re.sub(r"^(float|u?int)(32|64)\b", r"\1", text) for name, text in described.items()}
 
 
 def _drop_empty(tree: Any) -> Any:

@@ -33,6 +33,7 @@ PATIENCE_SECONDS = 120.0  # For the tries of one call. gcsfs tries six times wit
 _SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _BLOCK_BYTES = 16 << 20
 _MAX_JSON_BYTES = 16 << 20  # A parsed value takes up to 30 times as much memory.
+_MAX_PIPED_BYTES = 16 << 20  # Flags and prompts are far smaller, and a pipe may never end.
 _ANSWER_SECONDS = 120  # A request without an answer is given up, and tried again.
 _LONGEST_PAUSE_SECONDS = 15.0
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
@@ -111,6 +112,33 @@ def modified(path: AnyPath) -> float:
 def read(path: AnyPath) -> bytes:
     """Returns the bytes of a file."""
     return bytes(remote_call(path, "cat_file")) if is_remote(path) else Path(_ending(path)).read_bytes()
+
+
+def read_text(path: AnyPath) -> str:
+    """Returns the text of a small file in UTF-8, without the byte-order mark that editors of Windows write.
+
+    Raises OSError like `read_small`, or ValueError if it is not UTF-8.
+    """
+    return read_small(path).decode("utf-8-sig")
+
+
+def read_small(path: AnyPath) -> bytes:
+    """Returns the bytes of a small file that the user named, perhaps a pipe of the shell, `<(command)`.
+
+    Raises OSError like `read`, or if a pipe has more than 16 MiB.
+    """
+    if not is_pipe(path):
+        return read(path)
+    with open(path, "rb") as pipe:
+        content = pipe.read(_MAX_PIPED_BYTES + 1)
+    if len(content) > _MAX_PIPED_BYTES:
+        raise OSError(errno.EFBIG, f"a pipe must have at most {_MAX_PIPED_BYTES:,} bytes", os.fspath(path))
+    return content
+
+
+def is_pipe(path: AnyPath) -> bool:
+    """Returns whether a path is a pipe, whose content can be read once and has no size."""
+    return not is_remote(path) and Path(path).is_fifo()
 
 
 def _ending(path: AnyPath) -> AnyPath:

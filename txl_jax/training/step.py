@@ -94,6 +94,7 @@ def make_train_step(
         memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start)
         scored_from = train.segment_len // 2 if train.loss is LossPart.HALF else 0  # Half loss: table 6.
         weights = segment.weights * (jnp.arange(train.segment_len) >= scored_from)[None, :]
+        weights = weights * (segment.targets >= 0)  # Ignored targets do not count in the mean either.
         segment = segment._replace(weights=weights)
         tokens = jnp.sum(weights)
         # The key depends only on seed and step, so a checkpoint holds no random state.
