@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from experiments import text
-from support import ROOT, drawn_run, programs, runs
+from support import ON_PATH, ROOT, drawn_run, programs, runs
 from support.encoded_text import data_config, own_text
 from txl_jax import cli
 from txl_jax.cli import flag_tree, other_hosts, program, setting
@@ -354,6 +354,39 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
     assert (exit_code_for(error) == other_hosts.LOST == 75) is lost
     err = capsys.readouterr().err
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 213364827424 bytes."),
+        # Of a CPU, while a function runs.
+        jax.errors.JaxRuntimeError(
+            "INTERNAL: Error dispatching computation: Out of memory allocating 30720000000 bytes."
+        ),
+        MemoryError("Unable to allocate 30 GiB for an array"),  # NumPy's is one of its own, below MemoryError.
+    ],
+)
+def test_out_of_memory_is_a_sentence_with_advice_on_each_device(capsys, error):
+    assert exit_code_for(error) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: out of device memory (") and "--train.batch_size" in err and err.count("\n") == 1
+    assert exit_code_for(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
+
+
+@pytest.mark.full
+def test_a_computation_that_a_cpu_cannot_hold_ends_with_a_sentence():
+    """As JAX raises it now. Nothing is allocated: no machine has an exabyte, and the system refuses at once."""
+    script = (
+        "import jax, jax.numpy as jnp, resource; from txl_jax import cli; "
+        "resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30)); "
+        "cli.main(lambda plan, job: jax.jit(lambda x: jnp.sort(jnp.full((1 << 35,), x)).sum())(1.0), cli.Plan)"
+    )
+    environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("error: out of device memory ("), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(monkeypatch):
