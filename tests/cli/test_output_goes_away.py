@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support import ON_PATH, ROOT, programs
+from support import ON_PATH, ROOT, processes, programs
 from txl_jax.runtime.checkpoint import find_damage, find_steps
 from txl_jax.runtime.log import read_metrics
 
@@ -87,14 +87,15 @@ def test_ctrl_c_with_tee_saves(text, tmp_path):
 def test_a_terminal_that_is_closed_stops_and_saves(text, tmp_path):
     """The system sends SIGHUP to the session's first process, and every write to the terminal fails from then on."""
     master, terminal = os.openpty()
-    process = start(
-        "experiments.text",
-        *(*ENDLESS, *text, f"--workdir={tmp_path}"),
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        before=["setsid", "--ctty"],  # A session of its own, whose terminal it is.
-    )
+    with processes.that_notice_hangups():
+        process = start(
+            "experiments.text",
+            *(*ENDLESS, *text, f"--workdir={tmp_path}"),
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            before=["setsid", "--ctty"],  # A session of its own, whose terminal it is.
+        )
     os.close(terminal)
     wait_for_steps(tmp_path, process)
     os.close(master)

@@ -375,16 +375,15 @@ def test_out_of_memory_is_a_sentence_with_advice_on_each_device(capsys, error):
 
 
 @pytest.mark.full
-def test_a_computation_that_a_cpu_cannot_hold_ends_with_a_sentence():
-    """As JAX raises it now. Nothing is allocated: no machine has an exabyte, and the system refuses at once."""
-    script = (
-        "import jax, jax.numpy as jnp, resource; from txl_jax import cli; "
-        "resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30)); "
-        "cli.main(lambda plan, job: jax.jit(lambda x: jnp.sort(jnp.full((1 << 35,), x)).sum())(1.0), cli.Plan)"
-    )
+def test_a_run_that_a_cpu_cannot_hold_ends_with_a_sentence(tmp_path):
+    """A memory of 31 GB, where a process may have 24 GiB: nothing is allocated, because the system refuses at once."""
+    path = programs.write_words(tmp_path, 3_000)
+    words = [*programs.TINY, *programs.steps(2, every=2), "--train.mem_len=120000000", "--train.segments_per_call=1"]
+    words += [f"--data.file={path}", f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
+    limited = ["bash", "-c", 'ulimit -v 25165824; exec "$@"', "bash", *programs.command("experiments.text", *words)]
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
+    ended = subprocess.run(limited, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended
     assert ended.stderr.splitlines()[-1].startswith("error: out of device memory ("), ended.stderr
     assert "Traceback" not in ended.stderr
 

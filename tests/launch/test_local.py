@@ -145,7 +145,8 @@ assert os.getsid(0) == os.getpid(), "a terminal's Ctrl-C would come beside the o
 print("saved after", len(arrived), flush=True)
 sys.exit(143)
 """
-    process = local("--", sys.executable, "-c", script, start_new_session=True)
+    with processes.that_notice_hangups():
+        process = local("--", sys.executable, "-c", script, start_new_session=True)
     while len(list(tmp_path.glob("ready*"))) < 2:
         assert process.poll() is None
         time.sleep(0.05)

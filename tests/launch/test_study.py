@@ -17,7 +17,7 @@ import optuna
 import pytest
 
 from launch import study, sweep
-from support import ON_PATH, ROOT, calls, sweep_worker
+from support import ON_PATH, ROOT, calls, processes, sweep_worker
 from support.sweep_worker import FILE, check_each_trained_once, folders, starts
 from support.waiting import wait_until
 
@@ -197,7 +197,8 @@ def test_a_second_hangup_does_not_reach_the_trainings():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_all_runs_which_the_next_command_resumes(out, number):
     """A terminal that is closed counts as SIGTERM, once: the shell and the system both send it."""
-    worker = start(out, GRID, "--jobs=2", STEP_SECONDS="0.2")
+    with processes.that_notice_hangups():
+        worker = start(out, GRID, "--jobs=2", STEP_SECONDS="0.2")
     wait_until(lambda: len(list(out.glob("*/step"))) == 2)
     worker.send_signal(number)
     if number == signal.SIGHUP:

@@ -248,7 +248,8 @@ def test_notices_reach_both_processes_at_the_same_step(watching):
 
 @pytest.mark.full
 def test_a_terminal_that_one_of_two_processes_loses_stops_both_at_the_same_step():
-    started = processes.start("-c", SCRIPT, "true", devices=1)
+    with processes.that_notice_hangups():
+        started = processes.start("-c", SCRIPT, "true", devices=1)
     while "ready" not in (line := started[1].stderr.readline()):
         assert line, processes.finish(started)
     started[1].send_signal(signal.SIGHUP)

@@ -174,19 +174,22 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         seconds = 0 if distributed.is_primary() else _SECONDS_TO_APPEAR
         missing = stored_arrays.find_missing(os.path.join(path, _STATE), arrays, seconds=seconds)
+        self._wait_for_all("opened", path)  # Else a process would miss what another one deletes.
         if missing is not None:
             with contextlib.suppress(OSError):  # Another process may have deleted it.
                 delete_step(path)
-        if distributed.is_multiprocess():
-            # A collective on devices would disturb the collectives of the thread that trains.
-            wait_for_all = ocp.multihost.get_barrier_sync_fn()
-            key = f"{os.path.basename(self._directory)}_opened.{os.path.basename(path)}"
-            wait_for_all(key=key, timeout_ms=_VERDICT_TIMEOUT_SECONDS * 1000)
+        self._wait_for_all("judged", path)
         if missing is not None:
             raise _IncompleteError(missing)
         if not distributed.is_multiprocess():
             return True
         return storage.exists(os.path.join(path, COMMIT) if is_remote(path) else path)
+
+    def _wait_for_all(self, what: str, path: str) -> None:
+        """Waits until every process has come here for a step. Safe beside the collectives of the thread that trains."""
+        if distributed.is_multiprocess():
+            key = f"{os.path.basename(self._directory)}_{what}.{os.path.basename(path)}"
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_VERDICT_TIMEOUT_SECONDS * 1000)
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
