@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from txl_jax.errors import UserError, one_line
-from txl_jax.runtime import output
+from txl_jax.runtime import environment, output
 from txl_jax.runtime.log import RunLog
 
 GONE = 141
@@ -131,6 +131,11 @@ def test_a_message_is_one_line_and_no_longer_than_people_read():
     assert long.startswith("cutoffs must be 1") and long.endswith("Lower it.")
     assert int(re.search(r"\(([\d,]+) characters left out\)", long)[1].replace(",", "")) > 1_900_000
     assert one_line("größe № 1") == "größe № 1"
+
+
+def test_a_cell_of_a_table_adds_no_row():
+    """Settings and names of runs come from records, which may be other people's."""
+    assert list(environment.table(["run"], [["a\n| b |\x1b[2J"]])) == ["| run |", "|---|", r"| a\n| b |\x1b[2J |"]
 
 
 class Broken(io.StringIO):
