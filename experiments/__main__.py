@@ -1,7 +1,8 @@
 """Lists the commands, each with the first line of its docstring: `python -m experiments`."""
 
 import ast
-import os
+import io
+import signal
 import sys
 from pathlib import Path
 
@@ -30,11 +31,11 @@ def main() -> None:
     lines = ["python -m NAME --help lists the flags of a command."]
     for folder, heading in HEADINGS.items():
         lines += ["", f"{heading}:", *(f"  {name}\n      {text}" for name, text in programs(folder).items())]
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # `python -m experiments | head` has read enough.
-        # Else Python writes what is left when it ends, and reports the same error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # The list is the whole output: `| head` may end this process, and its text may be in any encoding.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from txl_jax.interop.exported import Arrays, Function, Functions
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.weights import open_weights
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
 from txl_jax.sharding.mesh import make_mesh
 from txl_jax.version import __version__
@@ -59,8 +60,8 @@ def run(plan: Plan, _job: cli.Job) -> None:
     if f"{target}/".startswith(f"{found.path}/"):
         raise UserError(f"--to={target} must be outside of --from={found.path}. Choose another directory.")
     components = _on_one_device(found.config, found.vocabulary, plan.rows)
-    step, params = found.params(components, log=print)
-    print(f"from      {found.description}, step {step:,}")
+    step, params = found.params(components, log=say)
+    say(f"from      {found.description}, step {step:,}")
     model = _functions_of(components, params)
     lengths = components.config.eval
     metadata = {

@@ -44,6 +44,7 @@ from txl_jax.runs.score import score
 from txl_jax.runs.train import train_run
 from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime.log import read_metrics
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import is_remote
 
 COMPRESSORS = {"zlib -9": lambda data: zlib.compress(data, 9), "lzma -9": lambda data: lzma.compress(data, preset=9)}
@@ -69,12 +70,12 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run, *, tested: float
     scored_LxSxB = np.moveaxis(reader.scored(0, reader.n_segments), -1, 0)
     for name, changes, known in (without, {"eval.mem_len": 0, "eval.same_length": False}, None), (memory, {}, tested):
         components = build_for(config_tree.replace(config, changes), corpus.vocabulary)
-        _, params = load_parameters(components, run, log=print)
+        _, params = load_parameters(components, run, log=say)
         nats = np.zeros(len(first), np.float32)
-        score(components, params, first, name=f"{name}, first bytes", log=print, token_nats=nats)
+        score(components, params, first, name=f"{name}, first bytes", log=say, token_nats=nats)
         means = (nats[scored[scored > 0]].mean(dtype="float64") for scored in scored_LxSxB)
         found.by_position[name] = [float(mean) / math.log(2) for mean in means]
-        found.bits[name] = known or score(components, params, corpus.test, name=name, log=print).bpc
+        found.bits[name] = known or score(components, params, corpus.test, name=name, log=say).bpc
     return found
 
 

@@ -6,8 +6,8 @@ r"""Starts a command as multiple processes on this machine, each as if on a sepa
 The processes find each other through environment variables that are set for them (JAX_COORDINATOR_ADDRESS,
 JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed unchanged. Lines of the others begin with their
 number. If a process fails, the others are stopped and its exit code is returned. If multiple are found dead at once, a
-process that was killed or failed by itself takes precedence over one that only lost another. The first SIGTERM or
-Ctrl-C is forwarded to all processes, and the command waits for them. A second one kills them.
+process that was killed or failed by itself takes precedence over one that only lost another. The first SIGTERM,
+SIGHUP or Ctrl-C is forwarded to all processes, and the command waits for them. A second one kills them.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from txl_jax.runtime import output
+
 # When one process is lost the others notice and report it themselves; after these times they get SIGTERM, then SIGKILL.
 _SECONDS_TO_NOTICE = 15.0
 _SECONDS_AFTER_SIGTERM = 5.0
@@ -30,6 +32,7 @@ _POLL_SECONDS = 0.1
 
 def main() -> None:
     """Parses the flags and starts the processes."""
+    output.prepare()
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("launch.local", description=__doc__, formatter_class=how, allow_abbrev=False)
     parser.add_argument("--processes", type=int, metavar="N", default=2, help="processes to start (default: 2)")
@@ -67,6 +70,8 @@ class ProcessGroup:
         self._readers: list[threading.Thread] = []
         signal.signal(signal.SIGTERM, self._forward)
         signal.signal(signal.SIGINT, self._forward)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not if started by nohup.
+            signal.signal(signal.SIGHUP, self._forward)
         for number, environment in enumerate(environments):
             # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal and from here.
             how: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
@@ -101,6 +106,8 @@ class ProcessGroup:
         return [process.poll() for process in self._processes]
 
     def _forward(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP and self._signalled:
+            return  # A closed terminal: the shell and the system both send it.
         self._send(signal.SIGKILL if self._signalled else number)
         self._signalled = True
 

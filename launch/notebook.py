@@ -24,6 +24,7 @@ from txl_jax.runs.train import train_run
 from txl_jax.runs.trainer import Outcome
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.stop import StopRequest
+from txl_jax.runtime.storage import expand_home
 from txl_jax.training.hooks import Hook, HookContext
 
 DRIVE = Path("/content/drive")
@@ -45,7 +46,7 @@ def open_folder(name: str, *, drive: bool) -> Path:
 
         google_drive.mount(str(DRIVE))  # It asks for permission.
         parent = DRIVE / "MyDrive"
-    folder = (parent / Path(name).expanduser()).resolve()
+    folder = (parent / expand_home(name)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     keep_compiled(cache_dir=str(folder))
     return folder

@@ -25,7 +25,7 @@ import sqlalchemy
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from txl_jax.errors import LogError, UserError, first_line, rephrased
+from txl_jax.errors import LogError, UserError, first_line, one_line, rephrased
 from txl_jax.runs.run import RESULTS
 from txl_jax.runtime import storage
 from txl_jax.runtime.lock import is_held
@@ -161,7 +161,10 @@ class Worker:
     def run(self) -> None:
         """Trains runs until none is left, or a signal arrives. No training outlives this call, whatever fails."""
         with contextlib.ExitStack() as at_end:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # SIGHUP: the terminal is gone.
+            numbers = [signal.SIGTERM, signal.SIGINT]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not if started by nohup.
+                numbers.append(signal.SIGHUP)  # The terminal is gone.
+            for number in numbers:
                 at_end.callback(signal.signal, number, signal.signal(number, self._forward))
             bar = at_end.enter_context(tqdm(total=len(self._sweep.queue), unit="run", disable=None))
             at_end.callback(self._end_trainings)
@@ -196,8 +199,10 @@ class Worker:
             time.sleep(min(5, seconds / 3))
 
     def _forward(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP and self.signal_number:
+            return  # The shell and the system both send it. A second signal would end runs without saving.
         self.signal_number = number
-        for training in self._trainings:  # Runs do not handle SIGHUP.
+        for training in self._trainings:
             training.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _end_trainings(self) -> None:
@@ -334,5 +339,5 @@ def _connect(sweep: "Sweep", place: sqlalchemy.URL) -> tuple[_Storage, optuna.St
 
 
 def _say(line: str) -> None:
-    tqdm.write(line)  # Above the bar.
+    tqdm.write(one_line(line))  # Above the bar.
     sys.stdout.flush()

@@ -42,18 +42,18 @@ from txl_jax.cli.program import check_program, config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import program_of
-from txl_jax.errors import UserError, rephrased
+from txl_jax.errors import UserError, one_line, rephrased
 from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
-from txl_jax.runtime import storage
+from txl_jax.runtime import output, storage
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.lock import is_held
 
 _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
 _KEYS = ("program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs")
 _NOTES = "sweep.json"  # Values of a run, how its last process ended, and the seconds of all of them.
-_STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (-number, 128 + number)]
+_STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-number, 128 + number)]
 _RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic range"
 
 
@@ -299,7 +299,8 @@ def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the sweep. Returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database) or 128 + signal."""
+    """Runs the sweep. Returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database), 141 or 128 + signal."""
+    output.prepare()
     given = _parsed(argv[1:])
     storage.shorten_storage_logs()
     try:
@@ -309,7 +310,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: the database of the study is unreachable ({study.reason(error)}). {advice}.", file=sys.stderr)
         return os.EX_TEMPFAIL
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -319,7 +320,7 @@ def _run(given: argparse.Namespace) -> int:
         found = records.read_runs(files)
         names = records.swept_settings(found)
         _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
-        return 0
+        return output.exit_code()
     require(len(files) == 1, f"one file must be passed, such as sweep.toml, got {' '.join(files) or 'none'}")
     require(given.jobs > 0, f"--jobs must be at least 1, got {given.jobs}")
     require(out, "--out is required: the directory of the runs. Pass --out=PATH.")
@@ -328,11 +329,11 @@ def _run(given: argparse.Namespace) -> int:
     commands = _sky(given) if given.print else []
     sweep = Sweep(Path(files[0]), storage.as_path(out))
     if given.table:
-        return sweep.write()
+        return sweep.write() or output.exit_code()
     if given.print or given.dry_run:
         commands = commands or [run.command for run in sweep.runs.values() if run.results is None]
         print(*map(shlex.join, commands), sep="\n")
-        return 0
+        return output.exit_code()
     storage.make_folder(sweep.out)
     worker = study.Worker(sweep, given.storage or f"sqlite:///{sweep.out}/study.db", given.gpus or [None] * given.jobs)
     worker.run()

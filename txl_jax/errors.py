@@ -5,11 +5,40 @@ other exception is a bug, or comes from the system, and keeps its traceback.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
+
+# Enough for every sentence of this project with a path in it. A stranger's file may put megabytes into an error, such
+# as a list of 300,000 numbers, and the end of a message has the advice.
+_MAX_CHARACTERS = 4_000
+_MAX_CHARACTERS_AT_END = 1_000
+# Characters that act on a terminal, end a line, or change the direction in which a line is shown.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_control(text: str) -> str:
+    r"""Returns a text that stays in one line and does not act on a terminal, whoever wrote it.
+
+    >>> escape_control("a name\n\x1b[2J")
+    'a name\\n\\x1b[2J'
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """Returns a text as it is safe to print: with `escape_control`, and without its middle if it is long."""
+    if len(text) > _MAX_CHARACTERS:
+        left_out = len(text) - _MAX_CHARACTERS
+        begin = text[: _MAX_CHARACTERS - _MAX_CHARACTERS_AT_END]
+        text = f"{begin} ... ({left_out:,} characters left out) ... {text[-_MAX_CHARACTERS_AT_END:]}"
+    return escape_control(text)
 
 
 class UserError(ValueError):
-    """A mistake in settings, files or input."""
+    """A mistake in settings, files or input. Its message is made safe to print by `one_line`."""
+
+    def __init__(self, *args: object):
+        super().__init__(*(one_line(value) if isinstance(value, str) else value for value in args))
 
 
 class MissingPackageError(UserError):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.metrics import Measure
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import AnyPath, write
 
 UNITS = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}
@@ -20,7 +21,7 @@ def can_draw() -> bool:
     """Returns whether matplotlib is installed, or prints a line that nothing is drawn."""
     found = importlib.util.find_spec("matplotlib") is not None
     if not found:
-        print("no figure: matplotlib is not installed (pip install '.[plots]')")
+        say("no figure: matplotlib is not installed (pip install '.[plots]')")
     return found
 
 

@@ -39,7 +39,7 @@ from txl_jax.inference.decode import decode_block
 from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runtime.environment import megabytes
+from txl_jax.runtime.environment import is_out_of_memory, megabytes
 from txl_jax.sharding.mesh import abstract_mesh, make_mesh
 
 TASKS = ("training", "evaluation", "generation")
@@ -214,7 +214,7 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
         print(f"{task}: not possible, {error}", flush=True)
         return True
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         why = first_line(error)
         if found := _TOO_LARGE.search(str(error)):

@@ -34,6 +34,7 @@ from txl_jax.runs.score import Interrupted, score_with_line
 from txl_jax.runs.train import train_run
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, environment
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, read, write, write_json
 
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
@@ -230,7 +231,7 @@ def _score_lengths(
     for length in _lengths(config, plan):
         if str(length) not in known:
             [one] = context_length.at_lengths(config, [length], stride=_stride(config, plan, length)).values()
-            parts, _, params = load_to_score(one, corpus, trained, log=print)
+            parts, _, params = load_to_score(one, corpus, trained, log=say)
             options: dict[str, Any] = {"name": f"valid at attention length {length:,}", "log": print}
             options |= {"vocabulary": corpus.vocabulary, "stop_requested": stop_requested}
             totals, line = score_with_line(parts, params, corpus.valid, **options)

@@ -37,6 +37,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import make_folder, write
 
 _DRAWN_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
@@ -85,7 +86,7 @@ def draw(
     The corpus may differ from the run's text if its vocabulary is the same. Returns mean probabilities [N, H, A]. After
     `Interrupted` nothing is written.
     """
-    parts, step, params = load_to_score(config, corpus, trained, log=print)
+    parts, step, params = load_to_score(config, corpus, trained, log=say)
     length, mem_len = config.eval.segment_len, config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1

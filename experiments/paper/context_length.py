@@ -30,6 +30,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, as_record, score_with_line
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, storage
+from txl_jax.runtime.output import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def score_lengths(
     written.
     """
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
-    _, step, params = load_to_score(config, corpus, trained, log=print)
+    _, step, params = load_to_score(config, corpus, trained, log=say)
     vocabulary, tokens = corpus.vocabulary, getattr(corpus, plan.split)
     table, found, rows = f"{trained.outputs}/context_length.csv", {}, []
     for length, changed in configs.items():

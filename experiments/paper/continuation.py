@@ -25,6 +25,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted, Split
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import distributed, environment, storage
+from txl_jax.runtime.output import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def write(
             f"starts must be 0 to {last:,}, so that a context of {context:,} tokens and {length:,} after it are within "
             f"the {len(tokens):,} of the {plan.split} split, got {start:,}",
         )
-    parts, step, params = load_to_score(config, corpus, trained, log=print)
+    parts, step, params = load_to_score(config, corpus, trained, log=say)
     generator = parts.generator(parts.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"

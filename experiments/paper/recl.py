@@ -29,6 +29,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, make_folder, read, read_json, write, write_json
 
 # The paper's.
@@ -123,7 +124,7 @@ def _losses_of(
 
     Each length is a file, so that a stopped command resumes.
     """
-    parts, step, params = load_to_score(run.config, corpus, run, log=print)
+    parts, step, params = load_to_score(run.config, corpus, run, log=say)
     folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
     identity = {
         "workdir": run.path,

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from experiments import text
-from support import ROOT, drawn_run, programs, runs
+from support import ON_PATH, ROOT, drawn_run, programs, runs
 from support.encoded_text import data_config, own_text
 from txl_jax import cli
 from txl_jax.cli import flag_tree, other_hosts, program, setting
@@ -354,6 +354,38 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
     assert (exit_code_for(error) == other_hosts.LOST == 75) is lost
     err = capsys.readouterr().err
     assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 213364827424 bytes."),
+        # Of a CPU, while a function runs.
+        jax.errors.JaxRuntimeError(
+            "INTERNAL: Error dispatching computation: Out of memory allocating 30720000000 bytes."
+        ),
+        MemoryError("Unable to allocate 30 GiB for an array"),  # NumPy's is one of its own, below MemoryError.
+    ],
+)
+def test_out_of_memory_is_a_sentence_with_advice_on_each_device(capsys, error):
+    assert exit_code_for(error) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: out of device memory (") and "--train.batch_size" in err and err.count("\n") == 1
+    assert exit_code_for(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
+
+
+@pytest.mark.full
+def test_a_run_that_a_cpu_cannot_hold_ends_with_a_sentence(tmp_path):
+    """A memory of 31 GB, where a process may have 24 GiB: nothing is allocated, because the system refuses at once."""
+    path = programs.write_words(tmp_path, 3_000)
+    words = [*programs.TINY, *programs.steps(2, every=2), "--train.mem_len=120000000", "--train.segments_per_call=1"]
+    words += [f"--data.file={path}", f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
+    limited = ["bash", "-c", 'ulimit -v 25165824; exec "$@"', "bash", *programs.command("experiments.text", *words)]
+    environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(limited, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended
+    assert ended.stderr.splitlines()[-1].startswith("error: out of device memory ("), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(monkeypatch):

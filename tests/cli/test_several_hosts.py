@@ -119,6 +119,41 @@ def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, 
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.full
+def test_two_processes_save_whole_checkpoints_in_a_directory_whose_name_is_a_pattern(start, tmp_path):
+    """Each makes a link of its own, and process 0 merges what both have written."""
+    workdir = tmp_path / "lr[0.1]"
+    short = [*programs.steps(4, every=2), "--train.eval_every=4"]
+    ended = processes.finish(start(2, workdir, *short))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    step, found = arrays(workdir / "checkpoints" / "latest")
+    assert step == 4 and len(found) > 10
+    assert len(list((workdir / "checkpoints" / "latest" / "4" / "state").glob("ocdbt.process_*"))) == 2
+    [(code, out, err)] = processes.finish(start(1, workdir, *short, "--train.steps=6"))
+    assert code == 0 and re.search(r"(?m)^resum\w+ +from step 4\b", out), err
+
+
+@pytest.mark.full
+def test_a_step_that_one_process_cannot_open_does_not_count_and_both_end(text_file, tmp_path):
+    script = (
+        "import jax; from experiments import text; from txl_jax import cli; "
+        "from txl_jax.runtime import checkpoint, stored_arrays; checkpoint._SECONDS_TO_APPEAR = 0.5; "
+        "real = stored_arrays.find_missing; "
+        "stored_arrays.find_missing = lambda folder, *given, **more: "
+        "'the array x is missing' if jax.process_index() and '/4/' in folder else real(folder, *given, **more); "
+        "cli.train_main(text.DEFAULTS)"
+    )
+    flags = [*TINY, *programs.steps(8, every=4), "--train.checkpoint_every=2", "--train.sample_every=none"]
+    flags += [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
+    started = processes.start("-c", script, *flags, JAX_ENABLE_X64="1")
+    (code_0, _, err_0), (code_1, _, err_1) = processes.finish(started)
+    assert (code_0, code_1) == (1, 1), (err_0, err_1)
+    assert err_1.startswith("process 1: error: ") and "the array x is missing" in err_1 and err_1.count("\n") == 1
+    assert err_0.startswith("error: process 1: ") and "step 4" in err_0 and err_0.count("\n") == 1, err_0
+    step, _ = arrays(tmp_path / "checkpoints" / "latest")
+    assert step == 2
+
+
 # One of several processes
 
 

@@ -116,8 +116,22 @@ def test_the_exit_code_is_that_of_a_shell(code, expected):
     assert group.wait() == expected
 
 
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_never_kills_what_saves(first):
+    """The shell and the system both send SIGHUP. A second one of the others kills, as somebody is impatient."""
+    sent = []
+    group = object.__new__(local_module.ProcessGroup)
+    group._signalled = False
+    group._send = sent.append
+    group._forward(first, None)
+    group._forward(signal.SIGHUP, None)
+    assert sent == [first]
+    group._forward(signal.SIGTERM, None)
+    assert sent == [first, signal.SIGKILL]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_is_passed_on_once_and_all_are_waited_for(name, tmp_path):
     script = f"""
 import os, signal, sys, time
@@ -131,7 +145,8 @@ assert os.getsid(0) == os.getpid(), "a terminal's Ctrl-C would come beside the o
 print("saved after", len(arrived), flush=True)
 sys.exit(143)
 """
-    process = local("--", sys.executable, "-c", script, start_new_session=True)
+    with processes.that_notice_hangups():
+        process = local("--", sys.executable, "-c", script, start_new_session=True)
     while len(list(tmp_path.glob("ready*"))) < 2:
         assert process.poll() is None
         time.sleep(0.05)

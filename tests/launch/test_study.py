@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import optuna
 import pytest
 
 from launch import study, sweep
-from support import ON_PATH, ROOT, calls, sweep_worker
+from support import ON_PATH, ROOT, calls, processes, sweep_worker
 from support.sweep_worker import FILE, check_each_trained_once, folders, starts
 from support.waiting import wait_until
 
@@ -181,13 +182,27 @@ def test_a_workdir_that_is_still_locked_is_waited_for(out):
     assert (folder / "sweep.log").read_text() == "" and starts(folder) == [0]
 
 
+def test_a_second_hangup_does_not_reach_the_trainings():
+    """A second signal would end them without saving."""
+    training = mock.Mock()
+    worker = object.__new__(study.Worker)
+    worker.signal_number, worker._trainings = 0, [training]
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT):
+        worker._forward(number, None)
+    sent = [call.args for call in training.process.send_signal.call_args_list]
+    assert sent == [(signal.SIGTERM,), (signal.SIGINT,)]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_all_runs_which_the_next_command_resumes(out, number):
-    """A terminal that is closed counts as SIGTERM, which is what runs understand."""
-    worker = start(out, GRID, "--jobs=2", STEP_SECONDS="0.2")
+    """A terminal that is closed counts as SIGTERM, once: the shell and the system both send it."""
+    with processes.that_notice_hangups():
+        worker = start(out, GRID, "--jobs=2", STEP_SECONDS="0.2")
     wait_until(lambda: len(list(out.glob("*/step"))) == 2)
     worker.send_signal(number)
+    if number == signal.SIGHUP:
+        worker.send_signal(number)
     output, _ = worker.communicate(timeout=240)
     assert worker.returncode == 128 + number, output
     assert len(list(out.glob("*/starts"))) == 2 and not list(out.glob("*/ends"))

@@ -45,6 +45,51 @@ def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first
     assert stop.signal_number == first
 
 
+@pytest.fixture
+def hangups():
+    """The hangups that reach the handler from before the request."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("arrivals")
+@pytest.mark.parametrize("first", [*SIGNALS, signal.SIGHUP])
+def test_a_closed_terminal_stops_once_and_never_ends_a_run_that_saves(hangups, first):
+    """The shell and the system both send SIGHUP, and service managers send it right after SIGTERM."""
+    with StopRequest() as stop:
+        send(first)
+        assert stop and stop.signal_number == first
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)
+        assert stop.signal_number == first and hangups == []
+    send(signal.SIGHUP)
+    assert hangups == [signal.SIGHUP]
+
+
+def test_a_hangup_stays_ignored_as_nohup_wants_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            send(signal.SIGHUP)
+            assert not stop
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("arrivals")
+def test_an_error_stream_that_is_gone_does_not_lose_the_request(monkeypatch):
+    def gone(number, data):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(os, "write", gone)
+    with StopRequest() as stop:
+        send(signal.SIGINT)
+        assert stop and stop.signal_number == signal.SIGINT
+
+
 def test_in_another_thread_no_handler_is_replaced():
     def enter():
         with StopRequest(only_defaults=True) as stop:
@@ -199,3 +244,17 @@ def test_notices_reach_both_processes_at_the_same_step(watching):
     step, watched, saved = last[0].split(" ", 2)
     assert last[0] == last[1] and int(step) >= 3, ended
     assert (watched, saved != "[]") == (("True", True) if len(watching) == 2 else ("False", False)), ended
+
+
+@pytest.mark.full
+def test_a_terminal_that_one_of_two_processes_loses_stops_both_at_the_same_step():
+    with processes.that_notice_hangups():
+        started = processes.start("-c", SCRIPT, "true", devices=1)
+    while "ready" not in (line := started[1].stderr.readline()):
+        assert line, processes.finish(started)
+    started[1].send_signal(signal.SIGHUP)
+    started[1].send_signal(signal.SIGHUP)
+    ended = processes.finish(started)
+    assert [code for code, _, _ in ended] == [143, 143], ended
+    last = [next(line for line in reversed(err.splitlines()) if line[:1].isdigit()) for _, _, err in ended]
+    assert last[0] == last[1], ended

@@ -1,14 +1,17 @@
 """Tests files and objects: paths as users give them, what is written and read, errors, tries, locks, remote texts."""
 
+import asyncio
 import errno
 import importlib.util
 import json
 import math
 import os
 import pathlib
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +143,53 @@ def test_the_tries_have_an_end(bucket, storage):
         with pytest.raises(OSError, match="made by a test") as refused:
             act(bucket / "one")
         assert refused.value.errno == errno.EIO and storage.errors >= 6
+
+
+class FakeGcs:
+    """gcsfs's class, as far as it is called."""
+
+    async def _request(self, *args, **options):
+        self.tries = getattr(self, "tries", 0) + 1
+        raise ConnectionError(f"{args}, {options}")
+
+
+def patience_of(system, monkeypatch):
+    """Returns how often a request is tried after `make_gcsfs_patient`, by a clock that each pause moves."""
+    now = iter(range(1000))
+
+    async def pause(seconds):
+        return None
+
+    monkeypatch.setattr("asyncio.sleep", pause)
+    monkeypatch.setattr(files.time, "monotonic", lambda: 30 * next(now))
+    with pytest.raises(ConnectionError, match=r"\('GET',\), {'timeout': 1}"):
+        asyncio.run(system._request("GET", timeout=1))
+    return system.tries
+
+
+def test_only_orbax_needs_patience_of_gcsfs(monkeypatch):
+    """Calls of this project are tried again by `patiently`, so that they would wait for both."""
+    kind = type("GCSFileSystem", (FakeGcs,), {"_request": FakeGcs._request})
+    own, of_orbax = kind(), kind()
+    monkeypatch.setitem(sys.modules, "gcsfs", SimpleNamespace(GCSFileSystem=kind))
+    monkeypatch.setattr(files, "file_system", {"gs": own}.__getitem__)
+    files.make_gcsfs_patient.__wrapped__()
+    assert patience_of(own, monkeypatch) == 1
+    assert patience_of(of_orbax, monkeypatch) == files.PATIENCE_SECONDS // 30 + 1
+
+
+def test_a_gcsfs_without_the_private_method_is_left_alone(monkeypatch):
+    kind = type("GCSFileSystem", (), {})
+    monkeypatch.setitem(sys.modules, "gcsfs", SimpleNamespace(GCSFileSystem=kind))
+    files.make_gcsfs_patient.__wrapped__()
+    assert not hasattr(kind, "_request")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/run", "~nobody-of-this-name"])
+def test_a_home_that_is_unknown_is_named(path):
+    with pytest.raises(UserError, match=f"~nobody-of-this-name of the path {path} "):
+        files.as_path(path)
+    assert files.expand_home("here/~user") == "here/~user"
 
 
 def test_a_lock_keeps_others_out_until_it_is_released(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Starts the same command as several processes with made-up CPU devices, as if each were a host."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +25,16 @@ def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **va
         )
         for number, environment in enumerate(announced)
     ]
+
+
+@contextlib.contextmanager
+def that_notice_hangups():
+    """Processes that are started in the block get SIGHUP, also if `nohup` has started the tests."""
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)  # A new program begins with the default.
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def wait_for(condition, started, *, seconds=SECONDS):

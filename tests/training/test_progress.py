@@ -157,4 +157,5 @@ def test_the_time_of_a_run_is_forecast_by_its_first_steps():
 
 def test_durations():
     assert [duration(seconds) for seconds in (59.6, 3723, 200_000)] == ["0:01:00", "1:02:03", "2d 7:33:20"]
+    assert duration(1e15) == duration(-1e300) == duration(math.inf)
     assert duration(math.inf) == duration(math.nan) and not any(map(str.isdigit, duration(math.nan)))

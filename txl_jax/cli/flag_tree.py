@@ -23,7 +23,7 @@ from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
-from txl_jax.runtime.storage import as_path, is_remote
+from txl_jax.runtime.storage import as_path, expand_home, is_remote
 
 FLAGS = flags.FLAGS
 FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"  # In a clone.
@@ -107,7 +107,7 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     def absolute(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(absolute, value))
-        return as_path(value) if is_remote(value or "") else value and os.path.abspath(os.path.expanduser(value))
+        return as_path(value) if is_remote(value or "") else value and os.path.abspath(expand_home(value))
 
     paths = [leaf.name for leaf in config_tree.leaves(type(settings)) if leaf.setting.path]
     return config_tree.replace(settings, {name: absolute(config_tree.get(settings, name)) for name in paths})
@@ -179,7 +179,7 @@ def _expanded(
             continue
         following = None if match[1] is not None else next(words, None)
         name = following.text if following else match[1] or ""
-        paths = (Path(name).expanduser(), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name)
+        paths = (Path(expand_home(name)), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name)
         if (path := next(filter(_is_flagfile, paths), None)) is None:
             yield from _preset_words(name, word.where)
             continue

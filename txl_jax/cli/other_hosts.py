@@ -26,7 +26,7 @@ from absl import flags
 from txl_jax.config import config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError, first_line
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, output
 
 # The flags, and the variables that a launcher sets instead of them.
 _VARIABLES = {
@@ -80,8 +80,7 @@ def join(found: Several) -> None:
     Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
     """
     global _number
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    sys.stdout = output.tolerant(os.dup(1), sys.stdout)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     # JAX aborts a process that waits in vain, without an exception.

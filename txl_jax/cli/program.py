@@ -6,7 +6,6 @@ Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another 
 import contextlib
 import dataclasses
 import enum
-import functools
 import hashlib
 import itertools
 import os
@@ -32,15 +31,16 @@ from txl_jax.data.corpus import Corpus, read_corpus, refuse_packed
 from txl_jax.data.published import check_file, default_data, program_of
 from txl_jax.data.text import json_texts
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line
+from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line, one_line
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
 from txl_jax.runs.train import steps_in, train_run
 from txl_jax.runs.weights import Weights, open_weights
-from txl_jax.runtime import distributed
+from txl_jax.runtime import distributed, output
 from txl_jax.runtime.checkpoint import quiet_orbax
+from txl_jax.runtime.environment import is_out_of_memory
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 from txl_jax.runtime.stop import StopRequest, act_on_notices
 from txl_jax.runtime.storage import is_remote, shorten_storage_logs
@@ -251,8 +251,8 @@ def main(
     """Runs a command, all of `python -m experiments.NAME`, and exits.
 
     Args:
-      run: `run(plan, job)` returns the exit code. None means 0, or 128 + the number of the signal that stopped it, as
-        `Interrupted` does.
+      run: `run(plan, job)` returns the exit code. None means 128 + the number of the signal that stopped it, as
+        `Interrupted` does, or else 0, or 141 if nobody reads its output any longer.
       plan: The command's own settings, each of which is a flag.
       config: The config that the flags change, or None if the command has no flags for a config.
       by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
@@ -261,6 +261,7 @@ def main(
       takes_words: Whether words that are not flags are passed to the command, instead of being an error.
       aliases: Short names of flags, mapped to their full names.
     """
+    output.prepare()
     flag_tree.define_plan(plan)
     if hosts == "join":
         other_hosts.define_flags()
@@ -293,7 +294,7 @@ def main(
             print(f"stopped   on request in {interrupted}, {made.stopped}")
             code = None
         if code is None:
-            code = 128 + job.stop.signal_number if job.stop else 0  # As shells count.
+            code = 128 + job.stop.signal_number if job.stop else output.exit_code()  # As shells count.
         other_hosts.leave(code, together=True)  # With one process only the output is flushed.
     sys.exit(code)
 
@@ -354,9 +355,11 @@ class Job:
         config = distributed.run_on_all(
             lambda: _config(base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes)
         )
-        tell = functools.partial(print, "note     ") if run is None else run.notes.append
         for note in notes:
-            tell(note)
+            if run is None:
+                output.say(f"note      {note}")
+            else:
+                run.notes.append(note)
         return config
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
@@ -540,6 +543,8 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
         def write(lines: str) -> None:
             records.write(lines)
             records.flush()
+            if error := output.loss(records):
+                raise error
             if job.stop:
                 raise Interrupted(plan.input)
 
@@ -560,8 +565,7 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
         except Interrupted:
             print(f"stopped   on request in {plan.input}, the records written are complete")
         except BrokenPipeError:  # The reader of the records has enough, as in `| head`.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
-            return 128 + signal.SIGPIPE
+            return output.READER_GONE
     return None
 
 
@@ -600,7 +604,7 @@ def exit_code_for(error: BaseException) -> int | None:
         case KeyboardInterrupt():
             fail("interrupted. Saved files are kept. Rerun the same command to resume.")
             return 128 + signal.SIGINT
-        case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
+        case Exception() if is_out_of_memory(error):
             fail(f"out of device memory ({first_line(error)}). {_SAVES_MEMORY}.")
         case Exception() if other_hosts.lost_another(error):
             time.sleep(other_hosts.SECONDS_TO_NAME)  # This process ends meanwhile if it is known which one.
@@ -620,8 +624,8 @@ def exit_code_for(error: BaseException) -> int | None:
 
 
 def fail(error: BaseException | str) -> None:
-    """Prints an error message to standard error."""
-    print(f"{other_hosts.prefix()}error: {error}", file=sys.stderr, flush=True)
+    """Prints an error message to standard error, in one line, whatever names are in it."""
+    print(f"{other_hosts.prefix()}error: {one_line(str(error))}", file=sys.stderr, flush=True)
 
 
 def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:

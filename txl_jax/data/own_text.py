@@ -22,6 +22,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, File, Text, digest_of, expanded, file_part, json_texts, with_bar
 from txl_jax.runtime import distributed, storage
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, is_remote, size
 
 # Tests are more text than the library itself, and installed packages differ from machine to machine.
@@ -251,7 +252,7 @@ def _listed(config: DataConfig) -> DataConfig:
     kept = tuple(name for name, below in found.items() if "/." not in f"/{below}" and size(name))
     require(kept, f"--data.file is {path}, which contains only hidden or empty files. Pass another path.")
     if len(kept) < len(found):
-        print(f"note      {len(found) - len(kept)} hidden or empty files in {path} were skipped", flush=True)
+        say(f"note      {len(found) - len(kept)} hidden or empty files in {path} were skipped")
     return dataclasses.replace(config, file=None, train=kept)
 
 

@@ -32,6 +32,7 @@ from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layo
 from txl_jax.data.text import File, Text, bar, digest_of
 from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import storage
+from txl_jax.runtime.output import say
 
 RECORD_BYTES = 1 << 16
 SHARD_RECORDS = 1 << 10  # Records per file: tensorflow-datasets holds a file's records in memory while it writes.
@@ -64,7 +65,7 @@ def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = 
 
 def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
     """Writes the records. The caller holds the lock, so partial ones are left over from a killed process."""
-    print(f"preparing {CORPORA[name].title} in {folder} (once)", flush=True)
+    say(f"preparing {CORPORA[name].title} in {folder} (once)")
     shutil.rmtree(folder / f"txl_{name}", ignore_errors=True)
     downloads = folder / f"txl_{name}_downloads"
     for leftover in downloads.rglob("*.tmp.*"):
@@ -191,10 +192,9 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         lines, words = (sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words"))
         self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
         if known.tokens is not None and known.sha256 not in (None, digest):
-            print(
+            say(
                 f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
                 "the published one, but other bytes. Scores are comparable only if the difference is white space.",
-                flush=True,
             )
         return digest
 

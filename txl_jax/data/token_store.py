@@ -26,6 +26,7 @@ from txl_jax.config import LineMark
 from txl_jax.data.text import SPLITS, Text, with_bar
 from txl_jax.data.vocabulary import Vocabulary, dumps, id_type
 from txl_jax.runtime import storage
+from txl_jax.runtime.output import say
 
 VERSION = 1  # Of the tokens: raise it whenever the same text and settings would give other ids.
 _SUMMARY = "store.json"
@@ -56,7 +57,7 @@ def open_store(
         with storage.writable(folder, what="the tokens of the text"), storage.locked(folder / f".{path.name}.lock"):
             if not _is_whole(path):  # Else another process has written it while this one waited.
                 if path.exists():
-                    print(f"the tokens in {path} are corrupted or outdated, and are written again", flush=True)
+                    say(f"the tokens in {path} are corrupted or outdated, and are written again")
                 _write(path, text, make_vocabulary())
     return _load(path)
 

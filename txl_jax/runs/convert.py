@@ -29,6 +29,7 @@ from txl_jax.runs.run import Run, read_results
 from txl_jax.runs.weights import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
+from txl_jax.runtime.output import say
 from txl_jax.sharding.mesh import make_mesh
 
 _ROWS, _ROW_LEN = 3, 8  # Of tokens, for verification.
@@ -56,7 +57,7 @@ def convert(
     *,
     to_format: TargetFormat = TargetFormat.NATIVE,
     member: str | None = None,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = say,
 ) -> None:
     """Converts weights and verifies the result: reads it back, and compares tensors and losses.
 

@@ -25,6 +25,7 @@ from txl_jax.runs.weights import load_state
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
+from txl_jax.runtime.output import say
 from txl_jax.training import ensemble as ensemble_step
 from txl_jax.training.step import TrainState, init_params
 
@@ -96,12 +97,12 @@ def split_off(workdir: str, member: str, target: str) -> None:
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:
         made.claim()
-        restored = load_state(build_for(source.config, source.text.vocabulary, uses=()), source, log=print)
+        restored = load_state(build_for(source.config, source.text.vocabulary, uses=()), source, log=say)
         if restored is None:
             raise UserError(f"{workdir} has no checkpoint yet. Train it first.")
         step, state, notes = restored
         notes |= {"running_totals": notes["running_totals"][member]}
-        with Checkpointer(made.latest, keep=1, log=print) as latest:
+        with Checkpointer(made.latest, keep=1, log=say) as latest:
             latest.save(step, state, notes)
         for path in storage.files_below(source.best):
             copy = os.path.join(made.best, path.removeprefix(f"{source.best}/"))
@@ -116,4 +117,4 @@ def split_off(workdir: str, member: str, target: str) -> None:
         made.weights = source.weights
         # Last: without config.json the folder holds no run.
         made.record(source.config, source.text, attention=source.attention)
-    print(f"split off {member} after step {step}: {target}")
+    say(f"split off {member} after step {step}: {target}")

@@ -21,6 +21,7 @@ from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.score import note_unknown
 from txl_jax.runs.weights import Weights
 from txl_jax.runtime import distributed, storage
+from txl_jax.runtime.output import say
 
 
 def generate_text(
@@ -36,16 +37,18 @@ def generate_text(
     check_same_settings(config)
     sample = make_sampler(config, weights.vocabulary)
     folder = weights.outputs()
-    built = weights.build(log=print)
-    step, params = weights.params(built, log=print)
+    built = weights.build(log=say)
+    step, params = weights.params(built, log=say)
     at_most = "at most " if config.generate.stop else ""
     print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
     texts = sample(built, params, stop_requested, functools.partial(print, end="", flush=True))
+    path = os.path.join(folder or "", f"sample-seed{config.generate.seed}.txt")
+    is_saved = bool(texts) and folder is not None
+    if is_saved:  # First, because printing may fail.
+        distributed.broadcast_from_primary(lambda: storage.write(path, as_file(texts)))
     for number, text in enumerate(texts[1:], start=2):
         print(f"--- sample {number} ---\n{text.decode(errors='replace')}", flush=True)
-    if texts and folder is not None:
-        path = os.path.join(folder, f"sample-seed{config.generate.seed}.txt")
-        distributed.broadcast_from_primary(lambda: storage.write(path, as_file(texts)))
+    if is_saved:
         print(f"sample    {path}")
     return texts
 
@@ -63,8 +66,8 @@ def continue_prompts(
     config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
     check_can_generate(model.config)
     options: dict[str, Any] = {"ending": read_stop(config, vocabulary), "batch_size": batch_size}
-    built = model.build(log=print)
-    generator = built.generator(built.prepare_params(model.params(built, log=print)[1]))
+    built = model.build(log=say)
+    generator = built.generator(built.prepare_params(model.params(built, log=say)[1]))
     n_unknown = 0
     n_token = 0
     rows = ((numbered, sample) for numbered in enumerate(prompts) for sample in range(config.samples))

@@ -74,6 +74,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def __post_init__(self) -> None:
         self.path = storage.as_path(self.path)
+        storage.refuse_wildcards(self.path)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":

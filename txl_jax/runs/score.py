@@ -39,6 +39,7 @@ from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
 from txl_jax.runs.weights import Weights, load_to_score
 from txl_jax.runtime import distributed, environment
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -181,7 +182,7 @@ def _score_splits(
     weights: Weights, corpus: Corpus, stop_requested: Callable[[], Any], *, per_token: bool = False
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
     """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
-    components, step, params = load_to_score(weights.config, corpus, weights, log=print)
+    components, step, params = load_to_score(weights.config, corpus, weights, log=say)
     for split in Split:
         tokens = getattr(corpus, split)
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype)) if per_token else None
@@ -391,8 +392,8 @@ def score_documents(
     `write` takes a document's records, lines with their newlines, and gets those before an error too. At the end a note
     is printed if more than one in a thousand tokens are unknown.
     """
-    components, vocabulary = model.build(log=print), model.vocabulary
-    _, params = model.params(components, log=print)
+    components, vocabulary = model.build(log=say), model.vocabulary
+    _, params = model.params(components, log=say)
     weights = components.prepare_params(params)
     reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []

@@ -22,6 +22,7 @@ from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.checkpoint import Checkpointer
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, exists, is_dir, names
 from txl_jax.training.ensemble import Members
 from txl_jax.training.step import TrainState
@@ -70,7 +71,7 @@ class Weights:
             except OSError as error:
                 found = f"cannot write to {self.out or self.path} ({error.strerror or error})"
                 require(not needed and not self.out, f"{found}. Pass a writable directory as --out.")
-                print(f"note      no file will be written: {found}. Pass --out to write elsewhere.", flush=True)
+                say(f"note      no file will be written: {found}. Pass --out to write elsewhere.")
                 return None
 
         return distributed.broadcast_from_primary(find)

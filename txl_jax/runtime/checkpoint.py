@@ -36,7 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError, rephrased
-from txl_jax.runtime import distributed, storage
+from txl_jax.runtime import distributed, storage, stored_arrays
 from txl_jax.runtime.storage import AnyPath, is_remote
 
 DIGESTS = "digests.json"
@@ -46,6 +46,15 @@ _NOTES = "metadata"
 _STEP = re.compile(r"(0|[1-9]\d*)(?:\.again-(\d+))?")
 _LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.deleted")
 _SAVE_TIMEOUT_SECONDS = 30 * 86400
+_STATE = "state"
+# Network file systems may show another process's files late, as for the record of a run.
+_SECONDS_TO_APPEAR = 30
+# Processes wait for each other's verdict on a step as long as Orbax lets them wait during a save.
+_VERDICT_TIMEOUT_SECONDS = 1200
+
+
+class _IncompleteError(Exception):
+    """A step was committed without all of its arrays. The message is a clause that names one."""
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
@@ -91,9 +100,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with self._writing(step):
             if self._writer is None:
                 self._writer = _open_writer(os.path.basename(self._directory))
-            args = ocp.args.Composite(state=ocp.args.StandardSave(_drop_empty(state)), notes=ocp.args.JsonSave(notes))
-            self._writer.save(path, args=args)
-            self._pending = step, self._threads.submit(self._finish, self._writer, step, path)
+            tree = _drop_empty(state)
+            arrays = stored_arrays.describe(tree)
+            args = ocp.args.Composite(state=ocp.args.StandardSave(tree), notes=ocp.args.JsonSave(notes))
+            with contextlib.ExitStack() as links:
+                folder = links.enter_context(storage.without_wildcards(self._directory))
+                self._writer.save(os.path.join(folder, os.path.basename(path)), args=args)
+                finish = functools.partial(self._finish, self._writer, step, path, arrays, links.pop_all())
+            self._pending = step, self._threads.submit(finish)
 
     def sweep(self) -> None:
         """Deletes what killed runs left behind. Only for the run that writes here, and not during a save."""
@@ -125,10 +139,22 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             again = next((number + 1 for other, number, _ in found if other == step), 0)
             return f"{step}.again-{again}" if again else str(step)
 
-    def _finish(self, writer: ocp.AsyncCheckpointer, step: int, path: str) -> None:
-        """Waits for the commit, writes the digests, then deletes steps no longer kept. Runs in the background."""
-        writer.wait_until_finished()
-        if not distributed.is_primary():
+    def _finish(
+        self,
+        writer: ocp.AsyncCheckpointer,
+        step: int,
+        path: str,
+        arrays: dict[str, stored_arrays.StoredArray],
+        links: contextlib.ExitStack,
+    ) -> None:
+        """Waits for the commit, opens the arrays, writes the digests, then deletes steps no longer kept.
+
+        Runs in the background, in all processes.
+        """
+        with links:
+            writer.wait_until_finished()
+        is_complete = self._opens_everywhere(path, arrays)
+        if not distributed.is_primary() or not is_complete:
             return
         digests = {os.path.relpath(file, path): storage.sha256(file) for file in storage.files_below(path)}
         storage.write_json(os.path.join(path, DIGESTS), digests)
@@ -141,11 +167,40 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if folder not in kept:
                 delete_step(folder)
 
+    def _opens_everywhere(self, path: str, arrays: dict[str, stored_arrays.StoredArray]) -> bool:
+        """Opens each array of a committed step, and returns whether all other processes could do so too.
+
+        If one process cannot, it deletes the step, and this raises `_IncompleteError` there.
+        """
+        seconds = 0 if distributed.is_primary() else _SECONDS_TO_APPEAR
+        missing = stored_arrays.find_missing(os.path.join(path, _STATE), arrays, seconds=seconds)
+        self._wait_for_all("opened", path)  # Else a process would miss what another one deletes.
+        if missing is not None:
+            with contextlib.suppress(OSError):  # Another process may have deleted it.
+                delete_step(path)
+        self._wait_for_all("judged", path)
+        if missing is not None:
+            raise _IncompleteError(missing)
+        if not distributed.is_multiprocess():
+            return True
+        return storage.exists(os.path.join(path, COMMIT) if is_remote(path) else path)
+
+    def _wait_for_all(self, what: str, path: str) -> None:
+        """Waits until every process has come here for a step. Safe beside the collectives of the thread that trains."""
+        if distributed.is_multiprocess():
+            key = f"{os.path.basename(self._directory)}_{what}.{os.path.basename(path)}"
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_VERDICT_TIMEOUT_SECONDS * 1000)
+
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
         """Turns an error of the block into a `CheckpointError`. The next save opens another writer."""
         try:
             yield
+        except _IncompleteError as error:
+            self._writer = None
+            wrong = f"the checkpoint of step {step} in {self._directory} was written incompletely ({error})"
+            advice = "It does not count. Rerun the same command to resume from the one before, which is intact."
+            raise CheckpointError(f"{wrong}. {advice}") from error
         except Exception as error:
             self._writer = None
             wrong = f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)})"
@@ -213,15 +268,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         reader, wanted = ocp.Checkpointer(_handler()), _drop_empty(abstract_state)
         restored, difference, failure = None, "", None
         try:
-            saved = reader.metadata(path).item_metadata.state.tree
-            needed = describe_arrays(wanted)
-            found = describe_arrays(saved)
-            # Orbax casts to the types that are wanted.
-            known = {name: needed[name] for name in found if casts and _is_wider(needed.get(name, ""), found[name])}
-            difference = describe_difference(found | known, needed)
-            if not difference:
-                args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
-                restored = reader.restore(path, args=args)
+            with storage.without_wildcards(self._directory) as folder:
+                plain_path = os.path.join(folder, os.path.basename(path))
+                saved = reader.metadata(plain_path).item_metadata.state.tree
+                needed = describe_arrays(wanted)
+                found = describe_arrays(saved)
+                # Orbax casts to the types that are wanted.
+                known = {name: needed[name] for name in found if casts and _is_wider(needed.get(name, ""), found[name])}
+                difference = describe_difference(found | known, needed)
+                if not difference:
+                    args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
+                    restored = reader.restore(plain_path, args=args)
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
             failure = _short(error)
         if failure := distributed.first_error(failure):

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from txl_jax.errors import one_line
 from txl_jax.version import __version__
 
 _SECRET = re.compile(r"(?is)^(--?[\w.-]*(?:key|token|secret|password)=).*")  # A flag of somebody's own program.
@@ -68,6 +69,17 @@ def device_memory_bytes() -> int | None:
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error means that a device or this machine has no more memory.
+
+    JAX names the status RESOURCE_EXHAUSTED where it allocates an array. On a CPU a function that is running reports
+    INTERNAL, with the reason in words.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return bool(re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE))
+    return isinstance(error, MemoryError)
+
+
 def memory_bytes() -> int:
     """Returns the memory of the first device, or the machine's if the device does not say."""
     stats = jax.devices()[0].memory_stats() or {}
@@ -98,12 +110,14 @@ def brief_number(number: float) -> str:
 def duration(seconds: float) -> str:
     """Formats seconds as h:mm:ss, with days before that.
 
-    >>> duration(3723), duration(200000)
-    ('1:02:03', '2d 7:33:20')
+    >>> duration(3723), duration(200000), duration(1e20)
+    ('1:02:03', '2d 7:33:20', 'unknown')
     """
-    if not math.isfinite(seconds):
+    try:
+        exact = datetime.timedelta(seconds=round(seconds))
+    except (OverflowError, ValueError):  # Infinite, not a number, or more than a million years.
         return "unknown"
-    return re.sub(" days?,", "d", str(datetime.timedelta(seconds=round(seconds))))
+    return re.sub(" days?,", "d", str(exact))
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -111,4 +125,4 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for row in rows:
-        yield f"| {' | '.join(row)} |"
+        yield f"| {' | '.join(map(one_line, row))} |"

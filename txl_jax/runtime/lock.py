@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.errors import UserError
+from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import AnyPath, file_system, is_remote, lock_now, patiently, read, remote_call, remove
 
 NAME = ".lock"
@@ -113,7 +114,7 @@ class RunLock(contextlib.ExitStack):
                     self.notes.append(f"the lock was taken over from {holder}, which has ended or did not renew it")
                 continue
             if first is None:
-                print(
+                say(
                     f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: {holder} renewed the lock of {self._folder} "
                     f"{age:.0f} s ago, and may be training"
                 )

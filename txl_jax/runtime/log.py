@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
-from txl_jax.errors import LogError, UserError
+from txl_jax.errors import LogError, UserError, escape_control, one_line
 from txl_jax.runtime import storage
+from txl_jax.runtime.output import print_if_possible
 from txl_jax.runtime.sinks import Sink, TensorBoard
 from txl_jax.runtime.storage import AnyPath, is_remote
 
@@ -154,10 +155,11 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             self._closing.callback(act)
         self._closing.callback(self._each, "close")
         self._closing.callback(self._flush)
+        # They contain names and descriptions from files, which may be other people's.
         for line in header:
-            self.print(line, show=False)
+            self.print(escape_control(line), show=False)
         for line in waiting:
-            self.print(line)
+            self.print(escape_control(line))
         return self
 
     def close(self) -> None:
@@ -195,19 +197,24 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._each("text", step, tag, text)
 
     def note(self, line: str) -> None:
-        """Prints a remark."""
-        self.print(f"note      {line}")
+        """Prints a remark in one line."""
+        self.print(one_line(f"note      {line}"))
 
     def print(self, line: str, *, show: bool = True) -> None:
-        """Prints a line if `show`, and adds it to log.txt with date and time. After `close` it only prints."""
+        """Prints a line if `show`, and adds it to log.txt with date and time. After `close` it only prints.
+
+        Control characters are escaped. A hook may pass several lines at once. What cannot be printed, because nobody
+        reads standard output any longer or its encoding lacks a letter, does not end a run.
+        """
         if self._waiting is not None:
             self._waiting.append(line)
         elif self._folder is not None:
+            lines = [escape_control(part) for part in line.split("\n")]
             if show:
-                print(line, flush=True)
+                print_if_possible("\n".join(lines))
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            for each in line.split("\n"):
-                self._append(LINES, f"{now}  {each}")
+            for part in lines:
+                self._append(LINES, f"{now}  {part}")
 
     def seal(self) -> None:
         """Returns once all is kept that was written. Called before a checkpoint or a result, which relies on it."""

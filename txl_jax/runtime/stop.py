@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C or a notice of Google Cloud as a request to stop or to save, in all processes at the same step.
+"""SIGTERM, SIGHUP, Ctrl-C or a notice of Google Cloud as a request to stop or to save, in all processes together.
 
 The metadata server of a machine of Google Cloud gives notice of maintenance a minute to an hour ahead, and of a
 preemption half a minute. https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
@@ -66,7 +66,10 @@ def is_watched_by_all() -> bool:
 
 
 class StopRequest(contextlib.ExitStack):
-    """A context that notes the first SIGTERM or SIGINT, after which it is true. A second signal acts as usual.
+    """A context that notes the first SIGTERM, SIGINT or SIGHUP, after which it is true. A second one acts as usual.
+
+    SIGHUP means that the terminal was closed. It is left alone if it was ignored before, as by nohup. After the first
+    signal it is ignored: a shell and the system may both send it, and service managers send it right after SIGTERM.
 
     With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
     (`reached_preemption_sync_point`). Every process must ask for the truth value at the same sequence of steps. A
@@ -80,17 +83,21 @@ class StopRequest(contextlib.ExitStack):
         self.signal_number = 0  # The signal that has arrived. Several processes always stop by SIGTERM.
         self._only_defaults = only_defaults
         self._is_multiprocess = False
+        self._notes_hangups = False  # Whether SIGHUP is one of the signals.
 
     def __enter__(self) -> Self:
         self._is_multiprocess = distributed.is_multiprocess()
         # With several processes SIGTERM is left alone: jax has a handler of its own, below Python's.
         numbers = [signal.SIGINT] if self._is_multiprocess else [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         if self._only_defaults:
             is_main = threading.current_thread() is threading.main_thread()
             replaced = (signal.SIG_DFL, signal.default_int_handler) if is_main else ()
             numbers = [number for number in numbers if signal.getsignal(number) in replaced]
         for number in numbers:
             self.callback(signal.signal, number, signal.signal(number, self._note))
+        self._notes_hangups = signal.SIGHUP in numbers
         return self
 
     def __bool__(self) -> bool:
@@ -107,6 +114,8 @@ class StopRequest(contextlib.ExitStack):
         if not self._is_multiprocess:
             self.signal_number = number
         self.close()  # The handlers before this one act from now on.
+        if self._notes_hangups:
+            self.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN))
         _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second one stops at once")
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -115,7 +124,8 @@ class StopRequest(contextlib.ExitStack):
 def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None:
     """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
     when = "with all processes" if everywhere else "after the steps in progress"
-    os.write(2, f"{reason}: {what} {when}{more}\n".encode())
+    with contextlib.suppress(OSError):  # The reader of it may be gone, as after Ctrl-C on `2>&1 | tee`.
+        os.write(2, f"{reason}: {what} {when}{more}\n".encode())
 
 
 def act_on_notices() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import glob
 import hashlib
 import importlib.util
 import json
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from txl_jax.errors import LogError, UserError
+from txl_jax.runtime.output import say
 
 PATIENCE_SECONDS = 120.0  # For the tries of one call. gcsfs tries six times within each, for about 20 s in all.
 # The schemes that Orbax writes to as well: the module that opens each, and the extra that installs it.
@@ -64,7 +66,7 @@ def as_path(text: AnyPath) -> str:
     name = re.sub("^file://+", "/", os.fspath(text))
     scheme, _, rest = name.partition(":/")
     if not is_remote(name) and scheme not in _SCHEMES:
-        return str(Path(name).expanduser().resolve())
+        return str(Path(expand_home(name)).resolve())
     rest = re.sub("/+", "/", rest.strip("/"))
     if not is_remote(name) or scheme not in _SCHEMES or not rest:
         known = " or ".join(f"{each}://bucket/directory" for each in _SCHEMES)
@@ -73,6 +75,15 @@ def as_path(text: AnyPath) -> str:
     if importlib.util.find_spec(module) is None:
         raise UserError(f"the path {name} needs the package {module}. Run pip install 'txl_jax[{extra}]'")
     return f"{scheme}://{rest}"
+
+
+def expand_home(path: str) -> str:
+    """Returns a local path with "~" and "~USER" expanded. Raises `UserError` if there is no such home directory."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = path.partition("/")[0]
+        raise UserError(f"the home directory {user} of the path {path} is unknown. Pass a path without it.")
+    return expanded
 
 
 # Reading
@@ -249,6 +260,7 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
+    refuse_wildcards(folder)
     if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
         taken = f"{folder} must be a new or empty directory, as nothing is overwritten"
         raise UserError(f"{taken}. Pass another path.")
@@ -330,7 +342,8 @@ def upload(local: AnyPath, path: AnyPath) -> None:
 
 
 def make_folder(folder: AnyPath) -> None:
-    """Makes a directory and its parents. Object storage needs none."""
+    """Makes a directory and its parents. Object storage needs none, but its names must not have wildcards."""
+    refuse_wildcards(folder)
     if not is_remote(folder):
         os.makedirs(folder, exist_ok=True)
 
@@ -350,13 +363,44 @@ def remove_tree(folder: AnyPath) -> None:
 
 
 @contextlib.contextmanager
+def without_wildcards(folder: str) -> Iterator[str]:
+    """Yields a path of a directory that no library takes for a pattern, as Orbax does with "runs/lr[0.1]".
+
+    It is the path itself or, for a local path with wildcards, a symbolic link to it, removed at the end. Bucket names
+    with wildcards are refused by `refuse_wildcards`.
+
+    Raises:
+      OSError: If the link cannot be made.
+    """
+    if is_remote(folder) or not glob.has_magic(folder):
+        yield folder
+        return
+    # The directory for temporary files may be in the same directory as the run.
+    parent = "/tmp" if glob.has_magic(tempfile.gettempdir()) else None
+    with tempfile.TemporaryDirectory(prefix="txl_jax-", dir=parent) as temporary:
+        link = os.path.join(temporary, "link")
+        os.symlink(folder, link)
+        yield link
+
+
+def refuse_wildcards(path: AnyPath) -> None:
+    """Raises `UserError` for a URL with wildcards that is not a pattern: fsspec would delete all that match it."""
+    found = sorted(set("*?[]") & set(os.fspath(path))) if is_remote(path) else []
+    if found:
+        raise UserError(
+            f"the URL of a directory must not contain the wildcards * ? [ ], got {' '.join(found)} in {path}. "
+            "Pass another name."
+        )
+
+
+@contextlib.contextmanager
 def locked(path: AnyPath) -> Iterator[None]:
     """Holds an exclusive lock, after waiting for a process that has it. The lock always ends with its process."""
     with open(path, "a") as handle:
         try:
             lock_now(handle, seconds=0)
         except BlockingIOError:
-            print(f"waiting   for another process, which holds the lock {path}", flush=True)
+            say(f"waiting   for another process, which holds the lock {path}")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -410,17 +454,24 @@ def make_gcsfs_patient() -> None:
 
     gcsfs gives up after half a minute, and its number of tries is fixed when its classes are made. An outage that began
     while Orbax made a step's directory ended the run, and with several processes left the others at a barrier.
+
+    Calls of this module go through `patiently`, on a file system of their own: they would wait twice as long. If gcsfs
+    no longer has the method, Orbax is as impatient as gcsfs.
     """
     import gcsfs
 
-    request = gcsfs.GCSFileSystem._request  # noqa: SLF001
+    request = getattr(gcsfs.GCSFileSystem, "_request", None)
+    if request is None:
+        return
 
     @functools.wraps(request)
-    async def patient_request(*args: Any, **kwargs: Any) -> Any:
+    async def patient_request(system: Any, *args: Any, **kwargs: Any) -> Any:
+        if system is file_system("gs"):
+            return await request(system, *args, **kwargs)
         until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return await request(*args, **kwargs)
+                return await request(system, *args, **kwargs)
             except Exception as error:
                 if not _is_passing(error) or time.monotonic() > until:
                     raise
