@@ -55,6 +55,21 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
         assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
 
 
+def test_a_text_that_is_both_splits_is_scored_once(run, capsys, monkeypatch):
+    config, corpus, workdir, _ = run
+    same = dataclasses.replace(corpus, test=corpus.valid)
+    scored = []
+    real = score_job.score
+    monkeypatch.setattr(score_job, "score", lambda *given, **named: scored.append(1) or real(*given, **named))
+    results = evaluate_splits(config, same, workdir)
+    assert results["test"] == results["valid"] and len(scored) == 1
+    assert re.search("(?m)^note +test is the same text as valid", capsys.readouterr().out)
+    totals = score_job.score_tokens(config, same, workdir)
+    assert totals["test"] == totals["valid"] and len(scored) == 2
+    lines = [Path(workdir.path, f"scores-{split}.tsv").read_bytes() for split in ("valid", "test")]
+    assert lines[0] == lines[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "has", "lacks"),
     [

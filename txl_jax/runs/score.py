@@ -182,8 +182,13 @@ def _score_splits(
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
     """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
     components, step, params = load_to_score(weights.config, corpus, weights, log=print)
+    scored: tuple[Totals, Any] | None = None
     for split in Split:
         tokens = getattr(corpus, split)
+        if scored is not None and np.array_equal(corpus.valid, tokens):
+            print(f"note      {split} is the same text as {Split.VALID}, so its scores are the same")
+            yield step, split, *scored
+            continue
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype)) if per_token else None
         options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
         vocabulary = corpus.vocabulary
@@ -192,6 +197,7 @@ def _score_splits(
         if not totals.bytes and vocabulary.unknown_id is not None:
             share = np.mean(tokens[1:] == vocabulary.unknown_id)
             print(f"note      {share:.2%} of the tokens are unknown, so bits per byte cannot be computed")
+        scored = totals, nats
         yield step, split, totals, nats
 
 
@@ -424,7 +430,7 @@ def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
-    perplexity = f"  {totals.format(Measure.PPL)}" if measure is Measure.BPC else ""
+    perplexity = f"  {totals.format(Measure.PPL)}" if measure.is_bits else ""
     return f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
 
 
