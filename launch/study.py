@@ -85,7 +85,7 @@ def database(text: str) -> sqlalchemy.URL:
         url = sqlalchemy.make_url(text)
     if url.password or url.drivername not in ("sqlite", "postgresql"):
         raise UserError(wrong)
-    if url.drivername == "sqlite" and (url.query or url.database in (None, "", ":memory:")):
+    if url.drivername == "sqlite" and ("?" in text or url.database in (None, "", ":memory:")):
         raise UserError(f"{wrong}. A path of SQLite cannot contain '?'")
     return url.set(drivername=url.drivername.replace("postgresql", "postgresql+psycopg"))
 

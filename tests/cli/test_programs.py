@@ -159,7 +159,7 @@ def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path
     flags = [*programs.TINY, *SHORT, f"--data.file={packed}", *folders]
     for more in ([], ["--tokenizer=word"]):
         code, _, err = run("text", *flags, *more)
-        assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()
+        assert code == 1 and "gzip" in err and "--tokenizer=byte" in err and not (tmp_path / "run").exists()
     succeed("text", *flags, "--tokenizer=byte")
     succeed("text", *flags)  # The run's own record says so from then on.
 

@@ -19,6 +19,7 @@ from launch import study, sweep
 from support import ON_PATH, ROOT, calls, sweep_worker
 from support.sweep_worker import FILE, check_each_trained_once, folders, starts
 from support.waiting import wait_until
+from txl_jax.errors import UserError
 
 GRID = FILE + "[grid]\nseed = [1, 2]\noptimizer.learning_rate = [1e-3, 2e-3]\n"
 
@@ -79,6 +80,20 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
     assert run(out, GRID) == 0 and states(out) == {"COMPLETE": 4}, "the same command finds nothing to do"
     shutil.rmtree(out / "seed=2+learning_rate=0.001")
     assert run(out, GRID) == 0 and [starts(folder) for folder in folders(out)] == [[0]] * 4, "a folder was removed"
+
+
+def test_the_database_is_in_the_directory_whatever_its_name(tmp_path):
+    """A URL of SQLite ends at a question mark, and Optuna fills in what is between braces."""
+    out = tmp_path / "a?b#c 50% {x}"
+    out.mkdir()
+    (tmp_path / "sweep.toml").write_text(FILE + "[grid]\nseed = [1]\n")
+    made = sweep.Sweep(tmp_path / "sweep.toml", str(out))
+    assert study.Worker(made, study.database_in(str(out)), [None])._queue()
+    assert (out / "study.db").stat().st_size > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, "sweep.toml"]
+    for url in ("sqlite://", "sqlite:///:memory:", f"sqlite:///{out}/study.db"):
+        with pytest.raises(UserError, match="--storage must be"):
+            study.database(url)
 
 
 @pytest.mark.full

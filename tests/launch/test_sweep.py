@@ -89,7 +89,7 @@ def test_values_become_flags_after_the_flagfile(write):
         ("[random]\nsamples = 3\n", r"no range"),
         ("[sampler]\nname = 'TPESampler'\n[grid]\nseed = [1]\n", r"sampler.*no range"),
         ("[sampler]\nname = 'Tpe'\n[grid]\nseed = [1]\n", r"sampler.*'Tpe'"),
-        ("[sampler]\nname = '__class__'\n[grid]\nseed = [1]\n", r"sampler.*'__class__'"),
+        ("[sampler]\nname = '__dir__'\n[grid]\nseed = [1]\n", r"sampler.*unknown class '__dir__'"),
         ("[sampler]\nname = 'nsgaii'\n[grid]\nseed = [1]\n", r"sampler.*'nsgaii'"),
         ("[pruner]\nname = 'MedianPruner'\nsteps = 3\n[grid]\nseed = [1]\n", r"pruner.*'steps'"),
         (SAMPLED + "[grid]\ntrain.steps = [3]\n", r"train\.steps\D*\b3\b"),
@@ -279,6 +279,23 @@ def test_states_are_read_from_the_folders(write):
         assert re.fullmatch(rf"{word}\D*\b0", run.end(code, 2.0, pruned=pruned)) and state().startswith(word)
     (Path(run.folder) / "sweep.json").write_text("{")
     assert state() == "not started"
+
+
+def test_notes_of_another_version_of_the_file_are_not_in_its_table(write, tmp_path, capsys):
+    """A sampler's runs are found by their notes, which others can have written."""
+    path = write(SAMPLED + "[grid]\nseed = [1, 2]\n")
+    for name, content in (
+        ("old", {"values": {"model.d_head": 1, "seed": "3"}}),
+        ("short", {"values": {"seed": "1"}}),
+        ("list", [1]),
+        ("text", {"values": "x"}),
+        ("kept", {"values": {"model.d_head": 1, "seed": "2"}}),
+    ):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "sweep.json").write_text(json.dumps(content))
+    assert "| d_head=1+seed=2 |" in printed(capsys, path, "--table")
+    with open(tmp_path / "out" / "results.csv", newline="") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["d_head=1+seed=2"]
 
 
 def record(run, config, **results):

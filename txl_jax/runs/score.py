@@ -183,10 +183,13 @@ def _score_splits(
     """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
     components, step, params = load_to_score(weights.config, corpus, weights, log=print)
     scored: tuple[Totals, Any] | None = None
+    line = ""
     for split in Split:
         tokens = getattr(corpus, split)
         if scored is not None and np.array_equal(corpus.valid, tokens):
-            print(f"note      {split} is the same text as {Split.VALID}, so its scores are the same")
+            scores = line.removeprefix(Split.VALID).rpartition("  in ")[0]  # Without the time.
+            print(f"{split}{scores}")
+            print(f"note      {split} is the same text as {Split.VALID}, so it was not scored again")
             yield step, split, *scored
             continue
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype)) if per_token else None
