@@ -183,7 +183,7 @@ def test_a_cache_is_not_inside_of_a_run(tmp_path):
         (f"{work}/cache", f"{tmp_path}/link"),
         ("gs://b/run/cache", "gs://b/run"),
     ):
-        with pytest.raises(UserError, match="--compilation_cache must be outside"):
+        with pytest.raises(UserError, match="the compilation cache must be outside"):
             check_outside(named, [None, run])
     for named, run in ((None, work), ("off", work), (f"{work}2", work), ("gs://b/run", "/gs/b")):
         check_outside(named, [None, run])
@@ -209,6 +209,18 @@ def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     assert (first, second) == (["2"], ["hit", "2"])
     assert list((tmp_path / "txl_jax" / "compilation").rglob("*-cache"))
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_a_program_refuses_a_cache_in_its_workdir(tmp_path, monkeypatch, capsys, by_flag):
+    cache = str(tmp_path / "run" / "cache")
+    words = [f"--compilation_cache={cache}"] if by_flag else []
+    if not by_flag:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
+    monkeypatch.setattr(sys, "argv", ["program", f"--workdir={tmp_path / 'run'}", *words])
+    with programs.own_flags(), pytest.raises(SystemExit, match="1"):
+        cli.main(pytest.fail, cli.TrainedRun)
+    assert "must be outside" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("value", ["/c", "off"])

@@ -33,7 +33,7 @@ def check_outside(named: str | None, runs: Iterable[str | None]) -> None:
     for run in filter(None, runs):
         if is_remote(run) == is_remote(named):
             inside = f"{_resolved(named)}/".startswith(f"{_resolved(run)}/")
-            wanted = f"--compilation_cache must be outside of {run}, because code is loaded from it"
+            wanted = f"the compilation cache must be outside of {run}, because code is loaded from it"
             require(not inside, f"{wanted}, got {named}. Pass another directory.")
 
 
