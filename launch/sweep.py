@@ -55,7 +55,7 @@ _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
 _KEYS = ("program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs")
 _NOTES = "sweep.json"  # Values of a run, how its last process ended, and the seconds of all of them.
 _STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (-number, 128 + number)]
-# Each run is a process with a directory, and all are checked before the first: this many take about a minute (6.7 ms each).
+# Each run has a process and a directory. All are checked before the first: this many take a minute (6.7 ms each).
 MAX_RUNS = 10_000
 MAX_NAME_BYTES = 200  # File systems allow 255, and temporary names beside a directory are longer than its own.
 _DIGEST_LETTERS = 12  # At the end of a shortened name. Of 10,000 names two are alike with a chance of 2e-7.
