@@ -50,6 +50,11 @@ class Plan(cli.WatchPlan, cli.TextPlan):
     )
     to: str | None = setting(None, "For --mode=split: new workdir for the member.", path=True)
 
+    @property
+    def trains(self) -> bool:
+        """Whether the ensemble in the workdir is trained."""
+        return self.mode is Mode.TRAIN
+
 
 def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains the members, or splits one off."""

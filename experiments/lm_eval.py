@@ -24,7 +24,12 @@ class Plan(cli.Plan):
     model_path: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
     ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
     tasks: tuple[str, ...] = setting((), "The harness's tasks and groups, or paths of YAML files.", required=True)
-    include_path: str | None = setting(None, "Directory with YAML files of more tasks.", path=True)
+    include_path: str | None = setting(
+        None,
+        "Directory with YAML files of more tasks. They may name functions in Python files there, which are run.",
+        path=True,
+        loads_code=True,
+    )
     num_fewshot: int | None = setting(None, "Examples in the context. By default the task's own number.", at_least=0)
     limit: float | None = setting(None, "Documents per task: a number, or a fraction below 1. By default all.")
     batch_size: int = setting(8, "Documents scored or continued in parallel.", at_least=1)

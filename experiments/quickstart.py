@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 import zlib
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -124,13 +124,14 @@ class Plan(cli.TimedPlan):
 
     workdir: str = setting("runs/quickstart", "Directory of the run.", path=True)
 
+    caches_compiled: ClassVar[bool] = True
+
 
 def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains, compares, draws, prints a sample and what to try next."""
     if is_remote(plan.workdir):
         raise UserError(f"--workdir must be a local directory, which also stores the text, got {plan.workdir}")
     prepared = os.path.join(plan.workdir, "prepared")
-    cli.keep_compiled(cache_dir=prepared, given=plan.compilation_cache)
     with Run.open(plan.workdir) as run:
         config = plan.keep_steps(job.config(run), job, run)
         run.compare(config)

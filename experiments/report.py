@@ -53,8 +53,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     storage.make_folder(plan.out)
     columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
-    if len({run.measure for run in runs}) > 1:
-        print("no figure: some runs have bpc and others ppl, which one axis cannot show. Compare their bits per byte.")
+    if len(measures := {run.measure for run in runs}) > 1:
+        different = " and others ".join(sorted(measures))
+        print(f"no figure: some runs have {different}, which one axis cannot show. Compare their bits per byte.")
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
     storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())

@@ -38,7 +38,8 @@ def in_colab() -> bool:
 def open_folder(name: str, *, drive: bool) -> Path:
     """Creates the directory for a notebook's runs, in Colab with `drive` in My Drive, and returns its absolute path.
 
-    `name` is relative to the current directory or to My Drive. Compiled functions are cached in the directory.
+    `name` is relative to the current directory or to My Drive. Compiled functions are cached, but not there: code must
+    not come with a directory that is passed on.
     """
     parent = Path.cwd()
     if drive and in_colab():
@@ -48,7 +49,7 @@ def open_folder(name: str, *, drive: bool) -> Path:
         parent = DRIVE / "MyDrive"
     folder = (parent / expand_home(name)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    keep_compiled(cache_dir=str(folder))
+    keep_compiled()
     return folder
 
 

@@ -11,7 +11,9 @@ import functools
 import math
 import os
 import random
+import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from txl_jax.errors import LogError, UserError, first_line, one_line, rephrased
+from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
 from txl_jax.runtime import storage
 from txl_jax.runtime.lock import is_held
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG = "sweep.log"
+DATABASE = "study.db"  # In --out, unless --storage names another one.
 GRACE_SECONDS = 90  # A worker that has sent no heartbeat for so long is dead.
 POLL_SECONDS, REMOTE_POLL_SECONDS = 2.0, 15.0  # Object storage is paid by the request.
 PATIENCE_SECONDS = 900.0  # With a database that is restarted, or cannot be reached.
@@ -60,8 +64,12 @@ def made(kind: str, table: Mapping[str, Any]) -> Any:
     if name == "TPESampler":
         # Otherwise it would sample near the runs in progress. A seed would make all workers sample the same values.
         arguments = {"constant_liar": True, "seed": None} | arguments
+    module = getattr(optuna, f"{kind}s")
     with rephrased(wrong, AttributeError, TypeError, ValueError):
-        return getattr(getattr(optuna, f"{kind}s"), name)(**arguments)
+        # A sweep's file names one of Optuna's classes, and nothing else that its module happens to contain.
+        if name not in module.__all__:
+            raise ValueError(f"unknown class {name!r}")
+        return getattr(module, name)(**arguments)
 
 
 def drawn(ranges: Mapping[str, Any], samples: int, seed: int) -> list[dict[str, Any]]:
@@ -77,7 +85,14 @@ def database(text: str) -> sqlalchemy.URL:
         url = sqlalchemy.make_url(text)
     if url.password or url.drivername not in ("sqlite", "postgresql"):
         raise UserError(wrong)
+    if url.drivername == "sqlite" and ("?" in text or url.database in (None, "", ":memory:")):
+        raise UserError(f"{wrong}. A path of SQLite cannot contain '?'")
     return url.set(drivername=url.drivername.replace("postgresql", "postgresql+psycopg"))
+
+
+def database_in(folder: str) -> sqlalchemy.URL:
+    """Returns the URL of the study in a directory, whatever characters its name has."""
+    return sqlalchemy.URL.create("sqlite", database=os.path.join(folder, DATABASE))
 
 
 def reason(error: BaseException) -> str:
@@ -141,12 +156,11 @@ class Worker:
     All calls that need the database are in `_step`, which is repeated as a whole if it cannot be reached.
     """
 
-    def __init__(self, sweep: "Sweep", url: str, gpus: Sequence[str | None]):
+    def __init__(self, sweep: "Sweep", place: sqlalchemy.URL, gpus: Sequence[str | None]):
         self.signal_number = 0
         self._sweep, self._free_gpus = sweep, list(gpus)
         self._was_late = self._is_waiting = False
         self._trainings: list[_Training] = []
-        place = database(url)
         if place.drivername == "sqlite":
             open(str(place.database), "a").close()  # Its error names the file.
         with rephrased("--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'", ImportError):
@@ -177,7 +191,8 @@ class Worker:
         if not finished:
             return []
         best = self._study.best_trial
-        lines = [f"best      {best.user_attrs['run']}: validation loss {best.value:.4f} nats"]
+        name = best.user_attrs["run"]
+        lines = [f"best      {name}: validation loss {best.value:.4f} nats", *self._next(name)]
         if len(finished) < _FEWEST_FOR_IMPORTANCES:
             return lines
         with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings(action="ignore"):
@@ -185,6 +200,18 @@ class Worker:
             shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
             lines += [f"matters   {share:4.0%} {name}" for name, share in shares.items()]
         return lines
+
+    def _next(self, name: str) -> list[str]:
+        """Returns lines with commands for a finished run: it trains twice as long, and it is compared with others."""
+        folder = os.path.join(self._sweep.out, name)
+        steps = run_lib.read_results(folder).get("steps")
+        if not isinstance(steps, int):  # Another worker has removed the run.
+            return []
+        place = shlex.quote(folder)
+        return [
+            f"next      python -m experiments.{self._sweep.program} --workdir={place} --train.steps={2 * steps}",
+            f"          python -m experiments.report {shlex.quote(self._sweep.out)}",
+        ]
 
     def _patiently(self, act: Callable[[], T], seconds: float) -> T:
         """Calls `act`, and retries for `seconds` or until a signal while the database is unreachable."""
@@ -329,11 +356,19 @@ class Worker:
 
 
 def _connect(sweep: "Sweep", place: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
-    # Writers of SQLite wait for each other; a call over a network that was cut ends.
-    limits = {"timeout": 60} if place.drivername == "sqlite" else {"connect_timeout": 10, "tcp_user_timeout": 60_000}
-    engine = {"poolclass": sqlalchemy.pool.NullPool, "connect_args": limits}
-    made = _Storage(str(place), engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
-    name, pruner = f"{os.path.basename(sweep.out)}-{sweep.digest}", sweep.pruner or optuna.pruners.NopPruner()
+    engine: dict[str, Any] = {"poolclass": sqlalchemy.pool.NullPool}
+    if place.drivername == "sqlite":
+        # Optuna takes a URL as text, in which some characters of a path have meanings.
+        url = "sqlite://"
+        # Writers wait for each other.
+        engine["creator"] = functools.partial(sqlite3.connect, str(place.database), timeout=60)
+    else:
+        url = str(place)
+        # A call over a network that was cut ends.
+        engine["connect_args"] = {"connect_timeout": 10, "tcp_user_timeout": 60_000}
+    made = _Storage(url, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
+    name = f"{os.path.basename(sweep.out)}-{sweep.digest}"
+    pruner = sweep.pruner or optuna.pruners.NopPruner()
     how: dict[str, Any] = {"study_name": name, "load_if_exists": True, "sampler": sweep.sampler, "pruner": pruner}
     return made, optuna.create_study(storage=made, **how)
 

@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -42,7 +43,7 @@ from txl_jax.cli.program import check_program, config_of_words
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import program_of
-from txl_jax.errors import UserError, one_line, rephrased
+from txl_jax.errors import UserError, describe_system_error, one_line, rephrased
 from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
@@ -54,6 +55,11 @@ _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
 _KEYS = ("program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs")
 _NOTES = "sweep.json"  # Values of a run, how its last process ended, and the seconds of all of them.
 _STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-number, 128 + number)]
+# Each run has a process and a directory. All are checked before the first: this many take a minute (6.7 ms each).
+MAX_RUNS = 10_000
+MAX_NAME_BYTES = 200  # File systems allow 255, and temporary names beside a directory are longer than its own.
+_DIGEST_LETTERS = 12  # At the end of a shortened name. Of 10,000 names two are alike with a chance of 2e-7.
+_OWN_FILES = (study.DATABASE, "results.csv", "means.csv")  # In --out, beside the directories of the runs.
 _RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic range"
 
 
@@ -143,6 +149,7 @@ class Sweep:
         self.sampler, self.pruner = made.get("sampler"), made.get("pruner")
         online = self.sampler is not None
         require(ranges or not online, f"[sampler] has no range to draw from in [random]. Add {_RANGE}")
+        _check_number({name: len(values) for name, values in texts.items()}, samples, online=online)
         points = study.drawn(ranges, samples, seed) if ranges else [{}]
         if online:
             points = [{name: getattr(each, end) for name, each in ranges.items()} for end in ("low", "high")]
@@ -151,9 +158,8 @@ class Sweep:
         for run in (self.run(point | each) for point in points for each in combinations):
             same = found.setdefault(run.name, run).config == run.config  # Draws may be equal.
             require(same, f"two runs are named {run.name}. Give them different names.")
-        for run, other in itertools.combinations(() if online else found.values(), 2):
-            alike = f"{run.name} and {other.name} have the same settings. Remove one of them."
-            require(run.config != other.config, alike)
+        if not online:
+            _refuse_equal(found.values())
         self.runs = {} if online else found  # All runs by name, unless they are drawn while others are trained.
         draws: dict[str, Mapping[str, Any]] = {f"draw {number}": {} for number in range(samples)}
         self.queue = draws if online else {name: run.values for name, run in found.items()}  # By places in the queue.
@@ -172,7 +178,7 @@ class Sweep:
         short = {name: end if ends.count(end) == 1 else name for name, end in zip(self.names, ends, strict=True)}
         parts = [f"{short[each]}={_as_text(value)}" for each, value in (({} if given else settings) | rounded).items()]
         settings |= rounded
-        name = re.sub(r"[^\w.,=+-]+", "_", "+".join([*filter(None, [given]), *parts])) or "base"
+        name = safe_name(given, parts)
         arguments, folder = [*self._common, *_as_flags(settings)], os.path.join(self.out, name)
         with rephrased(f"{name}: %s", ValueError):
             recorded = run_lib.Run.read(folder) if run_lib.holds_run(folder) else None
@@ -182,15 +188,70 @@ class Sweep:
         command = (sys.executable, "-m", f"experiments.{self.program}", *arguments, f"--workdir={folder}")
         return Run(name, folder, values, settings, command, config)
 
+    def _has(self, values: Mapping[str, Any]) -> bool:
+        """Returns whether a run's recorded values are of this file, and not of an earlier version of it."""
+        for name, distribution in self.space.items():
+            choices = getattr(distribution, "choices", None)
+            if name not in values or (choices is not None and values[name] not in choices):
+                return False
+        return True
+
     def write(self) -> int:
         """Writes the table of all (or all drawn) runs. Returns the exit code, 1 if a run has failed."""
         runs: Iterable[Run] = self.runs.values()
         if not runs and storage.is_dir(self.out):
             found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))
-            runs = map(self.run, filter(None, found))
+            runs = [self.run(values) for values in found if isinstance(values, dict) and self._has(values)]
         rows = [run.row(self.names) for run in runs]
         _write_table(self.names, rows, self.out)
         return int(any(row["state"].startswith("failed") for row in rows))
+
+
+def safe_name(given: Any, parts: Sequence[str]) -> str:
+    """Returns the name of a run and its directory: the name that its entry has, if any, and what differs.
+
+    A long name is cut, and ends in a digest of the whole. `sweep.json` in the directory has the values. Raises
+    `UserError` for a name that could lead out of the sweep's directory, or hide there, or be one of its files.
+    """
+    text = str(given or "")
+    require(
+        not text.startswith(".") and "/" not in text and "\\" not in text,
+        "the name of a run must not begin with a dot or contain a slash, because it names a directory in --out, got "
+        f"{text!r}",
+    )
+    name = "+".join([*filter(None, [text]), *parts])
+    name = re.sub(r"[^\w.,=+-]+", "_", name) or "base"
+    require(name not in _OWN_FILES, f"the name of a run must not be one of {', '.join(_OWN_FILES)}, got {name!r}")
+    data = name.encode()
+    if len(data) <= MAX_NAME_BYTES:
+        return name
+    digest = hashlib.sha256(data).hexdigest()[:_DIGEST_LETTERS]
+    # The cut may be inside of a letter.
+    kept = data[: MAX_NAME_BYTES - _DIGEST_LETTERS - 1].decode(errors="ignore")
+    return f"{kept}-{digest}"
+
+
+def _check_number(values: Mapping[str, int], samples: int, *, online: bool) -> None:
+    """Raises `UserError` if a sweep has too many runs. `values` is the number of values of each setting."""
+    combinations = math.prod(values.values())
+    # With a sampler the ends of the ranges are checked for each combination, and `samples` runs are trained.
+    count = max(samples, combinations) if online else samples * combinations
+    numbers = [f"{count:,} of {name}" for name, count in values.items()]
+    if samples > 1:
+        numbers.append(f"{samples:,} samples")
+    require(
+        count <= MAX_RUNS,
+        f"a sweep must have at most {MAX_RUNS:,} runs, got {count:,} ({' x '.join(numbers)}). List fewer values, or "
+        "draw them with [random].",
+    )
+
+
+def _refuse_equal(runs: Iterable[Run]) -> None:
+    """Raises `UserError` if two runs have the same settings."""
+    found: dict[ExperimentConfig, str] = {}
+    for run in runs:
+        other = found.setdefault(run.config, run.name)
+        require(other == run.name, f"{other} and {run.name} have the same settings. Remove one of them.")
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -264,12 +325,15 @@ def _as_flags(values: dict[str, Any]) -> list[str]:
 def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(_as_text, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return config_tree.format_value([_as_text(entry) for entry in value])
+    return str(value)
 
 
 def _notes(folder: str) -> dict[str, Any]:
     try:
-        return json.loads(storage.read(os.path.join(folder, _NOTES)))
+        notes = json.loads(storage.read(os.path.join(folder, _NOTES)))
+        return notes if isinstance(notes, dict) else {}
     except (FileNotFoundError, NotADirectoryError, ValueError):  # Without it the table lacks a number; no run needs it.
         return {}
 
@@ -309,8 +373,11 @@ def main(argv: Sequence[str]) -> int:
         advice = "Check --storage, and rerun the same command"
         print(f"error: the database of the study is unreachable ({study.reason(error)}). {advice}.", file=sys.stderr)
         return os.EX_TEMPFAIL
-    except (UserError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {one_line(describe_system_error(error))}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 
@@ -335,7 +402,8 @@ def _run(given: argparse.Namespace) -> int:
         print(*map(shlex.join, commands), sep="\n")
         return output.exit_code()
     storage.make_folder(sweep.out)
-    worker = study.Worker(sweep, given.storage or f"sqlite:///{sweep.out}/study.db", given.gpus or [None] * given.jobs)
+    place = study.database(given.storage) if given.storage else study.database_in(sweep.out)
+    worker = study.Worker(sweep, place, given.gpus or [None] * given.jobs)
     worker.run()
     code = sweep.write()
     print(*worker.report(), sep="\n", flush=True)

@@ -10,6 +10,8 @@ import pytest
 from support import tiny
 from txl_jax import flops, plots
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.metrics import Measure, Totals
@@ -75,6 +77,10 @@ def test_units_and_sums():
     assert text.bits_per_byte == pytest.approx(0.5) and math.isnan(total.bits_per_byte)
     assert "bpc" in text.per_token(Measure.BPC) and "bpc" not in text.per_token(Measure.PPL)
     assert text.per_token(Measure.PPL)["bits_per_token"] == pytest.approx(3)
+    of_bytes = text.per_token(Measure.BPB)
+    assert of_bytes["bits_per_byte"] == of_bytes["bpc"] == text.value(Measure.BPB) == pytest.approx(3)
+    assert text.format(Measure.BPB) == "bits per byte 3.0000" and "bits_per_byte" not in text.per_token(Measure.BPC)
+    assert ByteVocabulary.measure is Measure.BPB and CharacterVocabulary.measure is Measure.BPC
     nothing = Totals()
     assert all(map(math.isnan, (nothing.nll, nothing.bpc, nothing.perplexity)))
     assert Totals(nats=1e6, tokens=1).perplexity == math.inf

@@ -102,6 +102,14 @@ def reading(name: str) -> Iterator[None]:
         raise UserError(f"{name} cannot be read ({reason}). Copy or download it again.") from error
 
 
+def describe_system_error(error: OSError) -> str:
+    """Returns an error of the system as a sentence with a remedy, instead of "[Errno 30] ...: '...'"."""
+    if error.strerror is None:  # A library's own sentence.
+        return str(error)
+    path = error.filename or "the disk"
+    return f"cannot use {path} ({error.strerror}). Check the path, its permissions and the free space on its disk."
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, which may be long, or the name of its type."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

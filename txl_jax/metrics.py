@@ -13,7 +13,13 @@ class Measure(enum.StrEnum):
     """The measure in which a loss per token is usually reported."""
 
     BPC = "bpc"  # Bits per character.
+    BPB = "bits per byte"  # The same number, where the tokens are bytes.
     PPL = "ppl"  # Perplexity.
+
+    @property
+    def is_bits(self) -> bool:
+        """Whether it is bits per token, which records call "bpc", for characters and for bytes."""
+        return self is not Measure.PPL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +66,13 @@ class Totals:
         return self.bpc * (self.tokens / self.bytes) if self.bytes else math.nan
 
     def per_token(self, measure: Measure) -> dict[str, float]:
-        """Returns the loss in nats, bits and perplexity by their names in records. Bits of characters are also bpc."""
-        bits = {"bpc": self.bpc} if measure is Measure.BPC else {}
+        """Returns the loss in nats, bits and perplexity by their names in records.
+
+        Bits of characters are also bpc, and those of bytes bits_per_byte as well.
+        """
+        bits = {"bpc": self.bpc} if measure.is_bits else {}
+        if measure is Measure.BPB:
+            bits["bits_per_byte"] = self.bpc
         return {"loss": self.nll, **bits, "bits_per_token": self.bpc, "perplexity": self.perplexity}
 
     @property
@@ -71,7 +82,7 @@ class Totals:
 
     def value(self, measure: Measure) -> float:
         """Returns the value of a measure."""
-        return self.bpc if measure is Measure.BPC else self.perplexity
+        return self.bpc if measure.is_bits else self.perplexity
 
     def format(self, measure: Measure) -> str:
         """Formats a measure and its value.
@@ -86,4 +97,4 @@ def format_score(value: float, measure: Measure) -> str:
     """Formats a measure and its value. A perplexity above 1e9 becomes ">1e9"."""
     if measure is Measure.PPL and value > _MOST_PERPLEXITY:
         return "ppl >1e9"
-    return f"{measure} {value:.{4 if measure is Measure.BPC else 2}f}"
+    return f"{measure} {value:.{4 if measure.is_bits else 2}f}"

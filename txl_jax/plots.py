@@ -14,7 +14,7 @@ from txl_jax.metrics import Measure
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import AnyPath, write
 
-UNITS = {Measure.BPC: "bits per character", Measure.PPL: "perplexity"}
+UNITS = {Measure.BPC: "bits per character", Measure.BPB: "bits per byte", Measure.PPL: "perplexity"}
 
 
 def can_draw() -> bool:

@@ -23,7 +23,7 @@ PROGRESS = re.compile(r"step \d+/|(test|with|without)\b.*%")
 STYLES = {
     r"^\$.*": "bold white",
     r"^[a-z]+ +(?=\S)|^step [\d/]+:?": "cyan",
-    r"bpc [\d.]+|best so far": "green",
+    r"bits per byte [\d.]+|best so far": "green",
     r"^Killed": "red",
 }
 

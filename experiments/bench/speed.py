@@ -53,7 +53,9 @@ class Plan(cli.Plan):
     )
     warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=1)
     peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel or the authors' PyTorch code.")
-    peer_path: str | None = setting(None, f"With --peer=original: a clone of {peers.REPOSITORY}.", path=True)
+    peer_path: str | None = setting(
+        None, f"With --peer=original: a clone of {peers.REPOSITORY}.", path=True, loads_code=True
+    )
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:

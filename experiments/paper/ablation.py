@@ -9,7 +9,8 @@ its row, and then scored on the validation split at each of --lengths and at the
 training. As in the paper, "init" is the score at the attention length of training, "best" the best
 score at any length, and the length next to it the shortest that reaches it. The scores can take
 longer than the training: pass few --lengths and a large --eval.batch_size. To resume, rerun the
-same command. It writes ablation.md, a table with the paper's numbers, and ablation.json.
+same command. It writes ablation.md, a table with the paper's numbers, ablation.csv with the scores
+of each run, and ablation.json with those at every length.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
+from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Interrupted, score_with_line
 from txl_jax.runs.train import train_run
@@ -38,7 +40,7 @@ from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, read, write, write_json
 
 # Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
-_TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005}
+_TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005, Measure.BPB: 0.0005}
 
 
 class Table(enum.StrEnum):
@@ -197,7 +199,7 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores the unfinished runs. Writes ablation.md and ablation.json into `plan.out` after each run.
+    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
 
     Returns the scores by row, one per seed. After `Interrupted` the same call resumes.
     """
@@ -264,7 +266,7 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
-    """Writes ablation.json and ablation.md of the scores so far. Returns the page. The first row is the baseline."""
+    """Writes ablation.json, .csv and .md of the scores so far. Returns the page. The first row is the baseline."""
     measure, path = corpus.vocabulary.measure, os.path.join(plan.out, "ablation")
     facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
     facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}
@@ -274,6 +276,9 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
         for seed, score in zip(plan.seeds, scores, strict=False)
     ]
     write_json(f"{path}.json", {**facts, "scores": records})
+    columns = ("row", "seed", "init", "best", "length")
+    in_columns = [{name: record[name] for name in columns} for record in records]
+    write(f"{path}.csv", csv_file(columns, in_columns))
     test_text = ", on the test split" if plan.table == Table.LM1B else ""
     caption = (
         f"The models of table {plan.table} on {corpus.description}: validation {measure.value}, mean over seeds "

@@ -1,19 +1,21 @@
 """Attention weights of a trained run: figures 5, 6 and 7 of the paper.
 
     python -m experiments.paper.attention --workdir=runs/mine
-    python -m experiments.paper.attention --workdir=runs/mine --positions=4000,5210
+    python -m experiments.paper.attention --workdir=runs/mine --heads=0.1,3.2 --positions=4000,5210
 
 It writes to --out average.png, the mean attention of every head to each distance (figure 5),
-heads-T.png, the weights of three heads for the query at token T (figure 6), terms-T.png, the terms
+heads-T.png, the weights of some heads for the query at token T (figure 6), terms-T.png, the terms
 (a), (b) and (d) of the first of them, each with its own softmax (figure 7), attention.md with the
-tokens, and all arrays. It draws the heads with the largest mean distance. Lengths are
---eval.segment_len, --eval.mem_len and --eval.clamp_len, with batch size 1 and same_length,
-so that every query attends to A keys. Queries whose memory is not full yet are omitted from the average.
+tokens, attention.json with the numbers of these heads, and attention.npz with the arrays of all.
+By default it draws the three heads with the largest mean distance. Lengths are --eval.segment_len,
+--eval.mem_len and --eval.clamp_len, with batch size 1 and same_length, so that every query attends
+to A keys. Queries whose memory is not full yet are omitted from the average.
 """
 
 import dataclasses
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -38,24 +40,43 @@ from txl_jax.runs.score import Split, progress_bar
 from txl_jax.runs.weights import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.output import say
-from txl_jax.runtime.storage import make_folder, write
+from txl_jax.runtime.storage import make_folder, write, write_json
 
-_DRAWN_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
+_DEFAULT_HEADS = 3  # Heads of figures 6 and 7, as in the paper.
 _TOP_TOKENS = 12  # Tokens that are listed per head.
 _TERMS = {"a": "(a) content", "b": "(b) content and distance", "d": "(d) distance"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TrainedRun):
-    """The split, and the queries that are drawn."""
+    """The split, and the heads and queries that are drawn."""
 
     split: Split = setting(Split.VALID, "Split that is read.")
     tokens: int | None = setting(None, "Number of tokens that are read. none reads the whole split.", at_least=1)
+    heads: tuple[str, ...] = setting(
+        (), f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance."
+    )
     positions: tuple[int, ...] = setting((), "Tokens whose queries are drawn. If empty, the last.")
     out: str | None = setting(None, "Directory of plots and arrays. If none, attention in the workdir.", path=True)
 
+    @property
+    def layer_heads(self) -> list[tuple[int, int]]:
+        """The heads as (layer, head)."""
+        pairs = []
+        for text in self.heads:
+            layer, head = text.split(".")
+            pairs.append((int(layer), int(head)))
+        return pairs
+
+    def validate(self) -> None:
+        """Raises `UserError` if a setting is out of range, or a text does not name a head."""
+        super().validate()
+        # Nine digits are enough, and Python refuses to read thousands of them.
+        are_pairs = all(re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", head) for head in self.heads)
+        require(are_pairs, f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}")
+
     def check(self, config: ExperimentConfig) -> None:
-        """Raises `UserError` if the model has no relative attention to a memory."""
+        """Raises `UserError` if the model has no relative attention to a memory, or lacks one of the heads."""
         model = config.model
         has_terms = model.network is Network.TRANSFORMER_XL and encoding_of(model).has_four_terms
         needed = "These plots need relative attention with the terms (a) to (d)"
@@ -64,6 +85,9 @@ class Plan(cli.TrainedRun):
         config.expect(config.train.mem_len and config.eval.mem_len, "train.mem_len eval.mem_len", without)
         across = "It must be none, because the window of these plots crosses document ends"
         config.expect(config.data.reset_at is None, "data.reset_at", across)
+        wanted = f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}"
+        for layer, head in self.layer_heads:
+            require(layer < model.n_layer and head < model.n_head, f"{wanted}, got {layer}.{head}")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -106,7 +130,8 @@ def draw(
         average, queries = _read(parts, params, tokens[: last + 1], first, positions, show)
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
-    _write(folder, average, queries, tokens, corpus, {"step": int(step), "split": plan.split})
+    heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
+    _write(folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split})
     print(f"results   {folder}  in {environment.duration(time.monotonic() - began)}")
     return average
 
@@ -212,16 +237,19 @@ def _write(
     folder: str,
     average: np.ndarray,
     queries: Sequence[Query],
+    heads: Sequence[tuple[int, int]],
     tokens: np.ndarray,
     corpus: Corpus,
     facts: dict[str, Any],
 ) -> None:
     """Writes the arrays, the mean distances of the heads, lists of the tokens with the largest weights, and plots."""
     distances, labels = mean_distances(average), [_labels(query, tokens, corpus) for query in queries]
-    heads, described = widest(average, _DRAWN_HEADS), environment.describe()
+    described = environment.describe()
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
     lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
     lines += [f"{described['device']}, {described['date']}.", ""]
+    chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
+    record: dict[str, Any] = {"text": corpus.description, **facts, **described, "heads": chosen, "queries": []}
     for query, shown in zip(queries, labels, strict=True):
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
@@ -229,15 +257,21 @@ def _write(
         end = corpus.vocabulary.decode(before).decode(errors="replace")
         lines += [f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n"]
         rows = []
+        largest = []
         for head in heads:
             row = query.probabilities[head]
-            top = (f"`{shown[d]}` ({d}: {row[d]:.2f})" for d in np.argsort(-row, kind="stable")[:_TOP_TOKENS])
+            strongest = np.argsort(-row, kind="stable")[:_TOP_TOKENS].tolist()
+            top = (f"`{shown[d]}` ({d}: {row[d]:.2f})" for d in strongest)
             rows.append([_name(head), f"{distances[head]:.1f}", ", ".join(top)])
+            weights = [{"distance": d, "token": shown[d], "probability": float(row[d])} for d in strongest]
+            largest.append({"layer": head[0], "head": head[1], "weights": weights})
+        record["queries"].append({"position": int(query.position), "largest_weights": largest})
         columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
         lines += [*environment.table(columns, rows), ""]
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     write(os.path.join(folder, "attention.npz"), data.getvalue())
+    write_json(os.path.join(folder, "attention.json"), record)
     write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
     if not plots.can_draw():
         return

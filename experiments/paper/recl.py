@@ -5,8 +5,8 @@ r"""Relative effective context length (RECL) of a group of models: appendix C an
 
 The runs must have the same vocabulary. The text is the first run's, or from --data_dir. Each
 scored token is predicted from exactly c tokens, encoded from an empty memory, for every c.
---stride=s scores only every s-th token. It writes recl.md (table 8), recl.json (all gains),
-gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to resume,
+--stride=s scores only every s-th token. It writes recl.md (table 8), recl.json and recl.csv (all
+gains), gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to resume,
 rerun the same command.
 """
 
@@ -25,6 +25,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.sliding_window import context_losses, positions
 from txl_jax.metrics import Totals
+from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
 from txl_jax.runs.weights import load_to_score
@@ -81,9 +82,13 @@ class Plan(cli.TextPlan):
             len(names) == len(self.workdirs),
             f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
         )
-        for name in names:  # They name directories in --out.
-            is_plain = name == os.path.basename(name) and name not in ("", ".", "..")
-            require(is_plain, f"the name of a model must be the name of a directory, got {name!r}. Pass --names.")
+        # Each name is the name of a directory in --out.
+        are_names = all(name and not name.startswith(".") and "/" not in name for name in names)
+        require(
+            are_names,
+            "names must not be empty, begin with a dot or contain a slash, because each names a directory in --out, "
+            f"got {', '.join(map(repr, names))}",
+        )
         require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
         require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
@@ -101,7 +106,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 def compare(
     runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[int | None]]:
-    """Scores the unfinished lengths and writes recl.json, recl.md and two plots into `plan.out`.
+    """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
 
     Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
     finished scores are kept.
@@ -245,8 +250,10 @@ def _write_results(
     ]
     shared = {field.name for field in dataclasses.fields(cli.TextPlan)}
     own = {name: value for name, value in dataclasses.asdict(plan).items() if name not in shared}
-    results = {"plan": own, "recl": lengths, measure.value: means, "gains": steps}
+    unit = "bpc" if measure.is_bits else str(measure)
+    results = {"plan": own, "recl": lengths, unit: means, "gains": steps}
     write_json(os.path.join(folder, "recl.json"), {**facts, **results})
+    write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
     rows = [
         [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
         for name, found in lengths.items()

@@ -10,6 +10,7 @@ import enum
 import os
 import re
 import runpy
+from typing import Any
 
 import pytest
 from absl import flags
@@ -44,6 +45,7 @@ PROGRAMS = [name for folder in HEADINGS for name in programs_in(folder) if uses_
 
 # Values for plans that check theirs, by program and setting: typed ones, and those of a flagfile.
 CHOSEN = {
+    "experiments.paper.attention": {"heads": ("0.1", "1.0")},
     "experiments.paper.recl": {"lengths": (7, 29, 4)},
     "experiments.bench.device": {
         "tasks": ("evaluation",),
@@ -58,6 +60,7 @@ CHOSEN = {
     "experiments.bench.speed": {"tasks": ("evaluation",), "peer": "original"},
 }
 IN_FILE = {
+    "experiments.paper.attention": {"heads": ("1.1",)},
     "experiments.paper.recl": {"lengths": (5, 30, 5)},
     "experiments.bench.device": {"tasks": ("training",), "paths": ("stored",), "tiles": ("4x4",)},
     "experiments.bench.estimate": {
@@ -111,7 +114,7 @@ class Started:
     job: cli.Job
     config: ExperimentConfig | None
     flags: set[str]  # The project's own.
-    compiled_in: dict[str, str | None]  # The arguments of `keep_compiled`.
+    compiled_in: dict[str, Any]  # The arguments of `keep_compiled`.
 
 
 @pytest.fixture
@@ -122,8 +125,8 @@ def compiled_in(monkeypatch, tmp_path):
     """
     found = {}
 
-    def keep_compiled(data_dir, cache_dir, *, given):
-        found.update(data_dir=data_dir, cache_dir=cache_dir, compilation_cache=given)
+    def keep_compiled(named, *, by_default):
+        found.update(named=named, by_default=by_default)
 
     monkeypatch.setattr(program, "keep_compiled", keep_compiled)
     monkeypatch.setattr(program, "check_file", lambda data: None)
@@ -227,18 +230,22 @@ def test_each_typed_flag_arrives(declare, start, name):
     if options.get("config"):
         assert_same(found.config, config_with(options, settings))
     assert found.flags == known, "each flag has a value here"
-    names = ("data_dir", "cache_dir", "compilation_cache")
-    assert found.compiled_in == {name: getattr(found.plan, name, None) for name in names}
+    assert found.compiled_in == {
+        "named": found.plan.compilation_cache,
+        "by_default": hasattr(found.plan, "data_dir") or name == "experiments.quickstart",
+    }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start, tmp_path, name):
     """The file gives every flag a value, and every second flag is typed as well, with another."""
     kind, options = declare(name)
-    typed = every_second(second_values(kind, chosen=CHOSEN.get(name), start_at=100))
+    code = {leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.loads_code}
+    values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
+    typed = every_second(values) | {name: values[name] for name in code}  # A file may not set these.
     values = second_values(kind, chosen=IN_FILE.get(name), start_at=200)
     values = unlike(kind, values, typed)
-    lines = as_flags(kind, values)
+    lines = as_flags(kind, {name: value for name, value in values.items() if name not in code})
     words = as_flags(kind, typed)
     if options.get("config"):
         typed_settings = every_second(second_values(ExperimentConfig, start_at=1000))

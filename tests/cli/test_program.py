@@ -1,6 +1,8 @@
-"""Tests `main` by programs of the tests: plans, configs, exit codes, compilation cache, and the flags of configs."""
+"""Tests `main` by programs of the tests: plans, configs, exit codes, and the flags of configs."""
 
 import dataclasses
+import errno
+import json
 import os
 import re
 import subprocess
@@ -16,7 +18,7 @@ from support import ON_PATH, ROOT, drawn_run, programs, runs
 from support.encoded_text import data_config, own_text
 from txl_jax import cli
 from txl_jax.cli import flag_tree, other_hosts, program, setting
-from txl_jax.cli.program import exit_code_for, guarded, keep_compiled
+from txl_jax.cli.program import exit_code_for, guarded
 from txl_jax.config import (
     COMPAT_PRESETS,
     CorpusName,
@@ -33,8 +35,8 @@ from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.published import default_data
-from txl_jax.errors import CheckpointError, RemoteProcessError, UserError
-from txl_jax.runs.run import Run, TextInfo
+from txl_jax.errors import CheckpointError, RemoteProcessError, UserError, describe_system_error
+from txl_jax.runs.run import Run, TextInfo, recorded_folders
 from txl_jax.runs.score import Interrupted
 from txl_jax.runtime import distributed, stop
 
@@ -92,7 +94,7 @@ def test_the_config_is_the_flags_over_the_defaults(start, capsys):
     assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
     words = ["--from=x", "--flagfile=small", "--train.steps=50"]
     assert start(*words, run=lambda plan, job: job.config() and None, config=defaults)[0] == 0
-    assert "--optimizer.warmup_steps was 100 and is now 5" in capsys.readouterr().out, "a study prints its notes"
+    assert "optimizer.warmup_steps is 5 instead of 100" in capsys.readouterr().out, "a study prints its notes"
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
@@ -211,7 +213,7 @@ def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path
     assert {name: getattr(first.model, name) for name in SIZES} == SIZES
     assert first.train == preset("small").train and first.optimizer == preset("small").optimizer
     [note] = notes
-    assert all(f"--model.{name} was" in note for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"))
+    assert all(f"model.{name} is" in note for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"))
     with pytest.raises(UserError, match=r"model\.n_layer is 4 instead of 1\. Omit"):
         built("--flagfile=small", "--model.n_layer=4")
     (tmp_path / "mine.flags").write_text("--compat=ours\n--model.layer_norm=pre\n--model.cutoffs=2\n")
@@ -268,7 +270,7 @@ def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp
 def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tmp_path):
     for words in (["--flagfile=small"], []):
         config, notes = config_in(*words, "--train.steps=100")
-        assert config.optimizer.warmup_steps == 10 and "warm-up" in notes[-1] and "100 and is now 10" in notes[-1]
+        assert config.optimizer.warmup_steps == 10 and "warm-up" in notes[-1] and "is 10 instead of 100" in notes[-1]
         assert config_in(*words, "--train.steps=105")[0].optimizer.warmup_steps == 100
     assert config_in("--flagfile=small", "--optimizer.warmup_steps=100", "--train.steps=100")[0] == 1
     # A run that gets more steps keeps the warm-up that it had.
@@ -277,6 +279,29 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tm
         longer, notes = config_in("--flagfile=small", f"--train.steps={steps}")
         assert longer == config_tree.replace(config, {"train.steps": steps}) and len(notes) == 1
     assert config_in("--optimizer.warmup_steps=7")[0].optimizer.warmup_steps == 7
+
+
+def test_a_note_about_a_recorded_warm_up_reads_forwards(config_in, tmp_path):
+    recorded = config_tree.replace(preset("small"), {"optimizer.warmup_steps": 3, "data.file": str(tmp_path / "text")})
+    runs.record(tmp_path / "new", recorded, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
+    config, [note] = config_in("--flagfile=small")
+    assert config.optimizer.warmup_steps == 3
+    assert note == "the recorded run's warm-up is kept: optimizer.warmup_steps is 3 instead of 100"
+
+
+def test_an_error_names_where_settings_come_from_that_nobody_typed(config_in, tmp_path, capsys):
+    (tmp_path / "mine.flags").write_text("--train.segments_per_call=5\n--train.steps=100\n")
+    flagfile = f"--flagfile={tmp_path / 'mine.flags'}"
+    assert config_in(flagfile, "--train.steps=1")[0] == 1
+    err = capsys.readouterr().err
+    assert f"(train.segments_per_call comes from {tmp_path / 'mine.flags'}, line 1)" in err
+    typed = ["--train.segments_per_call=5", "--train.steps=1", "--optimizer.warmup_steps=0"]
+    assert config_in(flagfile, *typed)[0] == 1
+    assert "comes from" not in capsys.readouterr().err
+    assert config_in("--optimizer.weight_decay=0.1", "--optimizer.name=adam", "--model.n_layer=1")[0] == 1
+    assert "comes from" not in capsys.readouterr().err
+    assert config_in("--optimizer.weight_decay=0.1", "--model.n_layer=1")[0] == 1
+    assert "(optimizer.name comes from the defaults)" in capsys.readouterr().err
 
 
 def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
@@ -302,10 +327,10 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
         assert found == ([named.split()] if named else [])
 
 
-def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, tmp_path, monkeypatch):
-    """Also the folder of compiled programs. On another machine they may not exist."""
+def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_of_them(start, tmp_path, monkeypatch):
+    """On another machine they may not exist. A flag counts more. Compiled functions are not in them at all."""
     kept = []
-    monkeypatch.setattr(program, "keep_compiled", lambda *folders, **given: kept.append(folders))
+    monkeypatch.setattr(program, "keep_compiled", lambda *named, **options: kept.append((named, options)))
     there = [tmp_path / "there", tmp_path / "there" / "prepared"]
     info = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes(), *map(str, there))
     runs.record(tmp_path / "run", ExperimentConfig(data=own_text(file="a")), info)
@@ -313,7 +338,7 @@ def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, 
 
     def folders(*words):
         code, (plan, _) = start(f"--workdir={tmp_path / 'run'}", *words, plan=program.TrainPlan)
-        assert code == 0 and kept.pop() == (plan.data_dir, plan.cache_dir)
+        assert code == 0 and kept.pop() == ((None,), {"by_default": True})
         return plan.data_dir, plan.cache_dir
 
     here = str(tmp_path / "data")
@@ -322,8 +347,20 @@ def test_folders_that_were_not_given_are_those_of_the_run_in_the_workdir(start, 
     assert folders() == tuple(map(str, there))
     assert folders("--data_dir=data") == (here, None)
     assert folders("--cache_dir=x") == (str(there[0]), str(tmp_path / "x"))
+    for words in (["--mode=eval"], ["--mode=score"], ["--mode=generate"], ["--mode=score", "--input=a"]):
+        assert folders(*words) == (here, None), words
     (tmp_path / "run" / "config.json").write_text("{")
     assert folders() == (here, None)
+
+
+def test_a_relative_folder_in_a_record_is_none_of_this_machine(tmp_path, monkeypatch):
+    """Records have absolute ones. The current directory is not the one that they meant."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here = {"data_dir": str(tmp_path), "cache_dir": str(tmp_path / "cache")}
+    for recorded, found in ((here, here), ({"data_dir": ".", "cache_dir": "cache"}, {})):
+        (tmp_path / "config.json").write_text(json.dumps({"text": recorded}))
+        assert recorded_folders(tmp_path) == found
 
 
 # Errors
@@ -353,7 +390,8 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
     monkeypatch.setattr(other_hosts, "SECONDS_TO_NAME", 0)
     assert (exit_code_for(error) == other_hosts.LOST == 75) is lost
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and (err == f"error: {error}\n") is not lost
+    said = describe_system_error(error) if type(error) is ConnectionResetError else error
+    assert err.startswith("error: ") and (err == f"error: {said}\n") is not lost
 
 
 @pytest.mark.parametrize(
@@ -399,79 +437,39 @@ def test_one_that_is_lost_at_the_end_is_reported_unless_a_mistake_was(monkeypatc
     assert ended == [1]
 
 
-@pytest.mark.parametrize("error", [UserError("lengths is 0; give more"), FileNotFoundError(2, "No such file", "a.txt")])
-def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, error):
+READ_ONLY = OSError(errno.EROFS, "Read-only file system", "/mnt/report")
+
+
+@pytest.mark.parametrize(
+    ("error", "printed"),
+    [
+        (UserError("lengths is 0; give more"), "lengths is 0; give more"),
+        (FileNotFoundError(2, "No such file", "a.txt"), "cannot use a.txt (No such file). "),
+        (READ_ONLY, "cannot use /mnt/report (Read-only file system). Check the path"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot use the disk (No space left on device). "),
+        (OSError("a library's own sentence"), "a library's own sentence"),
+    ],
+)
+def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, error, printed):
     with pytest.raises(SystemExit, match="1"), guarded():
         raise error
-    assert capsys.readouterr().err == f"error: {error}\n"
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {printed}") and line.count("\n") == 1 and "Errno" not in line
     with pytest.raises(ValueError, match="shapes"), guarded():
         raise ValueError("shapes differ")
     assert capsys.readouterr().err == ""
 
 
-# The compilation cache
+def test_errors_name_flags_by_the_short_names_that_the_command_has(start, capsys):
+    def fail(plan, job):
+        raise UserError("pass --data.tokenizer.kind=byte, not --data.tokenizer.kinds or --data.tokenizer.kind.x")
 
-
-@pytest.fixture
-def kept_in(monkeypatch):
-    """Returns the folder that `keep_compiled` sets, or None; this process keeps its own cache."""
-
-    def kept_in(*arguments, already=None, processes=1, **more):
-        found = []
-        values = {**jax.config.values, "jax_compilation_cache_dir": already}
-        config = mock.Mock(values=values, update=lambda name, value: found.append(value))
-        monkeypatch.setattr(program, "jax", mock.Mock(config=config))
-        monkeypatch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
-        keep_compiled(*arguments, **more)
-        return found[0] if found else None
-
-    return kept_in
-
-
-def test_where_compiled_programs_are_kept(kept_in):
-    for arguments, folder in (
-        ({"data_dir": "/a"}, "/a/prepared/compilation/"),
-        ({"data_dir": "/a", "cache_dir": "/b"}, "/b/compilation/"),
-        ({"data_dir": "/a", "given": "/c"}, "/c/"),
-        ({"given": "gs://bucket/c"}, "gs://bucket/c/"),
-        ({"given": "/c", "already": "/of/the/user", "processes": 2}, "/c/"),
-        ({"data_dir": "/a", "given": "off"}, None),
-        ({"data_dir": "/a", "given": ""}, None),
-        ({"data_dir": "gs://bucket/a"}, None),
-        ({"data_dir": "/a", "already": "/of/the/user"}, None),
-        ({"data_dir": "/a", "processes": 2}, None),
-        ({}, None),
-    ):
-        found = kept_in(**arguments)
-        assert (found is None) is (folder is None)
-        assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
-
-
-def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert kept_in(given=str(tmp_path / "file" / "inner")) is None
-    line = capsys.readouterr().out
-    assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
-    assert kept_in(str(tmp_path / "a-typo")) and os.listdir(tmp_path) == ["file"]
-
-
-COMPILE = """
-import jax
-from txl_jax import cli
-from txl_jax.cli import program
-jax.monitoring.register_event_listener(lambda name, **_: "cache_hits" in name and print("hit"))
-program._MIN_COMPILE_SECONDS = 0
-cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
-"""
-
-
-@pytest.mark.full
-def test_a_second_start_reads_what_the_first_compiled(tmp_path):
-    command = [sys.executable, "-c", COMPILE, f"--data_dir={tmp_path}"]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
-    first, second = (subprocess.check_output(command, env=kept, cwd=ROOT, text=True).split() for _ in range(2))
-    assert (first, second) == (["2"], ["hit", "2"])
-    assert list((tmp_path / "prepared" / "compilation").rglob("*-cache"))
+    aliases = {"tokenizer": "data.tokenizer.kind"}
+    assert start("--from=x", run=fail, config=ExperimentConfig(), aliases=aliases)[0] == 1
+    shown = "pass --tokenizer=byte, not --data.tokenizer.kinds or --data.tokenizer.kind.x"
+    assert capsys.readouterr().err == f"error: {shown}\n"
+    assert start("--from=x", run=fail, config=ExperimentConfig())[0] == 1
+    assert "pass --data.tokenizer.kind=byte" in capsys.readouterr().err
 
 
 # Flags that are made from the config tree, and how a command line becomes a config

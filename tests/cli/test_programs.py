@@ -88,15 +88,20 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
 
 
 @pytest.mark.full
-def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path):
-    """Lists in place of one file; and the folder of the ids is that of the run, not one in the current folder."""
+def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path, monkeypatch):
+    """Lists in place of one file; and the folder of the ids is not that of the run, which is only read."""
     (tmp_path / "other.txt").write_text("four three two one " * 50)
     flags = [f"--data.{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
-    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags)
-    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
+    recorded = Path(trained_on["cache_dir"]) / "tokens"
+    before = sorted(recorded.iterdir())
+    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags, f"--cache_dir={tmp_path}")
+    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
     assert trained_on["description"] in out and "949" in out, "both texts are named"
-    assert len(list((Path(trained_on["cache_dir"]) / "tokens").glob("text-*"))) == 2
+    assert sorted(recorded.iterdir()) == before and len(list((tmp_path / "tokens").glob("text-*"))) == 1
+    monkeypatch.chdir(tmp_path)
+    succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}")
+    assert not (tmp_path / "data").exists(), "its own ids are found where they are"
 
 
 @pytest.mark.full
@@ -154,7 +159,7 @@ def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path
     flags = [*programs.TINY, *SHORT, f"--data.file={packed}", *folders]
     for more in ([], ["--tokenizer=word"]):
         code, _, err = run("text", *flags, *more)
-        assert code == 1 and "gzip" in err and "--data.tokenizer.kind=byte" in err and not (tmp_path / "run").exists()
+        assert code == 1 and "gzip" in err and "--tokenizer=byte" in err and not (tmp_path / "run").exists()
     succeed("text", *flags, "--tokenizer=byte")
     succeed("text", *flags)  # The run's own record says so from then on.
 

@@ -3,8 +3,10 @@
 import collections
 import functools
 import hashlib
+import io
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -99,6 +101,68 @@ def test_what_changes_the_tokens_is_another_store(poem, tmp_path, read):
     (tmp_path / "train").write_text("another text\n")
     read(own_text(**poem))
     assert len(stores(tmp_path / "cache")) == len(changes) + 2
+
+
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def resealed(store):
+    """Writes the sizes and digests of a store's files again, as somebody who changed them would."""
+    path = store / "store.json"
+    summary = json.loads(path.read_text())
+    files = [file for file in store.iterdir() if file != path]
+    summary["bytes"] = {file.name: file.stat().st_size for file in files}
+    summary["sha256"] = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    path.write_text(json.dumps(summary))
+
+
+def test_a_strangers_cache_is_only_read_and_its_ids_are_not_copied(poem, tmp_path):
+    config = own_text(kind=Tokenizer.WORD, **poem)
+    theirs, mine = str(tmp_path / "theirs"), str(tmp_path / "mine")
+    trained = read_corpus(config, "nowhere", theirs)
+    before = content(theirs)
+    expected = texts(trained)
+
+    def use(config=config, cache=mine):
+        return read_corpus(config, "nowhere", cache, vocabulary=trained.vocabulary, read_only_cache=theirs)
+
+    used = use()
+    assert used.train.filename == trained.train.filename and texts(used) == expected
+    assert not os.path.exists(mine) and used.cache_dir == mine
+    (tmp_path / "other").write_text("the cow sat\n" * 40)
+    use(own_text(kind=Tokenizer.WORD, file=str(tmp_path / "other")))
+    assert len(stores(mine)) == 1 and content(theirs) == before
+
+    # Ids that are corrupted, or are no ids although their digests fit, are made again in the user's own cache.
+    [name] = stores(theirs)
+    store = Path(theirs, "tokens", name)
+    corrupted = bytes(byte ^ 1 for byte in before[Path("tokens", name, "train.npy")])
+    objects = io.BytesIO()
+    np.save(objects, np.array([{}], object), allow_pickle=True)
+    floats = io.BytesIO()
+    np.save(floats, np.ones((2, 2)))
+    for number, (data, seals) in enumerate(((corrupted, False), (objects.getvalue(), True), (floats.getvalue(), True))):
+        (store / "train.npy").write_bytes(data)
+        if seals:
+            resealed(store)
+        own = str(tmp_path / f"own-{number}")
+        assert texts(use(cache=own)) == expected and len(stores(own)) == 1
+        assert (store / "train.npy").read_bytes() == data
+
+
+def test_records_of_a_stranger_serve_with_their_own_ids_alone(tmp_path, miniatures):
+    """Else their content would be encoded as the published corpus, where the user's next training finds it."""
+    arrange(tmp_path, CorpusName.PTB)
+    config, data = default_data(CorpusName.PTB), str(tmp_path / "data")
+    trained = read_corpus(config, data, str(tmp_path / "theirs"))
+    options = {"vocabulary": trained.vocabulary, "read_only_cache": str(tmp_path / "theirs")}
+    used = read_corpus(config, "nowhere", str(tmp_path / "mine"), **options)
+    assert used.train.filename == trained.train.filename and not (tmp_path / "mine").exists()
+    shutil.rmtree(tmp_path / "theirs" / "tokens")
+    own = read_corpus(config, data, str(tmp_path / "mine"), **options)
+    assert texts(own) == texts(trained)
+    assert (tmp_path / "mine" / "tfds").is_dir() and not (tmp_path / "theirs" / "tokens").exists()
 
 
 def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):

@@ -44,7 +44,7 @@ def options_of_text(**recorded):
 OF_TRAINED_RUN = {
     "workdir": ("/c", {"read.path": "/c"}),
     "ensemble_member": ("seed=2", {"read.member": "seed=2"}),
-    **options_of_text(cache_dir=None),
+    **options_of_text(read_only_cache=None),
 }
 OF_WATCHING = {
     "profile_steps": ((2, 3), {"train_run.profile_steps": (2, 3)}),
@@ -140,10 +140,8 @@ SCENES = [
                 {
                     "open.path": "/c",
                     "read_corpus.cache_dir": "/c/prepared",
-                    "keep_compiled.cache_dir": "/c/prepared",
                 },
             ),
-            "compilation_cache": ("off", {"keep_compiled.given": "off"}),
             **MINUTES,
         },
     ),
@@ -244,6 +242,7 @@ SCENES = [
                 },
             ),
             "tokens": (30, {"count": 30, "_read.positions": (29,)}),
+            "heads": (("0.1", "1.0"), {"_write.heads": [(0, 1), (1, 0)]}),
             "positions": ((20, 25), {"_read.positions": (20, 25)}),
             "out": ("/c", {"make_folder.folder": "/c", "_write.folder": "/c"}),
         },
@@ -253,7 +252,7 @@ SCENES = [
         plan_starts.start_recl,
         recl.Plan(workdirs=("/w", "/v"), lengths=(4, 8, 2), out="/o"),
         {
-            **options_of_text(cache_dir=None),
+            **options_of_text(read_only_cache=None),
             "workdirs": (("/w", "/c"), {"read": ["/w", "/c"]}),
             "names": (("x", "y"), {"make_folder.folder": "/o/losses/x"}),
             "lengths": ((6, 9, 3), {"context_losses.scored": [9, 10], "context_losses.context": 6}),

@@ -20,6 +20,7 @@ from launch import study, sweep
 from support import ON_PATH, ROOT, calls, processes, sweep_worker
 from support.sweep_worker import FILE, check_each_trained_once, folders, starts
 from support.waiting import wait_until
+from txl_jax.errors import UserError
 
 GRID = FILE + "[grid]\nseed = [1, 2]\noptimizer.learning_rate = [1e-3, 2e-3]\n"
 
@@ -74,11 +75,26 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
     assert trials(out)[0].intermediate_values[20] == trials(out)[0].value
     printed = capsys.readouterr().out
     assert re.search(r"(?m)^best +seed=1\+learning_rate=0\.001: .*\b1\.06", printed)
+    assert re.search(r"(?m)^next +python -m experiments\.\w+ --workdir=\S*/seed=1\+learning_rate=0\.001 ", printed)
     assert re.search(r"(?m)^matters +\d+% seed$", printed) and "| 0.002 | ppl " in printed and "| 2 |" in printed
     assert len(results(out)) == 4
     assert run(out, GRID) == 0 and states(out) == {"COMPLETE": 4}, "the same command finds nothing to do"
     shutil.rmtree(out / "seed=2+learning_rate=0.001")
     assert run(out, GRID) == 0 and [starts(folder) for folder in folders(out)] == [[0]] * 4, "a folder was removed"
+
+
+def test_the_database_is_in_the_directory_whatever_its_name(tmp_path):
+    """A URL of SQLite ends at a question mark, and Optuna fills in what is between braces."""
+    out = tmp_path / "a?b#c 50% {x}"
+    out.mkdir()
+    (tmp_path / "sweep.toml").write_text(FILE + "[grid]\nseed = [1]\n")
+    made = sweep.Sweep(tmp_path / "sweep.toml", str(out))
+    assert study.Worker(made, study.database_in(str(out)), [None])._queue()
+    assert (out / "study.db").stat().st_size > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, "sweep.toml"]
+    for url in ("sqlite://", "sqlite:///:memory:", f"sqlite:///{out}/study.db"):
+        with pytest.raises(UserError, match="--storage must be"):
+            study.database(url)
 
 
 @pytest.mark.full
@@ -244,7 +260,7 @@ def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free
     out.mkdir()
     (out.parent / "sweep.toml").write_text(FILE + "[grid]\nseed = [1]\n")
     made = sweep.Sweep(out.parent / "sweep.toml", str(out))
-    worker = study.Worker(made, f"sqlite:///{out}/study.db", [None])
+    worker = study.Worker(made, study.database_in(str(out)), [None])
     assert worker._queue()
     trial = worker._study.ask(made.space)
     if ended is not None:
@@ -298,7 +314,7 @@ def test_workers_that_start_together_share_one_study(out):
     (out.parent / "sweep.toml").write_text(GRID)
     made = sweep.Sweep(out.parent / "sweep.toml", str(out))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: study.Worker(made, f"sqlite:///{out}/study.db", [None]), range(4)))
+        list(pool.map(lambda _: study.Worker(made, study.database_in(str(out)), [None]), range(4)))
     assert trials(out) == []
 
 

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 
 from launch import sweep
 from support import programs, recorded_run, runs
@@ -94,6 +95,8 @@ def test_values_become_flags_after_the_flagfile(write):
         ("[random]\nsamples = 3\n", r"no range"),
         ("[sampler]\nname = 'TPESampler'\n[grid]\nseed = [1]\n", r"sampler.*no range"),
         ("[sampler]\nname = 'Tpe'\n[grid]\nseed = [1]\n", r"sampler.*'Tpe'"),
+        ("[sampler]\nname = '__dir__'\n[grid]\nseed = [1]\n", r"sampler.*unknown class '__dir__'"),
+        ("[sampler]\nname = 'nsgaii'\n[grid]\nseed = [1]\n", r"sampler.*'nsgaii'"),
         ("[pruner]\nname = 'MedianPruner'\nsteps = 3\n[grid]\nseed = [1]\n", r"pruner.*'steps'"),
         (SAMPLED + "[grid]\ntrain.steps = [3]\n", r"train\.steps\D*\b3\b"),
         ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"random\.samples\b.*\b0\b"),
@@ -131,6 +134,56 @@ def test_mistakes_on_the_command_line_too(write, capsys, words, named):
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [".", "..", ".hidden", "../up", "a/b", "/root", "a\\b", "study.db", "results.csv"])
+@pytest.mark.parametrize("more", ["", "[grid]\nseed = [1, 2]\n"])
+def test_no_name_of_a_run_leads_out_of_the_directory(write, capsys, name, more):
+    path = write(f"{more}[[runs]]\nname = '{name}'\ntrain.mem_len = 8\n")
+    code = sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", "--dry_run"])
+    out, err = capsys.readouterr()
+    if code == 0:  # A file's name with something behind it is another name.
+        assert more and "." in name
+        assert {Path(line.split("--workdir=")[1]).parent for line in out.splitlines()} == {path.parent / "out"}
+    else:
+        assert code == 2 and "name of a run" in err and not out
+
+
+def test_long_names_are_cut_and_stay_different(write):
+    names_of = names(write('[[runs]]\nname = "' + "é" * 150 + '"\n[grid]\nseed = [1, 2]\n'))
+    assert len(set(names_of)) == 2
+    for name in names_of:
+        assert sweep.MAX_NAME_BYTES - 1 <= len(name.encode()) <= sweep.MAX_NAME_BYTES
+        assert re.fullmatch(r"é+-[0-9a-f]{12}", name)
+    assert sweep.safe_name("x" * 200, []) == "x" * 200
+    assert sweep.safe_name("x" * 201, []) != sweep.safe_name("x" * 202, [])
+
+
+def test_commas_and_quotation_marks_in_lists_arrive(write):
+    texts = ['War, and "Peace".txt', "b.txt"]
+    lists = "".join(f"data.{split} = {json.dumps(texts)}\n" for split in ("train", "valid", "test"))
+    base = TINY.replace('data.file = "WORK/words.txt"\n', lists)
+    assert base != TINY
+    [run] = read(write("[grid]\nseed = [1]\n", base=base))
+    assert [Path(path).name for path in run.config.data.train] == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("[grid]\nseed = {0}\ntrain.mem_len = {0}\nmodel.d_inner = {0}\n", "1,000,000"),
+        ("[random]\nsamples = 10001\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", "10,001"),
+        ("[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] }\n[grid]\nseed = {0}\n", "10,100"),
+        (SAMPLED.replace("samples = 2", "samples = 20000"), "20,000"),
+    ],
+)
+def test_too_many_runs_are_refused_before_they_are_made(write, capsys, monkeypatch, text, count):
+    monkeypatch.setattr(sweep.study, "drawn", None)
+    monkeypatch.setattr(sweep.Sweep, "run", None)
+    path = write(text.replace("{0}", str(list(range(1, 101)))))
+    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
+    err = capsys.readouterr().err
+    assert "10,000 runs" in err and f"got {count} (" in err
+
+
 @pytest.fixture
 def worker(monkeypatch):
     """The arguments of the worker of a study, which trains nothing."""
@@ -139,8 +192,8 @@ def worker(monkeypatch):
     class Worker:
         signal_number = 0
 
-        def __init__(self, given, url, gpus):
-            found.update(out=given.out, runs=list(given.runs), url=url, gpus=gpus)
+        def __init__(self, given, place, gpus):
+            found.update(out=given.out, runs=list(given.runs), place=place, gpus=gpus)
 
         def run(self):
             pass
@@ -163,12 +216,12 @@ def test_each_flag_reaches_the_worker_or_the_table(write, worker, capsys, tmp_pa
     usual = {
         "out": str(tmp_path / "out"),
         "runs": ["seed=1", "seed=2"],
-        "url": f"sqlite:///{tmp_path / 'out'}/study.db",
+        "place": sqlalchemy.URL.create("sqlite", database=f"{tmp_path / 'out'}/study.db"),
     }
     assert start() == usual | {"gpus": [None]}
     assert start("--jobs=3") == usual | {"gpus": [None, None, None]}
     assert start("--gpus=4,7") == usual | {"gpus": ["4", "7"]}
-    other = {"gpus": [None], "url": "sqlite:///other.db"}
+    other = {"gpus": [None], "place": sqlalchemy.URL.create("sqlite", database="other.db")}
     assert start("--storage=sqlite:///other.db") == usual | other
     assert start(f"--out={tmp_path / 'new'}")["out"] == str(tmp_path / "new")
     for flag, printed in (("--table", "| seed=1 | "), ("--dry_run", "--seed=1")):
@@ -232,6 +285,23 @@ def test_states_are_read_from_the_folders(write):
         assert re.fullmatch(rf"{word}\D*\b0", run.end(code, 2.0, pruned=pruned)) and state().startswith(word)
     (Path(run.folder) / "sweep.json").write_text("{")
     assert state() == "not started"
+
+
+def test_notes_of_another_version_of_the_file_are_not_in_its_table(write, tmp_path, capsys):
+    """A sampler's runs are found by their notes, which others can have written."""
+    path = write(SAMPLED + "[grid]\nseed = [1, 2]\n")
+    for name, content in (
+        ("old", {"values": {"model.d_head": 1, "seed": "3"}}),
+        ("short", {"values": {"seed": "1"}}),
+        ("list", [1]),
+        ("text", {"values": "x"}),
+        ("kept", {"values": {"model.d_head": 1, "seed": "2"}}),
+    ):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "sweep.json").write_text(json.dumps(content))
+    assert "| d_head=1+seed=2 |" in printed(capsys, path, "--table")
+    with open(tmp_path / "out" / "results.csv", newline="") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["d_head=1+seed=2"]
 
 
 def record(run, config, **results):

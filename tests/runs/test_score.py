@@ -13,13 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import drawn_run, runs, tiny_model, tiny_run
-from txl_jax.config import Tokenizer
+from txl_jax.config import Tokenizer, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
 from txl_jax.runs.score import InputFormat, Interrupted, documents, evaluate_splits, open_input
+from txl_jax.runs.weights import Weights
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,32 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
         read = np.array(nats, np.float32)
         assert len(set(nats)) == len(set(read.tolist())) > 20
         assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
+
+
+def test_a_choice_of_attention_that_the_record_lacks_is_no_change_of_it(run):
+    config, _, workdir, _ = run
+    lines = []
+    longer = config_tree.replace(config, {"eval.mem_len": config.eval.mem_len + 1})
+    Weights.of(workdir, longer).build(log=lines.append)
+    assert lines == []
+
+
+def test_a_text_that_is_both_splits_is_scored_once(run, capsys, monkeypatch):
+    config, corpus, workdir, _ = run
+    same = dataclasses.replace(corpus, test=corpus.valid)
+    scored = []
+    real = score_job.score
+    monkeypatch.setattr(score_job, "score", lambda *given, **named: scored.append(1) or real(*given, **named))
+    results = evaluate_splits(config, same, workdir)
+    assert results["test"] == results["valid"] and len(scored) == 1
+    out = capsys.readouterr().out
+    assert re.search("(?m)^note +test is the same text as valid", out)
+    [valid], [test] = (re.findall(rf"(?m)^{split} (bits per byte .* tokens\))", out) for split in ("valid", "test"))
+    assert valid == test
+    totals = score_job.score_tokens(config, same, workdir)
+    assert totals["test"] == totals["valid"] and len(scored) == 2
+    lines = [Path(workdir.path, f"scores-{split}.tsv").read_bytes() for split in ("valid", "test")]
+    assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize(

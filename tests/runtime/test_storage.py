@@ -22,6 +22,7 @@ from txl_jax.data import own_text
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.published import CORPORA
 from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import lock
 from txl_jax.runtime import storage as files
 
 
@@ -263,6 +264,28 @@ def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, 
     assert pathlib.Path(local, name).read_bytes() == b"other text"
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 41)
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest != book.digest
+
+
+def test_tokens_are_written_on_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """As on some network drives. Nobody knows then whether a half-written store belongs to a process that runs."""
+
+    def flock(handle, kind):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    (tmp_path / "book.txt").write_text("one two three four\n" * 20)
+    first = read("data", tmp_path / "a", file=str(tmp_path / "book.txt"))
+    [name] = [path.name for path in (tmp_path / "a" / "tokens").glob("[!.]*")]
+    other = tmp_path / "b" / "tokens" / f"{name}.123"
+    other.mkdir(parents=True)
+    capsys.readouterr()
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    second = read("data", tmp_path / "b", file=str(tmp_path / "book.txt"))
+    assert second.train.tolist() == first.train.tolist() and other.exists()
+    assert capsys.readouterr().out.count("not locked") == 1
+    (tmp_path / ".lock").touch()
+    assert not lock.is_held(tmp_path)
+    with files.locked(tmp_path / "lock") as is_locked:
+        assert not is_locked
 
 
 @pytest.mark.full

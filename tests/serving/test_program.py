@@ -108,7 +108,7 @@ def served(monkeypatch):
 
 # A second value of each flag, and all that it changes. `Engine` takes the limits apart.
 EFFECTS = {
-    "compilation_cache": ("off", {"keep_compiled.given": "off"}),
+    "compilation_cache": ("off", {"keep_compiled.named": "off"}),
     "weight_dtype": ("int8", {"load.weight_dtype": "int8"}),
     "cache_dtype": ("bfloat16", {"load.cache_dtype": "bfloat16"}),
     "model": ("/runs/other", {"load.path": "/runs/other", "make_app.model": "other"}),

@@ -160,7 +160,6 @@ def start_split(seen, plan, changed):
 
 
 def start_quickstart(seen, plan, changed):
-    seen.keep(cli, "keep_compiled")
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
     seen.keep(quickstart, "read_corpus", CORPUS)
     seen.replace(program, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
@@ -254,6 +253,7 @@ def start_attention(seen, plan, changed):
     trained_run(seen)
     seen.replace(attention, "load_to_score", lambda *given, log: ("parts", 7, "params"))
     seen.keep(attention, "_read", ("average", "queries"))
+    seen.replace(attention, "widest", lambda average, count: [(0, 0)] * count)
     seen.keep(attention, "make_folder")
     seen.keep(attention, "_write")
     config = config_tree.replace(tiny_run.CONFIG, {"eval.same_length": True})

@@ -6,12 +6,13 @@ by its bare name: `--flagfile=enwik8_12l` is the file in `experiments/flags`, or
 same settings. The last value of a flag counts. A setting that may be None takes the word "none".
 """
 
+import contextlib
 import enum
 import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +30,7 @@ FLAGS = flags.FLAGS
 FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"  # In a clone.
 NONE = "none"
 _MOST_FLAGFILES = 100  # Of one command. Files that each include the next one twice would never end.
+_OFF = "off"  # Of the compilation cache.
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 Settings = TypeVar("Settings")
@@ -219,6 +221,39 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
         changed["compat"] = compat
     for flag, value in changed.items():
         yield _Word(f"--{flag}={format_value(value)}", f"preset {name}: ")
+
+
+def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
+    """Raises `UserError` if a flagfile sets a directory from which code is loaded: flagfiles are passed on."""
+    for leaf in config_tree.leaves(type(plan)):
+        place = places.get(flag_name(leaf), "")
+        value = config_tree.get(plan, leaf.name)
+        if leaf.setting.loads_code and place and value and value != NONE and value != _OFF:
+            raise UserError(
+                f"{place}--{leaf.name} must be typed, because code is loaded from it, got {value} in a flagfile. "
+                "Remove the line, and pass the flag on the command line."
+            )
+
+
+@contextlib.contextmanager
+def naming_places(places: Mapping[str, str], base: str) -> Iterator[None]:
+    """Adds to an error where the settings that it names come from, if the user has not typed them.
+
+    `base` is the origin of settings that no flagfile sets either.
+    """
+    try:
+        yield
+    except UserError as error:
+        known = {leaf.name for leaf in config_tree.leaves(ExperimentConfig)}
+        named = dict.fromkeys(name.rstrip(".") for name in re.findall(r"[a-z_]+(?:\.\w+)+", str(error)))
+        origins = []
+        for name in named:
+            place = places.get(name, base)
+            if name in known and place:
+                origins.append(f"{name} comes from {place.rstrip(': ')}")
+        if not origins:
+            raise
+        raise UserError(f"{error} ({'; '.join(origins)})") from error
 
 
 class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):

@@ -6,23 +6,21 @@ Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another 
 import contextlib
 import dataclasses
 import enum
-import hashlib
-import itertools
 import os
-import platform
+import re
 import shlex
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 import jax
 from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
+from txl_jax.cli.compilation_cache import check_outside, keep_compiled
 from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, WeightDType, config_tree
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.config.experiment import preset
@@ -31,7 +29,14 @@ from txl_jax.data.corpus import Corpus, read_corpus, refuse_packed
 from txl_jax.data.published import check_file, default_data, program_of
 from txl_jax.data.text import json_texts
 from txl_jax.data.vocabulary import Vocabulary
-from txl_jax.errors import NonFiniteError, RemoteProcessError, UserError, first_line, one_line
+from txl_jax.errors import (
+    NonFiniteError,
+    RemoteProcessError,
+    UserError,
+    describe_system_error,
+    first_line,
+    one_line,
+)
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run, recorded_folders
@@ -43,16 +48,17 @@ from txl_jax.runtime.checkpoint import quiet_orbax
 from txl_jax.runtime.environment import is_out_of_memory
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 from txl_jax.runtime.stop import StopRequest, act_on_notices
-from txl_jax.runtime.storage import is_remote, shorten_storage_logs
+from txl_jax.runtime.storage import shorten_storage_logs
 
 FLAGS = flags.FLAGS
 
 _SAVES_MEMORY = "Lower --train.batch_size or --eval.batch_size, or try --model.remat=full or --model.attention=tiled"
 _TRAINED = "Settings that you do not pass come from the trained run, instead of the defaults shown."
+_FOLDERS_OF_RUNS = ("workdir", "model", "model_path")  # Settings of plans.
 _WARMUP = "optimizer.warmup_steps"
+# The command's short names of flags, by which its errors name them, as its documentation does.
+_aliases: dict[str, str] = {}
 SMALL = "small"  # The preset for your own text if no sizes are set: the paper's would take months on a CPU.
-# JAX compiles dozens of functions for a run. Caching faster ones would gain little.
-_MIN_COMPILE_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +70,12 @@ class Plan(Config):
 
     compilation_cache: str | None = setting(
         None,
-        "Directory that caches compiled functions for later starts. By default 'compilation' in cache_dir, for one "
-        "process of a command that has a cache_dir. off disables the cache.",
+        "Directory that caches compiled functions for later starts. By default one per user, ~/.cache/txl_jax, for one "
+        "process of a command that reads a text. off disables the cache.",
+        loads_code=True,
     )
 
+    caches_compiled: ClassVar[bool] = False  # Whether there is a cache if no flag names one.
     stopped: ClassVar[str] = "rerun the same command to resume"  # Printed when a signal ends the command.
 
 
@@ -79,6 +87,13 @@ class TextPlan(Plan):
     cache_dir: str | None = setting(
         None, "Directory for records and token files. By default 'prepared' in data_dir.", path=True
     )
+
+    caches_compiled: ClassVar[bool] = True
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run in the workdir is trained, so that it goes on in the directories that its record names."""
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +203,11 @@ class TrainPlan(WatchPlan, TimedPlan, TextPlan):
 
     stopped: ClassVar[str] = "no scores were written"
 
+    @property
+    def trains(self) -> bool:
+        """Whether the run in the workdir is trained."""
+        return self.mode is Mode.TRAIN and self.input is None
+
 
 def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] | None = None) -> NoReturn:
     """Runs a corpus's command, with the arguments of `main`, and exits."""
@@ -196,7 +216,7 @@ def train_main(defaults: ExperimentConfig, *, aliases: Mapping[str, str] | None 
 
 def _train(plan: TrainPlan, job: "Job") -> int | None:
     """Trains a run to the end, or until a signal. Other modes use a trained run."""
-    if plan.mode is not Mode.TRAIN or plan.input is not None:
+    if not plan.trains:
         return _use_trained(plan, job)
     require(plan.out is None, f"--out must not be set with --mode=train, which writes to the workdir, got {plan.out}")
     require(
@@ -269,6 +289,8 @@ def main(
         flag_tree.define(config)
     for alias, name in (aliases or {}).items():
         flags.DEFINE_alias(alias, name)
+    _aliases.clear()
+    _aliases.update(aliases or {})
     parsed = _parse(plan, groups, takes_words)
     with guarded():
         several = None if hosts == "each" else other_hosts.announced(other_hosts.environment())
@@ -284,8 +306,11 @@ def main(
         if several:
             other_hosts.check_same(made)
         made.validate()
+        flag_tree.refuse_code(made, parsed[1])
         made = _with_recorded_folders(made, parsed[1])
-        keep_compiled(getattr(made, "data_dir", None), getattr(made, "cache_dir", None), given=made.compilation_cache)
+        named = made.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        check_outside(named, [getattr(made, name, None) for name in _FOLDERS_OF_RUNS])
+        keep_compiled(made.compilation_cache, by_default=made.caches_compiled)
         defaults = config or ExperimentConfig()
         job = Job(made, _defaults_of_corpus(defaults, FLAGS) if by_corpus else defaults, *parsed)
         try:
@@ -396,15 +421,22 @@ class Job:
         return config, self.corpus(config, run), run
 
     def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
-        """Reads the text of a config: for a trained run with its vocabulary and by default from its directories."""
+        """Reads the text of a config, for a trained run with its vocabulary.
+
+        A trained run may be a stranger's. So what is prepared in the directory that its record names is only read, and
+        what is missing there is prepared in the command's own directories.
+        """
         folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, *folders)
+        recorded = None
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
-            if "data_dir" not in self.places:  # As the run was started, unless this is another machine.
-                folders = (run.text.data_dir, self.plan.cache_dir or run.text.cache_dir)
-        return distributed.run_on_all(lambda: read_corpus(config.data, *folders, vocabulary=vocabulary))
+            if "data_dir" not in self.places:
+                recorded = run.text.cache_dir
+        return distributed.run_on_all(
+            lambda: read_corpus(config.data, *folders, vocabulary=vocabulary, read_only_cache=recorded)
+        )
 
 
 def config_of_words(
@@ -440,9 +472,13 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
 
 
 def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
-    """Returns a plan with the directories of the run in its workdir as defaults, where they exist on this machine."""
+    """Returns a plan that trains, with the directories of the run in its workdir as defaults, if on this machine.
+
+    Training goes on in these directories. Plans that only use a run may read a stranger's, and write to none that it
+    names (`Job.corpus`).
+    """
     workdir = getattr(plan, "workdir", None)
-    if not workdir or not isinstance(plan, TextPlan) or "data_dir" in places:
+    if not workdir or not isinstance(plan, TextPlan) or not plan.trains or "data_dir" in places:
         return plan
     return dataclasses.replace(plan, **{k: v for k, v in recorded_folders(workdir).items() if k not in places})
 
@@ -476,7 +512,11 @@ def _config(
 
     def use(values: Mapping[str, Any], what: str) -> ExperimentConfig:
         changed = config_tree.replace(config, values)
-        lines = itertools.starmap(config_tree.describe_change, config_tree.differences(config, changed))
+        # Nobody typed the values that yield: they are a flagfile's or the command's.
+        lines = [
+            f"{leaf.name} is {config_tree.format_value(new)} instead of {config_tree.format_value(old)}"
+            for leaf, old, new in config_tree.differences(config, changed)
+        ]
         if values and notes is not None:
             notes.append(f"{what}: {', '.join(lines)}")
         return changed
@@ -491,7 +531,9 @@ def _config(
         config = use({_WARMUP: base.optimizer.warmup_steps}, "the recorded run's warm-up is kept")
     elif warmup >= end and _WARMUP not in typed:
         config = use({_WARMUP: end // 10}, "the warm-up is a tenth of the steps")
-    config.validate()
+    usual = "the weights or the defaults" if weights is not None else "the defaults"
+    with flag_tree.naming_places(places, "the run's record" if is_recorded else usual):
+        config.validate()
     check_file(config.data)
     if weights is not None:
         warm_start.check_model(config, weights)
@@ -613,8 +655,10 @@ def exit_code_for(error: BaseException) -> int | None:
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.
                 fail(error)
-        case UserError() | OSError():
+        case UserError():
             fail(error)
+        case OSError():
+            fail(describe_system_error(error))
         case RuntimeError() | AssertionError() if "xla_bridge" in str(traceback.extract_tb(error.__traceback__)[-1:]):
             found = f"{first_line(error)}, JAX_PLATFORMS is {jax.config.values['jax_platforms'] or 'not set'}"
             fail(f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another process holds them.")
@@ -625,37 +669,7 @@ def exit_code_for(error: BaseException) -> int | None:
 
 def fail(error: BaseException | str) -> None:
     """Prints an error message to standard error, in one line, whatever names are in it."""
-    print(f"{other_hosts.prefix()}error: {one_line(str(error))}", file=sys.stderr, flush=True)
-
-
-def keep_compiled(data_dir: str | None = None, cache_dir: str | None = None, *, given: str | None = None) -> None:
-    """Enables JAX's compilation cache: a function compiled once is read from disk at the next start.
-
-    `given` is the directory, or "off". None means `compilation` in the directory of prepared text, unless the
-    environment names one (JAX_COMPILATION_CACHE_DIR) or there are multiple processes: only process 0 writes there, and
-    on GPUs the others would wait forever for its part of the autotuning. A cache that cannot be used never ends a run.
-    """
-    folder = given
-    if given is None and jax.config.values["jax_compilation_cache_dir"] is None and not distributed.is_multiprocess():
-        prepared = cache_dir or (data_dir and os.path.join(data_dir, "prepared"))
-        # Object storage is paid by the request.
-        folder = None if is_remote(prepared or "") else prepared and os.path.join(prepared, "compilation")
-    if folder in (None, "", "off", "none"):
-        return
-    if not is_remote(folder):
-        folder = nearest = os.path.abspath(os.path.expanduser(folder))
-        while not os.path.exists(nearest):  # False too where a folder above may not be entered.
-            nearest = os.path.dirname(nearest)
-        if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
-            reason = f"cannot create {folder}, because {nearest} is a file or not writable"
-            advice = "Set --compilation_cache=PATH, or off"
-            print(f"note      compiled functions are not cached: {reason}. {advice}.", flush=True)
-            return
-    # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
-    # would read programs with instructions that it lacks.
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    processor = f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
-    jax.config.update("jax_compilation_cache_dir", os.path.join(folder, processor))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    text = str(error)
+    for alias, name in _aliases.items():
+        text = re.sub(rf"--{re.escape(name)}\b(?!\.)", f"--{alias}", text)
+    print(f"{other_hosts.prefix()}error: {one_line(text)}", file=sys.stderr, flush=True)

@@ -3,10 +3,12 @@
 Flags, `--help`, config.json, the comparison on resume and the checks of single settings follow from the declaration.
 """
 
+import csv
 import dataclasses
 import difflib
 import enum
 import functools
+import io
 import operator
 import types
 import typing
@@ -37,6 +39,7 @@ class Setting:
     shapes_tokens: bool = False  # Makes the token ids of a text what they are, so that a trained run keeps it.
     shapes_params: bool = False  # Makes trained parameters what they are, so that a warm start keeps it.
     flag: bool = True  # Can be set from the command line, otherwise only in code and by presets.
+    loads_code: bool = False  # Of a program's plan: code is loaded from it, so it must be typed, not in a flagfile.
     required: bool = False  # Of a program's plan: the program cannot do without it.
     repeated: bool = False  # Of a program's plan: a list, of which each flag gives one entry, commas and all.
 
@@ -227,9 +230,15 @@ def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Formats a value as a flag takes it."""
+    """Formats a value as a flag takes it: entries of a list that contain commas or quotation marks are quoted.
+
+    >>> format_value(("War, and Peace.txt", "c.txt"))
+    '"War, and Peace.txt",c.txt'
+    """
     if isinstance(value, tuple | list):
-        return ",".join(map(str, value))
+        entries = io.StringIO()
+        csv.writer(entries, lineterminator="").writerow(map(str, value))
+        return entries.getvalue()
     return "none" if value is None else str(value)
 
 

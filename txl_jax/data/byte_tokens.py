@@ -27,7 +27,7 @@ class ByteVocabulary(Vocabulary):
     newlines: Newlines = Newlines.KEEP  # Whether newline bytes are dropped before they become tokens.
 
     kind: ClassVar[str] = "byte"
-    measure: ClassVar[Measure] = Measure.BPC
+    measure: ClassVar[Measure] = Measure.BPB
     join: ClassVar[Any] = staticmethod(lambda lines: bytes(map(int, lines)))
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ files of ready-made ids (ready_ids) -> Corpus
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,15 +21,17 @@ from txl_jax.config.config_tree import require, setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data import own_text, subwords, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary, distinct
-from txl_jax.data.published import check_file
+from txl_jax.data.published import CORPORA, check_file
 from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import SPLITS, Text, checked, file_part, packed_as, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads, unescape
 from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
+from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
+_TOKENS = "tokens"  # The directory of token stores in a cache.
 KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary, IdVocabulary)
 
 
@@ -55,7 +58,12 @@ class Corpus:
 
 
 def read_corpus(
-    config: DataConfig, data_dir: str, cache_dir: str | None = None, *, vocabulary: Vocabulary | None = None
+    config: DataConfig,
+    data_dir: str,
+    cache_dir: str | None = None,
+    *,
+    vocabulary: Vocabulary | None = None,
+    read_only_cache: str | None = None,
 ) -> Corpus:
     """Reads the text of a config.
 
@@ -64,6 +72,9 @@ def read_corpus(
         `cache_dir`.
       cache_dir: Directory of this machine for the prepared text and ids, or None for `prepared` in `data_dir`.
       vocabulary: A trained run's vocabulary, to score another text, or None for the text's own.
+      read_only_cache: The `cache_dir` that a trained run's record names, which may be a stranger's, or None. Ids in
+        this vocabulary that are prepared there, and match their digests, are used. Nothing is written to it, and
+        nothing is copied from it.
 
     Raises:
       UserError: If a config, file or archive cannot be used, a file is missing, a split has fewer than 2 tokens, or
@@ -82,7 +93,9 @@ def read_corpus(
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
-        corpus = _encoded(config, _read_text(config, files_in, cache), cache / "tokens", vocabulary)
+        other = None if vocabulary is None or is_remote(read_only_cache or "") else read_only_cache
+        found = _prepared_corpus(config, cache, Path(other), vocabulary) if other and vocabulary else None
+        corpus = found or _encoded(config, _read_text(config, files_in, cache), cache, vocabulary, other)
     for split in SPLITS:
         size = len(getattr(corpus, split))  # The first token is only an input, no target.
         needs = f"the {split} split must have at least 2 tokens, got {size} ({corpus.description})"
@@ -115,16 +128,60 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
     return prepare.read(config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout)
 
 
-def _encoded(config: DataConfig, text: Text, folder: Path, vocabulary: Vocabulary | None) -> Corpus:
-    """Returns the text as the ids of a store in `folder`, in its own vocabulary or in the one passed."""
+def _prepared_corpus(config: DataConfig, cache: Path, read_only: Path, vocabulary: Vocabulary) -> Corpus | None:
+    """Returns a published corpus whose records and ids are both in `read_only`, or None. Writes nothing.
+
+    Records of a stranger are never encoded into `cache`, where the ids would pass for those of the published corpus.
+    """
+    if config.corpus not in CORPORA or config.file:
+        return None
+    from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
+
+    if prepare.has_records(config.corpus, cache) or not prepare.has_records(config.corpus, read_only):
+        return None
+    with contextlib.suppress(UserError):  # If they are corrupted, others are prepared.
+        text = prepare.read(config.corpus, data_dir="", cache_dir=str(read_only), heldout=config.heldout)
+        store = _find_store(config, text, [read_only], vocabulary)
+        return None if store is None else _corpus(config, text, store, vocabulary)
+    return None
+
+
+def _encoded(
+    config: DataConfig, text: Text, cache: Path, vocabulary: Vocabulary | None, read_only: str | None
+) -> Corpus:
+    """Returns the text as the ids of a store in one of the caches, in its own vocabulary or in the one passed.
+
+    A new store is written to `cache`.
+    """
     settings = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
-    # The text that a run was trained on needs no second store.
-    store = token_store.find_store(text, settings, folder) if vocabulary else None
-    if vocabulary and (store is None or store.vocabulary != dumps(vocabulary)):
-        settings, store = settings | {"vocabulary": digest(vocabulary)}, None
+    store = None
+    if vocabulary is not None:
+        # The text that a run was trained on needs no second store.
+        caches = [cache, Path(read_only)] if read_only else [cache]
+        store = _find_store(config, text, caches, vocabulary)
+        settings |= {"vocabulary": digest(vocabulary)}
     store = store or token_store.open_store(
-        text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=folder
+        text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=cache / _TOKENS
     )
+    return _corpus(config, text, store, vocabulary)
+
+
+def _find_store(
+    config: DataConfig, text: Text, caches: Sequence[Path], vocabulary: Vocabulary
+) -> token_store.TokenStore | None:
+    """Returns the first whole store of a text's ids in a vocabulary, or None."""
+    saved = dumps(vocabulary)
+    as_trained = _settings(config.tokenizer, ignore_missing=True)
+    as_other_text = as_trained | {"vocabulary": digest(vocabulary)}
+    for cache in caches:
+        for settings in (as_trained, as_other_text):
+            store = token_store.find_store(text, settings, cache / _TOKENS)
+            if store is not None and store.vocabulary == saved:
+                return store
+    return None
+
+
+def _corpus(config: DataConfig, text: Text, store: token_store.TokenStore, vocabulary: Vocabulary | None) -> Corpus:
     described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
     train, valid, test = (store.splits[split] for split in SPLITS)

@@ -38,6 +38,7 @@ RECORD_BYTES = 1 << 16
 SHARD_RECORDS = 1 << 10  # Records per file: tensorflow-datasets holds a file's records in memory while it writes.
 _RECORDS_PER_BLOCK = 16  # Together a megabyte.
 _ASK_SECONDS = 3, 10  # To connect, and to answer.
+_DONE = "dataset_info.json"  # It appears with the complete directory of records, which is renamed.
 _FACTS = {  # In the order in which they are checked.
     "size": "{:,} bytes instead of {:,}",
     "tokens": "{:,} tokens (words and line ends) instead of {:,}",
@@ -53,14 +54,23 @@ def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = 
     corpus is corrupted, or if `cache_dir` cannot be written to.
     """
     corpus, folder = CORPORA[name], Path(cache_dir, "tfds").absolute()
-    records = folder / f"txl_{name}" / str(PublishedText.VERSION)
-    done = records / "dataset_info.json"  # It appears with the complete directory, which is renamed.
+    records = _records(name, folder)
+    done = records / _DONE
     if not done.is_file():
         with storage.writable(folder, what=corpus.title), storage.locked(folder / f".txl_{name}.lock"):
             if not done.is_file():  # Otherwise another process has prepared it while this one waited.
                 _prepare(name, folder, data_dir)
     with _reading_records(records):
         return _open(name, folder, records, same=heldout is Heldout.PUBLISHED)
+
+
+def has_records(name: CorpusName, cache: Path) -> bool:
+    """Returns whether the records of a corpus are in a directory of prepared text."""
+    return (_records(name, cache / "tfds") / _DONE).is_file()
+
+
+def _records(name: CorpusName, folder: Path) -> Path:
+    return folder / f"txl_{name}" / str(PublishedText.VERSION)
 
 
 def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:

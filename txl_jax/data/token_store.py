@@ -54,18 +54,36 @@ def open_store(
     """
     path = _path(text, settings, folder)
     if not _is_whole(path):
-        with storage.writable(folder, what="the tokens of the text"), storage.locked(folder / f".{path.name}.lock"):
+        with (
+            storage.writable(folder, what="the tokens of the text"),
+            storage.locked(folder / f".{path.name}.lock") as is_locked,
+        ):
             if not _is_whole(path):  # Else another process has written it while this one waited.
                 if path.exists():
                     say(f"the tokens in {path} are corrupted or outdated, and are written again")
+                if is_locked:  # Else another process may be writing them.
+                    _remove_leftovers(path)
                 _write(path, text, make_vocabulary())
     return _load(path)
 
 
 def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore | None:
-    """Returns the store that `open_store` would open, or None if it is yet to be written."""
+    """Returns the store that `open_store` would open, or None if it is yet to be written.
+
+    The directory may be a stranger's, whose digests fit and whose arrays are not ids: then it is None too.
+    """
     path = _path(text, settings, folder)
-    return _load(path) if _is_whole(path) else None
+    if not _is_whole(path):
+        return None
+    try:
+        store = _load(path)
+    except (OSError, ValueError):  # NumPy refuses other headers, and objects.
+        return None
+    arrays = list(store.splits.values())
+    if store.sentences is not None:
+        arrays.append(store.sentences)
+    are_ids = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
+    return store if are_ids else None
 
 
 def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
@@ -95,9 +113,13 @@ def _load(path: Path) -> TokenStore:
     )
 
 
-def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
-    for leftover in path.parent.glob(f"{path.name}.*"):  # Of a process that was killed: the lock is ours.
+def _remove_leftovers(path: Path) -> None:
+    """Removes what killed processes left of a store. The caller holds its lock."""
+    for leftover in path.parent.glob(f"{path.name}.*"):
         shutil.rmtree(leftover)
+
+
+def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.mkdir()
     try:

@@ -237,7 +237,7 @@ def _card(info: ModelInfo, num_parameters: int) -> str:
 
 def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
-    name = "bpc" if measure is Measure.BPC else "perplexity"
+    name = "bpc" if measure.is_bits else "perplexity"
     lines = ["## Scores", "", f"| split | {name} | nats per token | tokens |", "|---|---|---|---|"]
     rows = {label: scores[key] for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)}
     for label, row in rows.items():

@@ -50,7 +50,7 @@ class RunRecords:
 
     def scores(self, kind: str) -> list[Point]:
         """Returns the curve of the measure in the records of a kind."""
-        return self.curve(kind, {Measure.BPC: "bpc", Measure.PPL: "perplexity"}[self.measure])
+        return self.curve(kind, "bpc" if self.measure.is_bits else "perplexity")
 
     @property
     def last_step(self) -> int:

@@ -336,12 +336,22 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
 
 
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns data_dir and cache_dir of the run in a directory, if on this machine. `Run` raises a record's errors."""
+    """Returns data_dir and cache_dir of the run in a directory, if on this machine. `Run` raises a record's errors.
+
+    They are of use where the run is trained on: the record of a stranger's run may name any directory.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
-        has_cache = storage.is_dir(text["cache_dir"])  # Own text may have been read without a data_dir.
-        return {name: text[name] for name in ("data_dir", "cache_dir") if has_cache or storage.is_dir(text[name])}
+        folders = {name: text[name] for name in ("data_dir", "cache_dir")}
+        is_here = {name: _is_absolute(folder) and storage.is_dir(folder) for name, folder in folders.items()}
+        # Own text may have been read without a data_dir.
+        return {name: folder for name, folder in folders.items() if is_here["cache_dir"] or is_here[name]}
     return {}
+
+
+def _is_absolute(folder: str) -> bool:
+    """Returns whether a recorded directory is the same wherever the command is run, as all that are written are."""
+    return storage.is_remote(folder) or os.path.isabs(folder)
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:

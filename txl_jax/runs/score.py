@@ -183,8 +183,16 @@ def _score_splits(
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
     """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
     components, step, params = load_to_score(weights.config, corpus, weights, log=say)
+    scored: tuple[Totals, Any] | None = None
+    line = ""
     for split in Split:
         tokens = getattr(corpus, split)
+        if scored is not None and np.array_equal(corpus.valid, tokens):
+            scores = line.removeprefix(Split.VALID).rpartition("  in ")[0]  # Without the time.
+            print(f"{split}{scores}")
+            print(f"note      {split} is the same text as {Split.VALID}, so it was not scored again")
+            yield step, split, *scored
+            continue
         nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype)) if per_token else None
         options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
         vocabulary = corpus.vocabulary
@@ -192,6 +200,7 @@ def _score_splits(
         print(line)
         if not totals.bytes:
             note_unknown(vocabulary.count_unknown(tokens[1:]), len(tokens) - 1, "so bits per byte cannot be computed")
+        scored = totals, nats
         yield step, split, totals, nats
 
 
@@ -436,7 +445,7 @@ def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
-    perplexity = f"  {totals.format(Measure.PPL)}" if measure is Measure.BPC else ""
+    perplexity = f"  {totals.format(Measure.PPL)}" if measure.is_bits else ""
     return f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
 
 

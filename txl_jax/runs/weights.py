@@ -17,6 +17,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
+from txl_jax.ops.attention import Implementation
 from txl_jax.runs import first_contact
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
@@ -86,8 +87,12 @@ class Weights:
             lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
         )
         check_same_attention(built.attention)
-        if built.attention is not None and (recorded or built.attention.evaluation.failed):
-            line = built.attention.describe({"evaluation": str(recorded.cached)} if recorded else None)
+        # Settings that the recorded choice was not made for have none: then nothing was replaced.
+        before = None
+        if recorded is not None and isinstance(recorded.cached, Implementation):
+            before = {"evaluation": str(recorded.cached)}
+        if built.attention is not None and (before or built.attention.evaluation.failed):
+            line = built.attention.describe(before)
             if line:  # It is empty if the recorded path is used again.
                 log(f"attention: {line}")
         return built

@@ -10,8 +10,6 @@ not its own. Ages are differences of the server's times. A holder that was kille
 import contextlib
 import datetime
 import email.utils
-import errno
-import fcntl
 import json
 import os
 import secrets
@@ -80,15 +78,12 @@ class RunLock(contextlib.ExitStack):
         with contextlib.ExitStack() as stack:
             handle = stack.enter_context(open(self._path, "a+"))
             try:
-                lock_now(handle, seconds=_SECONDS_TO_LOCK)
+                missing = lock_now(handle, seconds=_SECONDS_TO_LOCK)
             except BlockingIOError as error:
                 handle.seek(0)
                 raise self._refused(f"process {handle.read().strip() or 'unknown'}") from error
-            except OSError as error:  # As on a Google Drive that is mounted in Colab.
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise
-                missing = f"because the file system has no locks ({error.strerror})"
-                self.notes.append(f"this run is not locked, {missing}: do not start it twice")
+            if missing is not None:
+                self.notes.append(f"this run is not locked, because {missing}: do not start it twice")
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()
@@ -199,7 +194,7 @@ def is_held(folder: AnyPath) -> bool:
     if not is_remote(path):
         with contextlib.suppress(FileNotFoundError), open(path) as handle:
             try:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock_now(handle, seconds=0, shared=True)
             except BlockingIOError:
                 return True
         return False

@@ -41,6 +41,8 @@ _LONGEST_PAUSE_SECONDS = 15.0
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
 _PASSING_ERRORS = re.compile("Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload")
 _DENIED = re.compile(r"Forbidden|\b40[13]\b|Access ?Denied|Unauthorized|Invalid Credentials|Anonymous caller", re.I)
+# How a file system without locks answers flock.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _FINAL_ERRORS = {  # Every other error has the number EIO.
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
@@ -394,26 +396,43 @@ def refuse_wildcards(path: AnyPath) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: AnyPath) -> Iterator[None]:
-    """Holds an exclusive lock, after waiting for a process that has it. The lock always ends with its process."""
+def locked(path: AnyPath) -> Iterator[bool]:
+    """Holds an exclusive lock, after waiting for a process that has it. The lock always ends with its process.
+
+    Yields whether there is a lock. On a file system without locks it prints a note, and the block runs without.
+    """
     with open(path, "a") as handle:
+        missing = None
         try:
-            lock_now(handle, seconds=0)
+            missing = lock_now(handle, seconds=0)
         except BlockingIOError:
             say(f"waiting   for another process, which holds the lock {path}")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        if missing is not None:
+            folder = os.path.dirname(path)
+            say(f"note      {folder} is not locked, because {missing}: do not prepare a text there twice at a time")
+        yield missing is None
 
 
-def lock_now(handle: IO[str], *, seconds: float) -> None:
-    """Locks an open file until it is closed. Raises BlockingIOError if another process has the lock all the time."""
+def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | None:
+    """Locks an open file until it is closed.
+
+    Returns None, or a clause that says why there is no lock: some network drives, such as a Google Drive that is
+    mounted in Colab, have none. Raises BlockingIOError if another process has the lock all the time.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + seconds
     while True:
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return None
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return f"the file system has no locks ({error.strerror})"
         time.sleep(0.05)
 
 

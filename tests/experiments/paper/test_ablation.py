@@ -69,6 +69,8 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
             assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
             assert score.at[score.length] <= score.best + 0.0005
     record = json.loads((tmp_path / "ablation.json").read_text())
+    header = (tmp_path / "ablation.csv").read_text().splitlines()
+    assert header[0] == "row,seed,init,best,length" and len(header) == 1 + len(record["scores"])
     assert len(record["scores"]) == 4 and record["seeds"] == [1, 2]
     least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
     beside = np.subtract(*reversed(least))

@@ -1,5 +1,7 @@
 """Tests the attention study: the weights and terms by distance, averages, what is written, and what is refused."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from experiments.paper import attention
 from experiments.paper.attention import Plan
-from support import oracles, tiny
+from support import oracles, tiny, tiny_run
 from txl_jax import plots
 from txl_jax.config import DType
 from txl_jax.modules.block import Block, LayerContext
@@ -93,6 +95,19 @@ def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
     average = draw(run, tmp_path)
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     assert (tmp_path / "attention.md").read_text().count("| layer ") == 3
+    record = json.loads((tmp_path / "attention.json").read_text())
+    heads = record["heads"]
+    assert len(heads) == 3 and heads[0]["span"] == max(head["span"] for head in heads)
+    [query] = record["queries"]
+    with np.load(tmp_path / "attention.npz") as arrays:
+        probabilities = arrays[f"probabilities_{query['position']}"]
+    for head, found in zip(heads, query["largest_weights"], strict=True):
+        row = probabilities[head["layer"], head["head"]]
+        assert (found["layer"], found["head"]) == (head["layer"], head["head"])
+        assert found["weights"][0]["probability"] == row.max() == row[found["weights"][0]["distance"]]
+    draw(run, tmp_path / "chosen", heads=("1.0",))
+    chosen = json.loads((tmp_path / "chosen" / "attention.json").read_text())
+    assert [(head["layer"], head["head"]) for head in chosen["heads"]] == [(1, 0)]
 
     # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on.
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
@@ -119,3 +134,11 @@ def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
         with pytest.raises(ValueError, match=pattern):
             draw(run, tmp_path / "a", **others)
     assert not (tmp_path / "a").exists()
+
+
+def test_heads_that_the_model_lacks_are_refused():
+    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*\b2\.0\b"):
+        Plan(heads=("2.0",)).check(tiny_run.CONFIG)
+    for text in ("1", "a.b", "1.2.3", "9" * 5000 + ".0"):
+        with pytest.raises(ValueError, match=r"heads must be layer\.head"):
+            Plan(heads=(text,)).validate()

@@ -1,5 +1,6 @@
 """Tests RECL: gains and lengths of losses made by hand, losses at exact contexts, the files, a stop, and refusals."""
 
+import csv
 import dataclasses
 import functools
 import json
@@ -102,6 +103,9 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
     record = json.loads((tmp_path / "recl.json").read_text())
     assert record["recl"] == lengths and record["tokens"] == len(range(8, 56, 3))
     assert "| ours | " in (tmp_path / "recl.md").read_text()
+    with open(tmp_path / "recl.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{name: str(value) for name, value in step.items()} for step in record["gains"]] == rows
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     monkeypatch.setattr(recl, "context_losses", None)  # Nothing is computed again.
     assert run(group, tmp_path) == lengths
@@ -117,6 +121,9 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
         run(group, tmp_path / "stopped", stop_requested=lambda: True)
     with pytest.raises(ValueError, match=r"\b1\b"):
         dataclasses.replace(PLAN, workdirs=("a",)).load_runs()
+    for name in ("..", ".hidden", "a/b", "/a"):
+        with pytest.raises(ValueError, match="slash"):
+            dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()
     with pytest.raises(ValueError, match="ours, ours"):
         dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()
     for name in ("../outside", "/outside", "..", ".", ""):  # It would lead out of --out.

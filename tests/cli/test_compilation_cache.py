@@ -1,0 +1,244 @@
+"""Tests where compiled functions are kept: code that is loaded comes from this user's own directory, or a typed one."""
+
+import os
+import stat
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import pytest
+
+from experiments import lm_eval
+from experiments.bench import speed
+from support import ROOT, programs
+from txl_jax import cli
+from txl_jax.cli import compilation_cache, program
+from txl_jax.cli.compilation_cache import check_outside, keep_compiled, user_folder, why_unsafe
+from txl_jax.config import config_tree
+from txl_jax.errors import UserError
+from txl_jax.runtime import distributed
+
+
+@pytest.fixture
+def kept_in(monkeypatch, tmp_path):
+    """Returns the folder that `keep_compiled` sets, or None; this process keeps its own cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(compilation_cache, "why_unsafe", lambda folder: None)
+
+    def kept_in(*arguments, already=None, processes=1, **more):
+        found = []
+        values = {**jax.config.values, "jax_compilation_cache_dir": already}
+        config = mock.Mock(values=values, update=lambda name, value: found.append(value))
+        monkeypatch.setattr(compilation_cache, "jax", mock.Mock(config=config))
+        monkeypatch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
+        keep_compiled(*arguments, **more)
+        return found[0] if found else None
+
+    return kept_in
+
+
+def test_where_compiled_programs_are_kept(kept_in, tmp_path):
+    named = str(tmp_path / "c")
+    usual = f"{tmp_path}/home/txl_jax/compilation/"
+    for named_by, folder in (
+        ({}, usual),
+        ({"named": named}, f"{named}/"),
+        ({"named": "gs://bucket/c"}, "gs://bucket/c/"),
+        ({"named": named, "already": "/of/the/user", "processes": 2}, f"{named}/"),
+        ({"named": named, "by_default": False}, f"{named}/"),
+        ({"named": "off"}, None),
+        ({"named": ""}, None),
+        ({"already": "/of/the/user"}, None),
+        ({"processes": 2}, None),
+        ({"by_default": False}, None),
+    ):
+        found = kept_in(**named_by)
+        assert (found is None) is (folder is None)
+        assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
+
+
+def test_the_users_own_is_in_the_home_directory(monkeypatch):
+    for xdg, home, expected in (
+        ("", "/home/me", "/home/me/.cache/txl_jax/compilation"),
+        ("relative", "/home/me", "/home/me/.cache/txl_jax/compilation"),
+        ("/scratch/me", "/home/me", "/scratch/me/txl_jax/compilation"),
+        ("", "~", None),  # As for a user of a container without an entry.
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        monkeypatch.setenv("HOME", home)
+        assert user_folder() == expected
+
+
+def test_directories_are_made_for_this_user_alone(kept_in, tmp_path):
+    before = os.umask(0o002)
+    try:
+        made = kept_in()
+    finally:
+        os.umask(before)
+    while made != str(tmp_path):
+        assert stat.S_IMODE(os.stat(made).st_mode) == 0o700, made
+        made = os.path.dirname(made)
+
+
+def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert kept_in(str(tmp_path / "file" / "inner")) is None
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_unsafe_folder_is_not_used_by_default_and_noted_if_it_was_typed(kept_in, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compilation_cache, "why_unsafe", lambda folder: f"{folder} belongs to another user")
+    assert kept_in() is None
+    assert "not cached" in capsys.readouterr().out
+    assert kept_in(str(tmp_path / "c")).startswith(f"{tmp_path}/c/")
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "--compilation_cache" in out and "another user" in out
+
+
+ME, OTHER = os.getuid(), os.getuid() + 1
+
+
+@pytest.fixture
+def owned(monkeypatch):
+    """Changes who owns a path, and its permissions, as `os.lstat` has them."""
+    changed = {}
+    real = os.lstat
+
+    def lstat(path):
+        info = real(path)
+        found = changed.get(os.fspath(path), {})
+        return SimpleNamespace(
+            st_uid=found.get("owner", info.st_uid),
+            st_gid=found.get("group", info.st_gid),
+            st_mode=found.get("mode", info.st_mode),
+        )
+
+    monkeypatch.setattr(compilation_cache.os, "lstat", lstat)
+    return changed
+
+
+def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(tmp_path, owned, monkeypatch):
+    cache = tmp_path / "home" / "cache"
+    cache.mkdir(parents=True)
+    for part in (tmp_path, tmp_path / "home", cache):
+        part.chmod(0o700)
+    assert why_unsafe(str(cache)) is None
+
+    directory = stat.S_IFDIR
+    for path, facts, is_safe in (
+        (cache, {"owner": OTHER}, False),
+        (cache, {"mode": directory | 0o777}, False),
+        (cache, {"mode": directory | stat.S_ISVTX | 0o777}, False),  # Others could add entries.
+        (cache, {"mode": directory | 0o770, "group": 99_999}, False),
+        (cache, {"mode": directory | 0o755}, True),
+        (tmp_path / "home", {"owner": OTHER}, False),
+        (tmp_path / "home", {"owner": 0}, True),
+        (tmp_path / "home", {"mode": directory | 0o777}, False),
+        (tmp_path / "home", {"mode": directory | stat.S_ISVTX | 0o777}, True),  # As /tmp.
+    ):
+        owned.clear()
+        owned[str(path)] = facts
+        assert (why_unsafe(str(cache)) is None) is is_safe, (path, facts)
+
+    # Some systems give each user a group, and let it write.
+    owned.clear()
+    owned[str(cache)] = {"mode": directory | 0o770, "group": 99_999}
+    monkeypatch.setattr(compilation_cache.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me"))
+    for name, members, is_safe in (("me", [], True), ("me", ["me", "other"], False), ("users", [], False)):
+        group = SimpleNamespace(gr_name=name, gr_mem=members)
+        monkeypatch.setattr(compilation_cache.grp, "getgrgid", lambda number, group=group: group)
+        assert (why_unsafe(str(cache)) is None) is is_safe, (name, members)
+
+
+def test_links_are_followed_to_every_directory_on_the_way(tmp_path, owned):
+    """A link of this user is fine; whoever may replace it, or anything behind it, is not."""
+    for name in ("real/cache", "middle", "home"):
+        (tmp_path / name).mkdir(parents=True, mode=0o700)
+    tmp_path.chmod(0o700)
+    (tmp_path / "middle" / "link").symlink_to("../real")
+    (tmp_path / "home" / "cache").symlink_to(tmp_path / "middle" / "link" / "cache")
+    path = str(tmp_path / "home" / "cache")
+    (tmp_path / "real").chmod(0o700)
+    assert why_unsafe(path) is None
+    for part in ("home", "home/cache", "middle", "middle/link", "real", "real/cache"):
+        owned.clear()
+        owned[str(tmp_path / part)] = {"owner": OTHER}
+        assert str(tmp_path / part) in why_unsafe(path), part
+    owned.clear()
+    (tmp_path / "loop").symlink_to("loop")
+    assert why_unsafe(str(tmp_path / "loop")) is None, "it ends"
+
+
+def test_a_cache_is_not_inside_of_a_run(tmp_path):
+    work = str(tmp_path / "run")
+    (tmp_path / "link").symlink_to(work)
+    for named, run in (
+        (work, work),
+        (f"{work}/cache", work),
+        (f"{tmp_path}/link/cache", work),
+        (f"{work}/cache", f"{tmp_path}/link"),
+        ("gs://b/run/cache", "gs://b/run"),
+    ):
+        with pytest.raises(UserError, match="the compilation cache must be outside"):
+            check_outside(named, [None, run])
+    for named, run in ((None, work), ("off", work), (f"{work}2", work), ("gs://b/run", "/gs/b")):
+        check_outside(named, [None, run])
+
+
+COMPILE = """
+import jax
+from txl_jax import cli
+from txl_jax.cli import compilation_cache
+jax.monitoring.register_event_listener(lambda name, **_: "cache_hits" in name and print("hit"))
+compilation_cache._MIN_COMPILE_SECONDS = 0
+cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
+"""
+
+
+@pytest.mark.full
+def test_a_second_start_reads_what_the_first_compiled(tmp_path):
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-c", COMPILE, f"--data_dir={tmp_path / 'data'}"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
+    kept["XDG_CACHE_HOME"] = str(tmp_path)
+    first, second = (subprocess.check_output(command, env=kept, cwd=ROOT, text=True).split() for _ in range(2))
+    assert (first, second) == (["2"], ["hit", "2"])
+    assert list((tmp_path / "txl_jax" / "compilation").rglob("*-cache"))
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_a_program_refuses_a_cache_in_its_workdir(tmp_path, monkeypatch, capsys, by_flag):
+    cache = str(tmp_path / "run" / "cache")
+    words = [f"--compilation_cache={cache}"] if by_flag else []
+    if not by_flag:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
+    monkeypatch.setattr(sys, "argv", ["program", f"--workdir={tmp_path / 'run'}", *words])
+    with programs.own_flags(), pytest.raises(SystemExit, match="1"):
+        cli.main(pytest.fail, cli.TrainedRun)
+    assert "must be outside" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["/c", "off"])
+def test_a_flagfile_brings_no_code(tmp_path, monkeypatch, capsys, value):
+    (tmp_path / "mine.flags").write_text(f"--compilation_cache={value}\n")
+    monkeypatch.setattr(sys, "argv", ["program", f"--flagfile={tmp_path / 'mine.flags'}"])
+    with programs.own_flags(), pytest.raises(SystemExit) as ended:
+        cli.main(lambda plan, job: 0, cli.TextPlan)
+    assert ended.value.code == (value != "off")
+    assert ("mine.flags, line 1: --compilation_cache must be typed" in capsys.readouterr().err) == (value != "off")
+
+
+def test_settings_that_name_code():
+    """A path from which a library imports, or that JAX loads machine code from."""
+    found = {
+        (plan.__module__, leaf.name)
+        for plan in (lm_eval.Plan, speed.Plan, program.TrainPlan)
+        for leaf in config_tree.leaves(plan)
+        if leaf.setting.loads_code
+    }
+    assert {name for _, name in found} == {"compilation_cache", "include_path", "peer_path"}

@@ -1,0 +1,175 @@
+"""JAX's compilation cache: a function compiled once is read from disk at the next start.
+
+An entry is machine code that runs in this process, and nothing vouches for it. So the directory is one per user, in
+which only that user may write, or one that the user names. A run's record or a flagfile never names it.
+"""
+
+import grp
+import hashlib
+import os
+import platform
+import pwd
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import jax
+
+from txl_jax.config.config_tree import require
+from txl_jax.runtime import distributed
+from txl_jax.runtime.storage import is_remote
+
+# JAX compiles dozens of functions for a run. Caching faster ones would gain little.
+_MIN_COMPILE_SECONDS = 0.1
+_MAX_LINKS = 40  # As many as Linux follows in one path.
+_NO_CACHE = ("", "off", "none")
+_ADVICE = "Set --compilation_cache=PATH, or off"
+
+
+def check_outside(named: str | None, runs: Iterable[str | None]) -> None:
+    """Raises `UserError` if the cache that the user names is inside of a run: code would be passed on with it."""
+    if named is None or named in _NO_CACHE:
+        return
+    for run in filter(None, runs):
+        if is_remote(run) == is_remote(named):
+            inside = f"{_resolved(named)}/".startswith(f"{_resolved(run)}/")
+            wanted = f"the compilation cache must be outside of {run}, because code is loaded from it"
+            require(not inside, f"{wanted}, got {named}. Pass another directory.")
+
+
+def _resolved(path: str) -> str:
+    return path.rstrip("/") if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+
+
+def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
+    """Enables JAX's compilation cache. A cache that cannot be used, or is not safe, is a note and never ends a run.
+
+    Args:
+      named: The directory that the user passed, or "off". None means the one that JAX_COMPILATION_CACHE_DIR names, or
+        else the user's own (`user_folder`).
+      by_default: Whether the user's own is used if none is named. With multiple processes it never is: only process 0
+        writes there, and on GPUs the others would wait forever for its part of the autotuning.
+    """
+    if named in _NO_CACHE:
+        return
+    if named is None:
+        is_set = jax.config.values["jax_compilation_cache_dir"] is not None
+        if is_set or not by_default or distributed.is_multiprocess():
+            return
+    folder = user_folder() if named is None else named
+    if folder is None:
+        _note_not_cached("the home directory is unknown")
+        return
+
+    # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
+    # would read programs with instructions that it lacks.
+    if is_remote(folder):
+        folder = os.path.join(folder, _processor())
+    else:
+        folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), _processor())
+        try:
+            _make_private(folder)
+            danger = why_unsafe(folder)
+        except OSError as error:
+            _note_not_cached(f"cannot use {folder} ({error.strerror or error})")
+            return
+        if danger is not None and named is None:
+            _note_not_cached(f"{danger}, so its content may not be yours")
+            return
+        if danger is not None:
+            print(f"note      code is loaded from --compilation_cache={named}, but {danger}", flush=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+
+
+def user_folder() -> str | None:
+    """Returns the user's own cache, $XDG_CACHE_HOME/txl_jax/compilation, or None if the home directory is unknown."""
+    parent = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(parent):  # To be ignored, says the standard.
+        parent = os.path.expanduser("~/.cache")
+    return os.path.join(parent, "txl_jax", "compilation") if os.path.isabs(parent) else None
+
+
+def why_unsafe(folder: str) -> str | None:
+    """Says which part of an existing directory's path others may change, or returns None if it is the user's alone.
+
+    The directory must be the user's. Directories and links on the way must belong to the user or the system. None of
+    them may be writable by others, except directories like /tmp, in which nobody can replace what others have made.
+    """
+    user = os.getuid()
+    system = (0, os.stat("/").st_uid)  # Inside of a container the owner of / may have another number than 0.
+    parts = list(_walked(folder))
+    for part in parts:
+        info = os.lstat(part)
+        is_last = part == parts[-1]
+        if info.st_uid != user and (is_last or info.st_uid not in system):
+            return f"{part} belongs to another user"
+        if stat.S_ISLNK(info.st_mode):
+            continue  # Its permissions mean nothing. Whoever may replace it owns it, or writes to its directory.
+        by_group = info.st_mode & stat.S_IWGRP and not _is_own_group(info.st_gid)
+        keeps_owners = info.st_mode & stat.S_ISVTX and not is_last
+        if (by_group or info.st_mode & stat.S_IWOTH) and not keeps_owners:
+            return f"other users may write to {part}"
+    return None
+
+
+def _walked(path: str) -> Iterator[str]:
+    """Yields the directories and links that lead to a path, as the system follows them, from / to the last one."""
+    reached = "/"
+    yield reached
+    names = path.split("/")
+    links = 0
+    while names:
+        name = names.pop(0)
+        if name in ("", "."):
+            continue
+        if name == "..":
+            reached = os.path.dirname(reached)
+            continue
+        part = os.path.join(reached, name)
+        yield part
+        if not os.path.islink(part):
+            reached = part
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            return
+        target = os.readlink(part)
+        names = target.split("/") + names
+        if target.startswith("/"):
+            reached = "/"
+
+
+def _is_own_group(number: int) -> bool:
+    """Returns whether a group is the user's private one: named like the user, without other members."""
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+        group = grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _make_private(folder: str) -> None:
+    """Makes a directory and its parents, if missing, for this user only. Raises OSError if it cannot be written to."""
+    missing = []
+    while not os.path.exists(folder):  # False too where a directory above may not be entered.
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise PermissionError(f"{folder} is a file or not writable")
+    for name in reversed(missing):
+        # Another process may be as fast.
+        Path(name).mkdir(mode=0o700, exist_ok=True)
+
+
+def _note_not_cached(reason: str) -> None:
+    print(f"note      compiled functions are not cached: {reason}. {_ADVICE}.", flush=True)
+
+
+def _processor() -> str:
+    """Returns a name for this machine's kind of processor and its instructions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
