@@ -77,6 +77,7 @@ class _Server(Collector):
     def __init__(self, engine: Engine, model: str, keys: Sequence[str]):
         self._engine, self._store, self._model = engine, engine.store, model
         self._vocabulary, self._limits = engine.vocabulary, engine.limits
+        self._names = protocol.TokenNames(engine.vocabulary)
         self._keys = [_digest(key) for key in keys]
         self._paths: dict[str, Any] = {}  # Of the schema.
         self._registry = registry = CollectorRegistry()
@@ -137,7 +138,8 @@ class _Server(Collector):
 
     async def complete(self, request: Request) -> Response:
         """Continues texts, as OpenAI."""
-        run = await asyncio.to_thread(CompletionRun, self._engine, request.state.body, model=self._model)
+        options: dict[str, Any] = {"model": self._model, "names": self._names}
+        run = await asyncio.to_thread(CompletionRun, self._engine, request.state.body, **options)
         run.submit(request.state.owner)
         if request.state.body.stream:
             return _Stream(run, self._seconds)
