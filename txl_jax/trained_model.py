@@ -15,7 +15,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
 from txl_jax.data.vocabulary import Vocabulary, check_ids
-from txl_jax.errors import UserError
+from txl_jax.errors import UserError, rephrased
 from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
@@ -247,6 +247,8 @@ class LanguageModel:
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop_strings):
             raise UserError(f"stop must be one or more non-empty strings, got {stop!r}")
+        with rephrased(f"stop must be text, got {stop!r} (%s)", UnicodeEncodeError):
+            "".join(stop_strings).encode()  # Half of a surrogate pair is not.
         refuse_single_text(prompts)
         given = [self._ids(prompt) for prompt in prompts]
         if seeds is not None and len(seeds) != len(given):
