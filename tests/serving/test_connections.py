@@ -20,6 +20,7 @@ HALF = b"GET /v1/models HTTP/1.1\r\nHost: local"
 WITHOUT_BODY = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
 )
+CHUNKED = WITHOUT_BODY.replace(b"Content-Length: 9", b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked")
 PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 FOREIGN, ALLOWED = "https://other.example", "https://app.example"
 ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
@@ -165,11 +166,12 @@ def test_a_body_that_is_sent_to_its_end_leaves_its_answer(port):
 
 
 def test_a_request_with_two_lengths_is_the_last_of_its_connection(port):
-    head = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with connect(port, head + b"0\r\n\r\n") as connection:
-        response = http.client.HTTPResponse(connection)
-        response.begin()
-        assert response.getheader("Connection") == "close"
+    for lengths, connected in ((b"", None), (b"Content-Length: 2\r\n", "close")):
+        head = CHUNKED.replace(b"Transfer-Encoding", lengths + b"Transfer-Encoding")
+        with connect(port, head + b"2\r\n{}\r\n0\r\n\r\n") as connection:
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert (response.status, response.getheader("Connection")) == (200, connected)
 
 
 def test_requests_that_are_refused_are_counted(port):
@@ -195,16 +197,27 @@ def test_requests_that_are_refused_are_counted(port):
     assert {status: count for status, count in new.items() if count} == dict.fromkeys((*tries, 400), 1) | {200: 1}
 
 
-@pytest.mark.parametrize(
-    "content", [b"nothing that is HTTP\r\n\r\n", PAGE[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"]
-)
-def test_strange_requests_write_no_line(port, caplog, content):
+STRANGE = {
+    "no HTTP": (b"nothing that is HTTP\r\n\r\n", 400),
+    "no body": (CHUNKED + b"zz\r\n", 400),
+    "no body, unread": (CHUNKED.replace(b"application/json", b"text/plain") + b"zz\r\n", 400),
+    "no body after the answer": (CHUNKED.replace(b"application/json", b"text/plain"), 415),
+    "websocket": (PAGE[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
+}
+
+
+@pytest.mark.parametrize(("content", "status"), STRANGE.values(), ids=STRANGE)
+def test_strange_requests_write_no_line(port, caplog, content, status):
     """Anybody could fill the log, and with advice to install other packages."""
     logger = logging.getLogger("uvicorn")  # It passes nothing on.
     logger.addHandler(caplog.handler)
     try:
         with connect(port, content) as connection:
-            assert answered(connection) in (200, 400)
+            assert answered(connection) == status
+            if status == 415:
+                connection.sendall(b"zz\r\n")
+                assert is_closed(connection)
+        assert ask(port, "/healthz")[0] == 200
     finally:
         logger.removeHandler(caplog.handler)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

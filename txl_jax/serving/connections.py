@@ -178,9 +178,18 @@ class Connection(H11Protocol):
             self._note_header(before)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
-        self._connections.count(400)
-        super().send_400_response(msg)
+        """Answers what is not HTTP, as it may be in the middle of a body."""
+        is_answered = False
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application reads that the client has left. What it still sends is dropped, without a traceback.
+            is_answered = self.cycle.response_started
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if is_answered:
+            self.transport.close()
+        else:
+            self._connections.count(400)
+            super().send_400_response(msg)
 
     def _note_header(self, before: Phase) -> None:
         """Notes whether a header is awaited whose first byte has come."""
