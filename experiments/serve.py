@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,10 @@ from txl_jax.trained_model import load
 
 _KEYS = "TXL_API_KEYS"  # Environment variable with comma-separated keys.
 _USUAL = Limits()
+# Seconds that clients have to take the answers of requests that were cut off. These answers are short.
+_SECONDS_TO_LEAVE = 2.0
+# Seconds after that until uvicorn gives up to wait for what then still runs.
+_SECONDS_TO_END = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,10 @@ class Plan(cli.StoredTypes):
     port: int = setting(8000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535)
     rows: int = setting(8, "Texts generated in parallel, each with its own KV cache.", at_least=1)
     max_request_tokens: int = setting(
-        _USUAL.tokens, "Maximum tokens per request: its prompts plus max_tokens of each choice.", at_least=1
+        _USUAL.tokens,
+        "Maximum tokens per request: its prompts (n times with echo) plus max_tokens of each choice. With logprobs, "
+        "each entry of a returned token counts too.",
+        at_least=1,
     )
     max_new_tokens: int = setting(_USUAL.new_tokens, "Maximum value of max_tokens.", at_least=1)
     max_waiting: int = setting(_USUAL.waiting, "Maximum number of choices that wait for a row.", at_least=0)
@@ -64,7 +72,10 @@ def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
     # Until it listens Ctrl-C ends it at once: an exception can be lost in a callback of XLA.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    keys = {key.strip() for key in os.environ.get(_KEYS, "").split(",")} - {""}
+    given = os.environ.get(_KEYS)
+    keys = {key.strip() for key in (given or "").split(",")} - {""}
+    no_key = f"{_KEYS} must have at least one key, got {given!r}. Set it to KEY[,KEY..], or unset it for no keys."
+    require(given is None or keys, no_key)
     require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys.")
     is_loopback = plan.host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
@@ -79,10 +90,21 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
     with rephrased("the server is not installed (%s). Run pip install '.[serve]'.", ImportError):
         import uvicorn
 
-        from txl_jax.serving.app import LOOPBACK, make_app
+        from txl_jax.serving.app import make_app
+        from txl_jax.serving.connections import ACCEPTED_AT_ONCE, QUEUE, Connections, most_connections
+        from txl_jax.serving.middleware import LOOPBACK
+    most = most_connections(plan.rows + plan.max_waiting)
+    if most < plan.rows + plan.max_waiting:
+        print(f"note      at most {most} connections, because of the limit of open files (ulimit -n)")
     engine = _engine(plan, num_keys=len(keys))
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
+    app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
+    connections = Connections(most, count=app.state.count)
+
+    def cut_off() -> None:
+        engine.cut_off()
+        loop.call_later(_SECONDS_TO_LEAVE, connections.abort)
 
     class Server(uvicorn.Server):
         """A server that cuts off running requests some time after a signal."""
@@ -93,7 +115,7 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
             """Rejects new requests. A second signal ends the running ones at once."""
             engine.refuse("the server is shutting down")
             seconds = 0.0 if self.should_exit else plan.drain_seconds
-            loop.call_soon_threadsafe(loop.call_later, seconds, engine.cut_off)
+            loop.call_soon_threadsafe(loop.call_later, seconds, cut_off)
             if not self.should_exit:  # Not printed here: the signal may have come in the midst of another print.
                 line = f"stopping  running requests have {seconds:g} s to finish, a second signal ends them now"
                 loop.call_soon_threadsafe(lambda: print(line, flush=True))
@@ -106,14 +128,18 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
         async def startup(self, sockets: Any = None) -> None:
             """Prints the address once it is open."""
             await super().startup(sockets)
+            bound.listen(QUEUE)  # uvicorn takes one number for the queue and for what is accepted at once.
             for server in self.servers:
                 host, port = server.sockets[0].getsockname()[:2]
                 print(f"listening http://{host}:{port}", flush=True)
 
-    app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
-    times = {"timeout_keep_alive": 30, "timeout_graceful_shutdown": int(plan.drain_seconds) + 30}
+    times = {
+        "timeout_keep_alive": 30,
+        "timeout_graceful_shutdown": math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE) + _SECONDS_TO_END,
+    }
+    parts: dict[str, Any] = {"http": connections.make, "ws": "none"}
     loop = asyncio.new_event_loop()
-    server = Server(uvicorn.Config(app, log_level="warning", backlog=1024, **times))
+    server = Server(uvicorn.Config(app, log_level="warning", backlog=ACCEPTED_AT_ONCE, **parts, **times))
     loop.run_until_complete(server.serve(sockets=[bound]))
     print("stopped", flush=True)
     return 1 if engine.failed or not server.started else 0
@@ -124,9 +150,10 @@ def _bind(host: str, port: int) -> socket.socket:
     what = f"cannot listen on --host={host} --port={port} (%s)"
     advice = "Choose another port, such as --port=0 for a free one, or another address of this machine"
     with rephrased(f"{what}. {advice}.", OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as on_error:
-            found = on_error.enter_context(socket.socket(family, kind))
+            # With its protocol: asyncio only sends small parts at once (TCP_NODELAY) on sockets that are known as TCP.
+            found = on_error.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
             on_error.pop_all()

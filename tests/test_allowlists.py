@@ -42,7 +42,7 @@ from txl_jax.interop import names as tensor_names
 from txl_jax.runs import run as run_lib
 from txl_jax.runs import weights
 from txl_jax.runtime import distributed, environment, lock, storage
-from txl_jax.serving import app, protocol
+from txl_jax.serving import app, middleware, protocol
 from txl_jax.training import ensemble
 
 # Pickles and files of PyTorch
@@ -557,13 +557,14 @@ def test_routes_methods_and_what_needs_no_key():
 
 def test_names_and_policy_of_the_server():
     assert set(app.LOOPBACK) == {"localhost", "127.0.0.1", "::1"}
-    assert set(app._PROBES) == {"/healthz", "/readyz"}
+    assert set(middleware.PROBES) == {"/healthz", "/readyz"}
     assert set(app._POLICY.split("; ")) == {
         "default-src 'none'",
         "script-src 'unsafe-inline'",
         "style-src 'unsafe-inline'",
         "connect-src 'self'",
         "img-src data:",
+        "frame-ancestors 'none'",
     }
 
 

@@ -309,6 +309,7 @@ def test_mistakes_are_refused():
         (lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)), r"2 rows.*1 rows"),
         (lambda model: model.generate("a prompt"), "a prompt"),
         (lambda model: model.generate(["a"], stop=["b", ""]), r"stop must be .* \['b', ''\]"),
+        (lambda model: model.generate(["a"], stop=["b", "\ud800"]), r"stop must be .*surrogates"),
         (lambda model: model.generate(["a", "b"], seeds=[1]), "2 prompts, got 1"),
     ):
         with pytest.raises(UserError, match=words):

@@ -260,6 +260,8 @@ class LanguageModel:
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop_strings):
             raise UserError(f"stop must be one or more non-empty strings, got {stop!r}")
+        with rephrased(f"stop must be text, got {stop!r} (%s)", UnicodeEncodeError):
+            "".join(stop_strings).encode()  # Half of a surrogate pair is not.
         refuse_single_text(prompts)
         given = [self._ids(prompt) for prompt in prompts]
         if seeds is not None and len(seeds) != len(given):

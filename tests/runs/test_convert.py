@@ -276,6 +276,17 @@ def test_damage_is_named(folder, tmp_path, name, damage, message):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_of_models_names_some_of_them(tmp_path):
+    for number in range(9):
+        (tmp_path / f"run{number}").mkdir()
+        if number:
+            (tmp_path / f"run{number}" / "config.json").touch()
+    with pytest.raises(UserError, match=r"contains no run") as raised:
+        txl_jax.load(tmp_path)
+    named = [number for number in range(9) if f"run{number}" in str(raised.value)]
+    assert named == [1, 2, 3, 4, 5] and str(tmp_path / "run1") in str(raised.value)
+
+
 def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
     with pytest.raises(UserError, match=r"contains no run"):
         txl_jax.load(tmp_path)

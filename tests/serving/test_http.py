@@ -139,6 +139,8 @@ MISTAKES = {
     "a long stop": ({"stop": "a" * 21}, 400, "stop"),
     "half a character as a name": (b'{"\\ud800": 1}', 400, "unknown_parameter"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', 400, "prompt"),
+    "half a character to stop at": (b'{"stop": "\\ud800"}', 400, "stop"),
+    "half a character among stops": (b'{"stop": ["x", "\\udfff"]}', 400, "stop"),
     "letters that it lacks": ({"prompt": "XYZ"}, 400, "prompt"),
     "ids out of range": ({"prompt": [1, 13]}, 400, "prompt"),
     "ids and texts": ({"prompt": [1, "a"]}, 400, "prompt"),

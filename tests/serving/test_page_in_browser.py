@@ -9,6 +9,7 @@ import pytest
 from support.http_server import ask, server
 from support.serving import SECONDS, gate
 from support.waiting import wait_until
+from txl_jax.serving.middleware import LOOPBACK
 
 pytestmark = pytest.mark.nightly(part="browser")
 SWITCHES = (
@@ -161,6 +162,17 @@ def test_a_stopped_text_and_a_lost_session_do_not_hinder_the_next_text(page, run
     wait_until(lambda: not sessions(port))
 
 
+def test_a_session_that_stays_in_use_is_an_error(page, running):
+    """As of a copy of the page in another tab, whose text is long."""
+    with writing(page, running[1]):
+        page.click("#stop")
+        write(page, "abc", max_tokens=10)
+        until(page, "document.querySelector('#state.error') !== null")
+        assert "used by another request" in page.text_content("#state")
+        assert page.input_value("#prompt") == "abc", "it can be sent again"
+    page.click("#new")
+
+
 def test_errors_are_shown(page):
     page.fill("#key", "wrong")
     write(page, "abc")
@@ -181,6 +193,40 @@ TRIES = """address => {
   ];
   return Promise.all(tries.map(([path, how]) => fetch(address + path, how).then(found => found.status, () => 0)));
 }"""
+
+
+# The answers that a page reads from an address: their texts, or the error.
+READS = """([address, key]) => {
+  const headers = {"Content-Type": "application/json", Authorization: "Bearer " + key};
+  const body = JSON.stringify({prompt: "abc", max_tokens: 5});
+  const asked = fetch(address + "/v1/completions", {method: "POST", headers, body});
+  return asked.then(found => found.text(), error => String(error));
+}"""
+
+
+def test_a_page_with_an_allowed_name_reads_its_answers(browser):
+    hosts = (*LOOPBACK, "app.example")
+    with server(keys=("secret",), hosts=hosts) as (port, _):
+        page = browser.new_page()
+        page.route("**/page", lambda route: route.fulfill(content_type="text/html", body="<title>page</title>"))
+        address = f"http://127.0.0.1:{port}"
+        for name, is_allowed in (("app.example", True), ("evil.example", False)):
+            page.goto(f"http://{name}/page")
+            assert ("text_completion" in page.evaluate(READS, [address, "secret"])) == is_allowed
+        page.goto("http://app.example/page")
+        assert "invalid_api_key" in page.evaluate(READS, [address, "wrong"])
+        page.close()
+
+
+def test_another_page_cannot_show_the_page_in_a_frame(browser, port):
+    page = browser.new_page()
+    frame = f"<iframe src='http://127.0.0.1:{port}/'></iframe>"
+    page.route("**/page", lambda route: route.fulfill(content_type="text/html", body=frame))
+    page.goto("http://evil.example/page", wait_until="load")
+    inner = page.frames[1]
+    inner.wait_for_load_state("load")
+    assert not inner.query_selector("#write")
+    page.close()
 
 
 def test_a_page_of_another_site_gets_nothing(browser):

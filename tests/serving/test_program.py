@@ -4,8 +4,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import resource
 import signal
 import socket
+import time
 import types
 
 import pytest
@@ -20,8 +22,9 @@ from support.waiting import wait_until
 from txl_jax import trained_model
 from txl_jax.cli import program
 from txl_jax.config import config_tree
-from txl_jax.serving import app, engine, rows, sessions
-from txl_jax.serving.app import LOOPBACK
+from txl_jax.errors import UserError
+from txl_jax.serving import app, connections, engine, rows, sessions
+from txl_jax.serving.middleware import LOOPBACK
 
 TEXT = b"the cat sat on the mat and the dog ran\n"
 
@@ -55,10 +58,14 @@ class Server:
 
     async def serve(self, sockets):
         assert sockets[0].getsockname()[0] == "127.0.0.1"
-        # Its seconds and what is called after them.
-        asyncio.get_running_loop().call_later = lambda *given: self.found.update(drain=given[:2])
+        # What is called later, and after how many seconds.
+        later = []
+        asyncio.get_running_loop().call_later = lambda *given: later.append(given[:2])
         self.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0)
+        [(self.found["drain"], cut_off)] = later
+        cut_off()
+        self.found["leave"] = later[1]
 
 
 USUAL = "--model=/runs/mine"
@@ -71,7 +78,9 @@ MODEL = types.SimpleNamespace(
     step=1,
 )
 ROWS = types.SimpleNamespace(row_bytes=lambda params: 1 << 20)
-ENGINE = types.SimpleNamespace(refuse=lambda message: None, cut_off="cut off", failed=False)
+ENGINE = types.SimpleNamespace(refuse=lambda message: None, cut_off=lambda: None, failed=False)
+APP = types.SimpleNamespace(state=types.SimpleNamespace(count="count"))
+CONNECTIONS = types.SimpleNamespace(make="make", abort="abort")
 
 
 @pytest.fixture
@@ -86,7 +95,9 @@ def served(monkeypatch):
         calls.keep(monkeypatch, found, engine, "Engine", ENGINE)
         calls.keep(monkeypatch, found, sessions, "SessionStore", "store")
         calls.keep(monkeypatch, found, rows, "Step", ROWS)
-        calls.keep(monkeypatch, found, app, "make_app")
+        calls.keep(monkeypatch, found, app, "make_app", APP)
+        calls.keep(monkeypatch, found, connections, "most_connections", 99)
+        calls.keep(monkeypatch, found, connections, "Connections", CONNECTIONS)
         calls.keep(monkeypatch, found, program, "keep_compiled")
         # The real one would close the streams of other loggers.
         calls.keep(monkeypatch, found, uvicorn, "Config")
@@ -122,15 +133,15 @@ EFFECTS = {
         {"make_app.hosts": (*LOOPBACK, "127.0.0.1", "a.example", "b")},
     ),
     "port": (8123, {"getaddrinfo.port": 8123}),
-    "rows": (3, {"Step.batch_size": 3}),
+    "rows": (3, {"Step.batch_size": 3, "most_connections.num_choices": 515}),
     "max_request_tokens": (1 << 20, {"limits.tokens": 1 << 20, "limits.body_bytes": 12 << 20}),
     "max_new_tokens": (77, {"limits.new_tokens": 77}),
-    "max_waiting": (5, {"limits.waiting": 5}),
+    "max_waiting": (5, {"limits.waiting": 5, "most_connections.num_choices": 13}),
     "request_seconds": (2.5, {"limits.seconds": 2.5}),
     "max_sessions": (9, {"SessionStore.limit": 9, "SessionStore.limit_per_owner": 9}),
     "max_session_gib": (0.0078125, {"SessionStore.limit": 8, "SessionStore.limit_per_owner": 8}),
     "session_seconds": (7.5, {"SessionStore.seconds": 7.5}),
-    "drain_seconds": (4.5, {"drain": (4.5, "cut off"), "Config.timeout_graceful_shutdown": 34}),
+    "drain_seconds": (4.5, {"drain": 4.5, "Config.timeout_graceful_shutdown": 10}),
 }
 
 
@@ -147,7 +158,11 @@ def test_the_usual_server_has_the_documented_limits(served):
     found = served(USUAL)
     assert (found["getaddrinfo.host"], found["getaddrinfo.port"]) == ("127.0.0.1", 8000)
     assert found["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
-    assert found["make_app.keys"] == [] and found["drain"] == (30.0, "cut off")
+    assert found["make_app.keys"] == [] and found["drain"] == 30.0
+    assert found["leave"] == (2.0, "abort")
+    assert (found["Connections.most"], found["Connections.count"]) == (99, "count")
+    assert (found["Connections.header_seconds"], found["Connections.stalled_seconds"]) == (10, 30)
+    assert (found["Config.http"], found["Config.ws"], found["Config.timeout_keep_alive"]) == ("make", "none", 30)
     assert (found["limits.seconds"], found["limits.waiting"]) == (600, 512)
     assert found["limits.new_tokens"] == 4096
     assert (found["limits.tokens"], found["limits.body_bytes"]) == (200_000, 12 * 200_000)
@@ -176,12 +191,50 @@ def test_any_host_is_accepted_only_by_a_server_at_all_addresses(served, monkeypa
     assert served(USUAL, *flags)["make_app.hosts"] == hosts
 
 
+@pytest.mark.parametrize("keys", ["", ",", " , "])
+def test_keys_of_which_there_are_none_are_an_error(monkeypatch, keys):
+    """They look as if the server needed a key."""
+    monkeypatch.setenv("TXL_API_KEYS", keys)
+    code, _, errors = programs.run("experiments.serve", USUAL)
+    assert code == 1 and "TXL_API_KEYS" in errors and repr(keys) in errors and errors.count("\n") == 1
+
+
+def test_small_parts_of_answers_are_sent_at_once():
+    """Else each answer on a kept connection waits for the client's delayed acknowledgement, 40 ms."""
+
+    async def option():
+        accepted = asyncio.get_running_loop().create_future()
+        with serve._bind("127.0.0.1", 0) as bound:
+            listening = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=bound)
+            _, client = await asyncio.open_connection(*bound.getsockname())
+            writer = await accepted
+            found = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for each in (client, writer, listening):
+                each.close()
+        return found
+
+    assert asyncio.run(option()) == 1
+
+
+@pytest.mark.parametrize(("files", "most"), [(96, 38), (1024, 966), (1 << 20, 1032), (resource.RLIM_INFINITY, 1032)])
+def test_connections_leave_files_for_the_rest(monkeypatch, files, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
+    monkeypatch.setattr(connections.os, "listdir", lambda path: ["0"] * 10)
+    assert connections.most_connections(520) == most
+
+
+def test_a_limit_of_files_that_leaves_no_connection_is_an_error(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
+    with pytest.raises(UserError, match="ulimit -n"):
+        connections.most_connections(520)
+
+
 # As a process
 
 
 @pytest.mark.full
 def test_sigterm_lets_requests_end(run, compiled):
-    server = Program(run, TXL_API_KEYS="", **compiled)
+    server = Program(run, **compiled)
     assert ask(server.port, "/v1/models")[1]["data"][0]["id"] == "mine"
     assert ask(server.port, "/v1/models", headers={"Host": "evil.example"})[0] == 421
     name = ask(server.port, "/v1/sessions", {})[1]["id"]
@@ -207,6 +260,35 @@ def test_what_takes_too_long_is_cut_off(run, compiled):
         assert server.end(signal.SIGTERM)[0] == 0
     status, answer = found.result()
     assert status == 503 and answer["error"]["code"] == "unavailable"
+
+
+@pytest.mark.full
+def test_an_answer_that_is_written_is_cut_off(run, compiled):
+    """Its choices have ended, so that the engine has nothing to end. Its client takes nothing of another answer."""
+    flags = ("--drain_seconds=0.5", "--max_request_tokens=100000000")
+    slow = "json_of = Writer.json_of; Writer.json_of = lambda *given: time.sleep(0.1) or json_of(*given)"
+    change = f"import time; from txl_jax.serving.protocol import ChoiceWriter as Writer; {slow}"
+    server = Program(run, *flags, change=change, **compiled)
+    body = {"prompt": "the cat " * 100, "n": 100, "max_tokens": 0, "echo": True, "logprobs": 5}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, stalled_client(server.port):
+        found = pool.submit(ask, server.port, "/v1/completions", body)
+        wait_until(lambda: metrics(server.port).get('txl_choices_ended_total{reason="length"}') == 100)
+        began = time.monotonic()
+        assert server.end(signal.SIGTERM)[0] == 0
+        seconds = time.monotonic() - began
+    assert found.result()[1]["error"]["code"] == "unavailable"
+    assert seconds < 15  # On a busy machine. The writing alone takes 100 s, and the other client stays.
+
+
+@contextlib.contextmanager
+def stalled_client(port):
+    """A client that asks for the page again and again, and reads nothing."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(1)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        yield
 
 
 def test_what_cannot_be_served_is_refused(run):

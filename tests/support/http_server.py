@@ -23,16 +23,29 @@ from support import ON_PATH, ROOT
 from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import make_app
+from txl_jax.serving.connections import Connections
 from txl_jax.serving.engine import Engine, Limits
+from txl_jax.serving.middleware import LOOPBACK
 
 
 @contextlib.contextmanager
-def server(*, limits: Limits | None = None, sessions: int = 8, keys=()) -> Iterator[tuple[int, Engine]]:
-    """The port of a server over the tiny model, and its engine."""
+def server(
+    *,
+    limits: Limits | None = None,
+    sessions: int = 8,
+    keys=(),
+    hosts=LOOPBACK,
+    most: int = 1000,
+    **times: float,
+) -> Iterator[tuple[int, Engine]]:
+    """The port of a server over the tiny model, and its engine. `most` and `times` are those of `Connections`."""
     # A client of a busy machine may take long to its next request.
     options = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5, "port": 0, "log_level": "warning"}
+    times = {"header_seconds": SECONDS, "stalled_seconds": SECONDS, "sweep_seconds": 0.05} | times
     with engine(store=make_store(limit=sessions), limits=limits, start=False) as made:
-        running = uvicorn.Server(uvicorn.Config(make_app(made, "tiny", keys=keys), **options))
+        application = make_app(made, "tiny", hosts=hosts, keys=keys)
+        connections = Connections(most, count=application.state.count, **times)
+        running = uvicorn.Server(uvicorn.Config(application, http=connections.make, ws="none", **options))
         thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
         thread.start()
         wait_until(lambda: (running.started and made.ready) or not thread.is_alive(), SECONDS)

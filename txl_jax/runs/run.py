@@ -32,6 +32,7 @@ FORMAT = 3  # Of config.json; raised when settings, parameters or draws change m
 MemberSettings = Sequence[Mapping[str, float]]  # What the members of an ensemble differ in; empty: a run by itself.
 
 _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
+_MOST_NAMED = 5  # Runs that an error names: they fit on a few lines, and show what to pass.
 _SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 # Settings that the choice of attention for evaluation depends on.
@@ -94,7 +95,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Reads a run, or an ensemble with all of its members, like `read`."""
         run = cls(os.fspath(path))
         run._read()
-        require(not run.is_new, f"{run.path} contains no run (no {_CONFIG}). Pass the workdir of a trained run.")
+        if run.is_new:
+            advice = "Pass the workdir of a trained run"
+            below = _runs_below(run.path)
+            if below:
+                advice += f", such as one of those in it: {', '.join(below)}"
+            raise UserError(f"{run.path} contains no run (no {_CONFIG}). {advice}.")
         return run
 
     @classmethod
@@ -333,6 +339,16 @@ def holds_run(path: str | os.PathLike[str]) -> bool:
         return storage.exists(os.path.join(path, _CONFIG))
     except OSError as error:
         raise access_error("read", path, error) from error
+
+
+def _runs_below(folder: str) -> list[str]:
+    """Returns paths of a few trained models in a local directory, by their names."""
+    if storage.is_remote(folder) or not storage.is_dir(folder):
+        return []
+    with contextlib.suppress(OSError):
+        paths = [os.path.join(folder, name) for name in storage.names(folder)]
+        return [path for path in paths if os.path.isfile(os.path.join(path, _CONFIG))][:_MOST_NAMED]
+    return []
 
 
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:

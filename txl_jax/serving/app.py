@@ -6,11 +6,11 @@ traceback.
 
 import asyncio
 import contextlib
+import difflib
 import hashlib
 import hmac
 import importlib.resources
 import logging
-import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,25 +20,26 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from txl_jax.errors import RequestError
 from txl_jax.serving import protocol
 from txl_jax.serving.completion import CompletionRun
 from txl_jax.serving.engine import Engine
+from txl_jax.serving.middleware import LOOPBACK, Counted, OwnPagesOnly, ReadsBodies, error_response
 from txl_jax.serving.sessions import Session
 from txl_jax.version import __version__
 
 _log = logging.getLogger(__name__)
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_PROBES = ("/healthz", "/readyz")  # Kubernetes asks for these by the pod's address.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_POLICY = (  # Of the page. In a frame of another site's page, a user would write without knowing.
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'"
+)
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of completions.
 _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
 
@@ -67,8 +68,15 @@ def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, key
         Route("/openapi.json", server.schema),
         Route("/", server.page),
     ]
-    handlers, middleware = {HTTPException: _http_error}, [Middleware(_OwnPagesOnly, hosts=hosts)]
-    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware)
+    middleware = [
+        Middleware(Counted, count=server.count),
+        Middleware(ReadsBodies),
+        Middleware(OwnPagesOnly, hosts=hosts),
+    ]
+    handlers = {HTTPException: _http_error}
+    app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware)
+    app.state.count = server.count  # For answers that are given without the application.
+    return app
 
 
 class _Server(Collector):
@@ -77,12 +85,17 @@ class _Server(Collector):
     def __init__(self, engine: Engine, model: str, keys: Sequence[str]):
         self._engine, self._store, self._model = engine, engine.store, model
         self._vocabulary, self._limits = engine.vocabulary, engine.limits
+        self._names = protocol.TokenNames(engine.vocabulary)
         self._keys = [_digest(key) for key in keys]
         self._paths: dict[str, Any] = {}  # Of the schema.
         self._registry = registry = CollectorRegistry()
         registry.register(self)
         self._requests = Counter("txl_requests", "Requests, by status.", ["status"], registry=registry)
         self._seconds = Histogram("txl_request_seconds", "Time of completions.", buckets=_SECONDS, registry=registry)
+
+    def count(self, status: int) -> None:
+        """Counts a request that was answered with this status."""
+        self._requests.labels(status).inc()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -115,13 +128,12 @@ class _Server(Collector):
                 found = await handle(request)
                 response = found if isinstance(found, Response) else await asyncio.to_thread(JSONResponse, found)
             except RequestError as error:
-                response = _error(error)
+                response = error_response(error)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception:  # noqa: BLE001 (clients get a sentence, and the log the traceback)
                 _log.exception("a request failed")
-                response = _error(RequestError("internal server error", status=500, code="internal"))
-            self._requests.labels(response.status_code).inc()
+                response = error_response(RequestError("internal server error", status=500, code="internal"))
             return response
 
         method = "POST" if body else method
@@ -137,7 +149,8 @@ class _Server(Collector):
 
     async def complete(self, request: Request) -> Response:
         """Continues texts, as OpenAI."""
-        run = await asyncio.to_thread(CompletionRun, self._engine, request.state.body, model=self._model)
+        options: dict[str, Any] = {"model": self._model, "names": self._names}
+        run = await asyncio.to_thread(CompletionRun, self._engine, request.state.body, **options)
         run.submit(request.state.owner)
         if request.state.body.stream:
             return _Stream(run, self._seconds)
@@ -284,56 +297,18 @@ class _Stream(StreamingResponse):
                 self._run.cancel()
 
 
-class _OwnPagesOnly:
-    """Rejects other servers' names, and a browser's requests from another server's page.
-
-    A web page of anybody can be given a name that resolves to this machine (DNS rebinding). A browser then takes this
-    server for the page's own, and only the Host header shows it. Starlette's `TrustedHostMiddleware` has neither
-    exceptions for probes nor an error that says what to do.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]):
-        self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in _PROBES:
-            headers = Headers(scope=scope)
-            host, origin = headers.get("host", ""), headers.get("origin", "")  # Only browsers send an origin.
-            page = origin.partition("://")[2]
-            if self._hosts and _name(host) not in self._hosts:
-                message = f"{host[:80]!r} is not a name of this server. If it should be, add it to --allowed_hosts."
-                app = _error(RequestError(message, status=421, code="unknown_host"))
-            elif origin and page != host and _name(page) not in self._hosts - {*LOOPBACK}:
-                message = f"pages from {origin[:80]!r} are not allowed. To allow them, add the name to --allowed_hosts."
-                app = _error(RequestError(message, status=403, code="cross_site"))
-        await app(scope, receive, send)
-
-
-def _name(address: str) -> str | None:
-    """Returns the name or IP address in "name:port" in lower case, or None if it is malformed."""
-    with contextlib.suppress(ValueError):
-        return urllib.parse.urlsplit(f"//{address}").hostname
-    return None
-
-
-def _error(error: RequestError) -> JSONResponse:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(protocol.error_json(error), status_code=error.status, headers=headers)
-
-
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Answers for paths and methods that do not exist."""
     method, path = request.method[:10], request.url.path[:80]
     if error.status_code != 405:
-        message = f"{path} does not exist. For completions, use POST /v1/completions."
-        return _error(RequestError(message, status=error.status_code, code="not_found"))
+        near = difflib.get_close_matches(path, [route.path for route in request.app.routes], n=1)
+        advice = f"Did you mean {near[0]}? " if near else ""
+        message = f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for probes /healthz."
+        return error_response(RequestError(message, status=error.status_code, code="not_found"))
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     allowed = ", ".join(sorted({name for route in matching for name in route.methods}))  # Of all routes of the path.
     message = f"{method} is not allowed for {path}, only {allowed}"
-    response = _error(RequestError(message, status=405, code="method_not_allowed"))
+    response = error_response(RequestError(message, status=405, code="method_not_allowed"))
     response.headers["Allow"] = allowed
     return response
 

@@ -1,6 +1,7 @@
 """A request on the event loop: its choices in the engine, and their pieces as one response or as a stream."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -14,23 +15,37 @@ from starlette.requests import ClientDisconnect, Request
 
 from txl_jax.errors import RequestError
 from txl_jax.serving import protocol
-from txl_jax.serving.engine import Engine, Event, Job, Piece
+from txl_jax.serving.engine import Engine, Event, Job, Piece, timed_out
 from txl_jax.serving.protocol import CompletionBody
 from txl_jax.serving.sessions import EMPTY
+
+# Threads that write whole answers. Python writes one at a time, so that more of them would gain nothing. They are not
+# the ones that parse bodies, so that other requests do not wait behind large answers.
+_WRITERS = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="answer")
 
 
 class CompletionRun:
     """The choices of one request, and their pieces on the event loop. Texts and JSON are made in other threads."""
 
-    def __init__(self, engine: Engine, body: CompletionBody, *, model: str):
-        """Does not start anything, unlike `submit`. Raises `RequestError`."""
+    def __init__(self, engine: Engine, body: CompletionBody, *, model: str, names: protocol.TokenNames):
+        """Does not start anything, unlike `submit`. `names` are the vocabulary's. Raises `RequestError`."""
         self._engine, self._body, self._events = engine, body, asyncio.Queue[tuple[int, Event]]()
         if body.model not in (None, model):
             raise protocol.unknown_model(body.model, model)
         self._prompts = protocol.prompts_of(body, engine.vocabulary, engine.limits)
-        several = (prompt for prompt in self._prompts for _ in range(prompt.n))
-        make = functools.partial(protocol.ChoiceWriter, vocabulary=engine.vocabulary, logprobs=body.logprobs)
-        self._writers = [make(index, prompt) for index, prompt in enumerate(several)]
+        self._writers: list[protocol.ChoiceWriter] = []
+        for prompt in self._prompts:
+            # Samples share the text of their prompt.
+            make = functools.partial(
+                protocol.ChoiceWriter,
+                prompt=prompt,
+                vocabulary=engine.vocabulary,
+                logprobs=body.logprobs,
+                names=names,
+                text=protocol.prompt_text(prompt, engine.vocabulary),
+            )
+            self._writers += [make(len(self._writers) + sample) for sample in range(prompt.n)]
+        self._is_cancelled = False
         name, created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
         self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
 
@@ -39,7 +54,8 @@ class CompletionRun:
 
         Raises `RequestError` if the session is unknown, the text is empty, or too many choices wait.
         """
-        self._loop, until = asyncio.get_running_loop(), time.monotonic() + self._engine.limits.seconds
+        self._loop = asyncio.get_running_loop()
+        self._until = time.monotonic() + self._engine.limits.seconds
         store, name, is_fork = self._engine.store, self._body.session, self._body.fork
         session = None if name is None or is_fork else store.begin(name, owner)
         try:
@@ -47,7 +63,7 @@ class CompletionRun:
             if not len(state.pending) and not all(len(prompt.tokens) for prompt in self._prompts):
                 raise RequestError("prompt must not be empty for an empty session", param="prompt")
             sinks = (functools.partial(self._put, number * self._body.n) for number in itertools.count())
-            self._jobs = [Job(prompt, next(sinks), until, session, state) for prompt in self._prompts]
+            self._jobs = [Job(prompt, next(sinks), self._until, session, state) for prompt in self._prompts]
             self._engine.submit(self._jobs)
         except BaseException:
             if session is not None:
@@ -56,14 +72,15 @@ class CompletionRun:
 
     async def whole(self, request: Request) -> bytes:
         """Returns the response when all choices have ended. Raises `RequestError` if one failed or nobody waits."""
-        collecting, leaving = asyncio.ensure_future(self._collect()), asyncio.ensure_future(_left(request))
+        answering = asyncio.ensure_future(self._answer())
+        leaving = asyncio.ensure_future(_left(request))
         try:
-            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
                 raise ClientDisconnect
-            return await asyncio.to_thread(self._whole, collecting.result())
+            return answering.result()
         finally:
-            collecting.cancel()
+            answering.cancel()
             leaving.cancel()
             self.cancel()
 
@@ -80,8 +97,22 @@ class CompletionRun:
             yield _event(protocol.error_json(error))
 
     def cancel(self) -> None:
-        """Ends the choices that have not ended."""
+        """Ends the choices that have not ended, and the writing of the answer."""
+        self._is_cancelled = True
         self._engine.cancel(self._jobs)
+
+    def _check(self) -> None:
+        """Raises `RequestError` if nobody waits for the answer, its time is over, or the server cuts requests off."""
+        if self._is_cancelled:
+            raise RequestError("the client has disconnected", status=499, code="cancelled")
+        if time.monotonic() > self._until:
+            raise timed_out()
+        self._engine.check_serving()
+
+    async def _answer(self) -> bytes:
+        """Returns the response when all choices have ended."""
+        pieces = await self._collect()
+        return await self._loop.run_in_executor(_WRITERS, self._whole, pieces)
 
     async def _collect(self) -> list[list[Piece]]:
         found: list[list[Piece]] = [[] for _ in self._writers]
@@ -96,6 +127,7 @@ class CompletionRun:
             index, event = await self._events.get()
             if isinstance(event, RequestError):
                 raise event
+            self._check()
             left -= event.end is not None
             yield index, event
 
@@ -105,8 +137,14 @@ class CompletionRun:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (first + sample, event))
 
     def _whole(self, pieces: list[list[Piece]]) -> bytes:
-        choices = [writer.json_of(own) for writer, own in zip(self._writers, pieces, strict=True)]
-        return json.dumps(self._head | {"choices": choices, "usage": self._usage()}).encode()
+        """Returns the response. Raises `RequestError` as soon as nobody wants it (`_check`)."""
+        choices: list[bytes] = []
+        for writer, own in zip(self._writers, pieces, strict=True):
+            choices.append(writer.whole(own, self._check))
+            own.clear()  # Its logprobs take as much memory as their text.
+        head = json.dumps(self._head).removesuffix("}").encode()
+        usage = json.dumps(self._usage()).encode()
+        return b"".join([head, b', "choices": [', b", ".join(choices), b'], "usage": ', usage, b"}"])
 
     def _event(self, index: int, piece: Piece) -> bytes:
         """Returns the event of a piece, empty if the piece shows nothing."""

@@ -38,7 +38,7 @@ class Limits:
     """The limits of a server."""
 
     body_bytes: int = 2 << 20  # Of a request.
-    tokens: int = 200_000  # Of a request: its prompts, and `max_tokens` of each choice.
+    tokens: int = 200_000  # Of a request: its prompts, and what is written (`protocol.prompts_of`).
     new_tokens: int = 4096  # Maximum `max_tokens` of a request.
     choices: int = 128  # Prompts times samples of a request.
     stop_strings: int = 16  # Of a request.
@@ -74,6 +74,11 @@ class Piece(NamedTuple):
 
 
 Event = Piece | RequestError
+
+
+def timed_out() -> RequestError:
+    """Returns the error of a request whose time is over."""
+    return RequestError("the request timed out. Request fewer tokens.", status=504, code="timeout")
 
 
 @dataclasses.dataclass
@@ -192,6 +197,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def check_serving(self) -> None:
+        """Raises `RequestError` (503) once running requests are cut off."""
+        if self._stopping:
+            raise RequestError("the server is shutting down", status=503, code="unavailable")
+
     @property
     def num_waiting(self) -> int:
         """Number of choices that wait for a row."""
@@ -248,8 +258,7 @@ class Engine:
             if job.cancelled:
                 self._fail(job, RequestError("the client has disconnected", status=499, code="cancelled"))
             elif now > job.until:
-                message = "the request timed out. Request fewer tokens."
-                self._fail(job, RequestError(message, status=504, code="timeout"))
+                self._fail(job, timed_out())
 
     @contextlib.contextmanager
     def _failing_alone(self, job: Job) -> Iterator[None]:

@@ -9,7 +9,7 @@ import json
 import math
 import reprlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import RequestError
+from txl_jax.inference.decode import Scores
 from txl_jax.serving.engine import Limits, Piece, Prompt
 from txl_jax.serving.rows import TOP
 
@@ -26,6 +27,9 @@ _BYTES = "bytes:"
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Ids = Annotated[list[_Id], Field(fail_fast=True)]  # One error is enough: millions of them took a minute.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # Of an answer's logprobs.
+# Names that are kept of a vocabulary: those of the most frequent tokens of any text. They take at most about 15 MB.
+_MOST_NAMES = 1 << 16
 _UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias", "suffix")
 _MESSAGES = {
     "prompt": "prompt must be a string, a list of token ids, or a list of strings or of lists of token ids",
@@ -165,7 +169,7 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
     found = [_ids(each, vocabulary) for each in several]
     if body.session is None:
         found = [ids if len(ids) else vocabulary.start.astype(np.int32) for ids in found]
-    _check_total(sum(map(len, found)) + count * body.max_tokens, limits)
+    _check_total(_size(body, sum(map(len, found)), count), limits)
     settings = body.model_dump(include={"n", "max_tokens", "temperature", "top_p", "echo"})
     settings["seed"] = secrets.randbelow(1 << 32) if body.seed is None else body.seed
     settings |= {"stop": _stop(body, limits), "logprobs": body.logprobs is not None}
@@ -192,17 +196,98 @@ def detokenize(body: DetokenizeBody, vocabulary: Vocabulary, limits: Limits) -> 
     return {"prompt": vocabulary.decode(_ids(body.tokens, vocabulary)).decode(errors="replace")}
 
 
+class TokenNames:
+    """The bytes and the names of a vocabulary's tokens, each made when it is first asked for and then kept.
+
+    Threads may share them: two that find a token missing keep equal values.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        """Starts without names."""
+        self._vocabulary = vocabulary
+        self._kept: dict[int, tuple[bytes, str]] = {}
+
+    def of(self, token: int) -> tuple[bytes, str]:
+        """Returns the bytes of a token, and its name.
+
+        The name is its text, or the values of its bytes if they are not UTF-8 by themselves, as with OpenAI.
+        """
+        found = self._kept.get(token)
+        if found is not None:
+            return found
+        content = self._vocabulary.decode([token])
+        try:
+            name = content.decode()
+        except UnicodeDecodeError:
+            name = _BYTES + "".join(f"\\x{byte:02x}" for byte in content)
+        if len(self._kept) < _MOST_NAMES:
+            self._kept[token] = content, name
+        return content, name
+
+
+def prompt_text(prompt: Prompt, vocabulary: Vocabulary) -> str:
+    """Returns the text of a prompt's tokens."""
+    return vocabulary.decode(prompt.tokens).decode(errors="replace")
+
+
 class ChoiceWriter:
     """Makes the JSON of one choice's pieces."""
 
-    def __init__(self, index: int, prompt: Prompt, vocabulary: Vocabulary, logprobs: int | None):
-        """Begins at the choice's first token. `logprobs` is the number of most likely tokens, or None for none."""
-        self._index, self._logprobs, self._vocabulary = index, logprobs, vocabulary
-        text = vocabulary.decode(prompt.tokens).decode(errors="replace")
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        vocabulary: Vocabulary,
+        logprobs: int | None,
+        *,
+        names: TokenNames | None = None,
+        text: str | None = None,
+    ):
+        """Begins at the choice's first token.
+
+        Args:
+          index: Number of the choice in its request.
+          prompt: The prompt that it continues.
+          vocabulary: The model's.
+          logprobs: Number of most likely tokens at each place, or None for no logprobs.
+          names: The names of the vocabulary's tokens, which writers share, or None for names of its own.
+          text: `prompt_text` of the prompt, which its samples share, or None to make it here.
+        """
+        self._index = index
+        self._logprobs = logprobs
+        self._names = names or TokenNames(vocabulary)
+        self._num_top = min(logprobs or 0, vocabulary.size)
+        if text is None:
+            text = prompt_text(prompt, vocabulary)
         self._before = text if prompt.echo else ""  # What the first piece's text follows.
         self._offset = 0 if prompt.echo else len(text)  # Of the next token in the text.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")  # A token may be half of one.
         self.written = 0  # Tokens, without the prompt's.
+
+    def whole(self, pieces: Sequence[Piece], check: Callable[[], None]) -> bytes:
+        """Returns the JSON of all pieces of the choice.
+
+        It is made piece by piece: `json.dumps` of a large answer would hold the interpreter's lock until its end, and
+        its objects take five times the memory of the text. `check` is called before each piece and may raise.
+        """
+        texts: list[str] = []
+        columns: dict[str, list[str]] = {name: [] for name in _COLUMNS}
+        for piece in pieces:
+            check()
+            found = self.json_of([piece])
+            texts.append(found["text"])
+            for name, values in (found["logprobs"] or {}).items():
+                if values:
+                    columns[name].append(json.dumps(values)[1:-1])
+
+        logprobs = "null"
+        if self._logprobs is not None:
+            lists = [f'"{name}": [{", ".join(parts)}]' for name, parts in columns.items()]
+            logprobs = "{" + ", ".join(lists) + "}"
+        text = json.dumps("".join(texts))
+        end = json.dumps(pieces[-1].end)
+        beginning = f'{{"text": {text}, "index": {self._index}, '
+        return f'{beginning}"logprobs": {logprobs}, "finish_reason": {end}}}'.encode()
 
     def json_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Returns the JSON of successive pieces."""
@@ -216,37 +301,39 @@ class ChoiceWriter:
         }
 
     def _logprobs_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         for piece in pieces:
-            for place, token in enumerate(piece.tokens.tolist()):
-                found["tokens"].append(self._name(token))
+            tokens = piece.tokens.tolist()
+            for token in tokens:
+                content, name = self._names.of(token)
+                found["tokens"].append(name)
                 found["text_offset"].append(self._offset)
-                self._offset += len(self._characters.decode(self._vocabulary.decode([token])))
-                scores = piece.scores
-                found["token_logprobs"].append(None if scores is None else -float(scores.nats[place]))
-                found["top_logprobs"].append(None if scores is None else self._top(scores, place, token))
+                self._offset += len(self._characters.decode(content))
+            if piece.scores is None:
+                found["token_logprobs"] += [None] * len(tokens)
+                found["top_logprobs"] += [None] * len(tokens)
+            else:
+                logprobs = [-nats for nats in piece.scores.nats.tolist()]
+                found["token_logprobs"] += logprobs
+                found["top_logprobs"] += self._tops(piece.scores, tokens, logprobs)
         return found
 
-    def _top(self, scores: Any, place: int, own: int) -> dict[str, float]:
-        """Returns the most likely tokens at a place, by their texts.
+    def _tops(self, scores: Scores, tokens: list[int], logprobs: list[float]) -> list[dict[str, float]]:
+        """Returns the most likely tokens at each place, by their texts.
 
         The generated token's logprob equals `token_logprobs` to the last bit: lm-evaluation-harness compares them.
         """
-        count = min(self._logprobs or 0, self._vocabulary.size)
-        tokens, logprobs = scores.top_tokens[place, :count].tolist(), scores.top_logprobs[place, :count].tolist()
-        found: dict[str, float] = {}
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            if math.isfinite(logprob):
-                found.setdefault(self._name(token), -float(scores.nats[place]) if token == own else logprob)
+        found = []
+        top_tokens = scores.top_tokens[:, : self._num_top].tolist()
+        top_logprobs = scores.top_logprobs[:, : self._num_top].tolist()
+        for place, own in enumerate(tokens):
+            top: dict[str, float] = {}
+            for token, logprob in zip(top_tokens[place], top_logprobs[place], strict=True):
+                if math.isfinite(logprob):
+                    _, name = self._names.of(token)
+                    top.setdefault(name, logprobs[place] if token == own else logprob)
+            found.append(top)
         return found
-
-    def _name(self, token: int) -> str:
-        """Returns the text of a token, or the values of its bytes if they are not UTF-8 by themselves, as OpenAI."""
-        content = self._vocabulary.decode([token])
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            return _BYTES + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -267,14 +354,40 @@ def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
     if len(strings) > limits.stop_strings or max(map(len, strings), default=0) > limits.stop_length:
         most = f"{limits.stop_strings} strings of at most {limits.stop_length} characters"
         raise RequestError(f"stop must have at most {most}", param="stop")
+    try:
+        "".join(strings).encode()
+    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which no text has.
+        raise RequestError(f"stop cannot be read ({error.reason})", param="stop") from None
     return tuple(filter(None, strings))
+
+
+def _size(body: CompletionBody, prompt_tokens: int, count: int) -> int:
+    """Returns the tokens of a request, by what is read and by what is written.
+
+    A token of an answer counts once, and once more for each entry of its logprobs: with five most likely tokens it
+    takes 157 bytes and 6 microseconds (byte tokens, 2026-11-29, a core of an Intel Xeon), without logprobs 1 byte.
+
+    Args:
+      body: The request.
+      prompt_tokens: Tokens of its prompts together.
+      count: Number of its choices.
+    """
+    per_token = 1
+    if body.logprobs is not None:
+        per_token += max(1, body.logprobs)
+    sampled = count * body.max_tokens * per_token
+    if not body.echo:
+        return prompt_tokens + sampled
+    # Each sample begins with its prompt.
+    return prompt_tokens * body.n * per_token + sampled
 
 
 def _check_total(total: int, limits: Limits) -> None:
     if total > limits.tokens:
         most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
-        advice = "Shorten the prompts, lower max_tokens or n, or continue a session over several requests."
-        raise RequestError(f"{most}. {advice}", param="prompt", code="too_many_tokens")
+        counted = "With echo a prompt counts n times, and with logprobs each entry of a token counts too."
+        advice = "Shorten the prompts, lower max_tokens, n or logprobs, or continue a session over several requests."
+        raise RequestError(f"{most}. {counted} {advice}", param="prompt", code="too_many_tokens")
 
 
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:
