@@ -293,7 +293,7 @@ SHORT = [*programs.TINY, *programs.steps(2, every=2), "--train.batch_size=8"]
 
 
 DIFFERENCES = [
-    ("--model.n_layer=3", r"process 1: .*model\.n_layer\D*\b3\b\D*\b2\b.*process 0"),
+    ("--model.n_layer=3", r"process 1: model\.n_layer\D*\b2\b.*process 0\D*\b3\b"),
     ("--data.file=OTHER", r"process 1: .*\bother\.txt\b"),
     ("--workdir=ELSEWHERE", r"\belsewhere\b.*--workdir\b"),
 ]

@@ -20,6 +20,7 @@ from support import ON_PATH, ROOT
 from support.programs import write_words
 from support.sweep_worker import FILE, TINY, check_each_trained_once, starts, trials
 from support.waiting import wait_until
+from txl_jax.runtime.lock import is_held
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
 CONTENT = FILE + (
@@ -78,6 +79,11 @@ def postgres(networks):
     shutil.rmtree(data)
 
 
+def is_training(folder):
+    """Returns whether the process of a run has logged a step, and has not ended."""
+    return (folder / "metrics.jsonl").exists() and not (folder / "results.json").exists() and is_held(folder)
+
+
 class Workers:
     """Four workers, two in each network, and what disturbs them."""
 
@@ -97,16 +103,25 @@ class Workers:
         with open(self.log, "a") as log:
             return subprocess.Popen(self.commands[number], stdout=log, **self.how)
 
+    def kill(self, number):
+        """Kills a worker and starts it again."""
+        self.processes[number].kill()
+        self.processes[number].wait()
+        self.processes[number] = self.start(number)
+
+    def kill_all_in_the_middle_of_a_training(self):
+        """Waits until a run has trained for some steps, so that there is something to resume, and kills all workers."""
+        wait_until(lambda: any(is_training(folder) for folder in self.out.glob("*")), seconds=600)
+        for number in range(len(self.processes)):
+            self.kill(number)
+
     def disturb(self):
         """Kills five times, restarts the database twice, and cuts the network once."""
         chance = random.Random(0)
         for event in ("kill", "fast", "kill", "kill", "cut", "kill", "immediate", "kill"):
             time.sleep(chance.uniform(1, 4))
             if event == "kill":
-                number = chance.randrange(4)
-                self.processes[number].kill()
-                self.processes[number].wait()
-                self.processes[number] = self.start(number)
+                self.kill(chance.randrange(4))
             elif event == "cut":
                 shell("ip link set txl2 down")
                 time.sleep(30)
@@ -163,6 +178,7 @@ def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
     pruned = content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
     workers = start_workers(pruned, REAL_TRAININGS="1")
     wait_until(lambda: len(list(workers.out.glob("*/results.json"))) >= 3, seconds=600)
+    workers.kill_all_in_the_middle_of_a_training()
     workers.disturb()
     losses = workers.losses()
     logs = [(workers.out / name / "sweep.log").read_text() for name in losses]

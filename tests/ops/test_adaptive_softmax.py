@@ -149,6 +149,18 @@ def test_negative_targets_are_ignored_and_targets_beyond_the_vocabulary_are_nan(
     assert (np.equal(losses, 0) == (targets < 0)).all()
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16])
+def test_targets_of_few_bits(dtype):
+    """A vocabulary of bytes has 256 tokens, a number that 8 bits cannot hold."""
+    rng = np.random.default_rng(5)
+    hidden = jnp.asarray(rng.normal(size=(1, 3, D)))
+    clusters = [adaptive_softmax.Cluster(jnp.asarray(rng.normal(size=(256, D))), jnp.zeros(256), None)]
+    targets = np.array([[0, 97, 127]], dtype)
+    losses = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, None, (), chunk_size=None)
+    expected = -jax.nn.log_softmax(hidden @ clusters[0].table.T)
+    np.testing.assert_allclose(losses[0], [expected[0, i, int(targets[0, i])] for i in range(3)], rtol=1e-5)
+
+
 T, WIDTH = 11, 3  # Positions, and columns of a kernel.
 
 

@@ -69,6 +69,8 @@ def negative_log_likelihood(
     A negative target is ignored, as padding is in other libraries: its loss is 0, and so are its gradients. A target of
     V or more has the loss nan.
     """
+    # In 8 bits, a vocabulary of 256 tokens would wrap to 0 in the comparison with V below.
+    targets = targets.astype(jnp.result_type(targets, jnp.int32))
     is_ignored = targets < 0
     # An ignored position is computed like any other, as the token 0, and then dropped.
     tokens = jnp.where(is_ignored, 0, targets)

@@ -121,11 +121,8 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
         run(group, tmp_path / "stopped", stop_requested=lambda: True)
     with pytest.raises(ValueError, match=r"\b1\b"):
         dataclasses.replace(PLAN, workdirs=("a",)).load_runs()
-    for name in ("..", ".hidden", "a/b", "/a"):
-        with pytest.raises(ValueError, match="slash"):
-            dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()
     with pytest.raises(ValueError, match="ours, ours"):
         dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()
-    for name in ("../outside", "/outside", "..", ".", ""):  # It would lead out of --out.
-        with pytest.raises(ValueError, match=r"name of a model"):
+    for name in ("../outside", "/outside", "..", ".", ".hidden", "a/b", ""):  # It would lead out of --out.
+        with pytest.raises(ValueError, match=r"\bnames\b.*--out"):
             dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()
