@@ -42,7 +42,7 @@ def server(
     # A client of a busy machine may take long to its next request.
     options = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5, "port": 0, "log_level": "warning"}
     times = {"header_seconds": SECONDS, "stalled_seconds": SECONDS, "sweep_seconds": 0.05} | times
-    with engine(store=make_store(limit=sessions), limits=limits, start=False) as made:
+    with engine(store=make_store(limit=sessions, limit_per_owner=sessions), limits=limits, start=False) as made:
         application = make_app(made, "tiny", hosts=hosts, keys=keys)
         connections = Connections(most, count=application.state.count, **times)
         running = uvicorn.Server(uvicorn.Config(application, http=connections.make, ws="none", **options))
