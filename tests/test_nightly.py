@@ -264,11 +264,12 @@ def test_what_the_machine_cannot_run_is_passed_over_and_not_recorded(capsys):
     assert "--passed two --at" in out
 
 
-def test_a_part_that_fails_once_is_repeated(capsys):
+def test_a_part_that_fails_once_is_repeated_and_its_output_shown(capsys):
     runs = FakeRuns(codes={"one": [1, 0]})
     assert runs.in_turns([part("one"), part("two")], at_minute=30) == 0
     assert runs.started == ["one", "one", "two"]
-    assert "===== output" not in capsys.readouterr().out
+    outputs = re.findall(r"===== output of one, attempt (\d) =====\n(.*)\n", capsys.readouterr().out)
+    assert outputs == [("1", "test of one, start 1")]
 
 
 @pytest.mark.parametrize(("codes", "starts"), [([1, 2], 2), ([None], 1)])

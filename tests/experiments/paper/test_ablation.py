@@ -88,7 +88,7 @@ def test_a_stopped_job_goes_on(base, tmp_path, capsys):
     def scored():
         """The lines of scores at attention length 4 so far."""
         printed.append(capsys.readouterr().out)
-        return re.findall(r"length\D*\b4\b.*\bbpc\b", "".join(printed))
+        return re.findall(r"length\D*\b4\b.*\bbits per byte\b", "".join(printed))
 
     for stop_requested in (lambda: True, scored):
         with pytest.raises(Interrupted):
