@@ -1,9 +1,9 @@
 """MkDocs hook: links that leave docs/ point to the repository, or to the clone.
 
-Pages link to files outside docs/, such as ../README.md, so that they work in a clone and on a forge. The site has no
-such pages. This hook turns these links into addresses of the repository (`extra.repository` of mkdocs.yml) or, without
-one, into paths from a site in the clone (`site/`). A file that does not exist gives a warning, which ends a strict
-build.
+Pages link to files outside docs/, such as ../README.md, so that they work in a clone and on a
+forge. The site has no such pages. This hook turns these links into addresses of the repository
+(`extra.repository` of mkdocs.yml) or, without one, into paths from a site in the clone (`site/`). A
+file that does not exist gives a warning, which ends a strict build.
 """
 
 import logging
@@ -19,19 +19,25 @@ FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def outside(target: str, page: str, repository: str, exists: Callable[[str], bool]) -> str | None:
-    """Returns the address of a link's target outside docs/, or None for all other targets and for missing files.
+    """Returns the address of a link's target outside docs/, or None.
+
+    Returns None for all other targets and for missing files.
 
     Args:
-        target: As the page has it: a path from the page's directory, with or without an #anchor, or an address.
+        target: As the page has it: a path from the page's directory, with or without an #anchor, or
+          an address.
         page: The page's path in docs/.
-        repository: The address of the branch's files. If empty, the address is a path from the built page.
+        repository: The address of the branch's files. If empty, the address is a path from the
+          built page.
         exists: Tells whether a path from the repository's root does.
 
     >>> def address(target):
-    ...     return outside(target, "api/index.md", "https://forge/tree/main", lambda path: path != "gone.md")
+    ...     exists = lambda path: path != "gone.md"
+    ...     return outside(target, "api/index.md", "https://forge/tree/main", exists)
     >>> address("../../README.md#start")
     'https://forge/tree/main/README.md#start'
-    >>> [address(target) for target in ("../data.md#words", "#here", "https://arxiv.org", "/data.md")]
+    >>> targets = ["../data.md#words", "#here", "https://arxiv.org", "/data.md"]
+    >>> [address(target) for target in targets]
     [None, None, None, None]
     >>> [outside("../README.md", page, "", lambda path: True) for page in ("index.md", "data.md")]
     ['../README.md', '../../README.md']
@@ -47,7 +53,8 @@ def outside(target: str, page: str, repository: str, exists: Callable[[str], boo
     if from_root.startswith("..") or not exists(from_root):
         LOG.warning("%s links to %s, which is not in the repository", page, target)
         return None
-    directory = posixpath.join("site", page.removesuffix(".md").removesuffix("index"))  # Of the built page.
+    # Of the built page.
+    directory = posixpath.join("site", page.removesuffix(".md").removesuffix("index"))
     found = f"{repository}/{from_root}" if repository else posixpath.relpath(from_root, directory)
     return f"{found}{mark}{anchor}"
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # This clone's settings, not those of an installed copy.
+# This clone's settings, not those of an installed copy.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.config.config_tree import Leaf, format_value, leaves
@@ -23,14 +24,18 @@ def values(leaf: Leaf) -> str:
     """Returns the values that a setting takes, and the settings that it needs or excludes."""
     declared, kind, group = leaf.setting, leaf.type.kind, leaf.name.rpartition(".")[0]
     found = ", ".join(kind) if issubclass(kind, enum.Enum) else "list of " * leaf.type.is_list + kind.__name__
-    found += f" {bounds}" if (bounds := declared.missed_range(float("nan"))) else ""  # NaN is outside of any range.
+    # NaN is outside of any range.
+    found += f" {bounds}" if (bounds := declared.missed_range(float("nan"))) else ""
     needs = [f"only if `{group}.{name}` is {', '.join(readers)}" for name, readers in declared.only_with.items()]
     excludes = [f"not with `{group}.{name}`" for name in declared.not_with]
     return "; ".join([found + " or none" * leaf.type.is_optional, *needs, *excludes])
 
 
 def row(leaf: Leaf) -> str:
-    """Returns a setting's row of the table; `*` marks a setting that may change when a run is resumed."""
+    """Returns a setting's row of the table.
+
+    `*` marks a setting that may change when a run is resumed.
+    """
     name = f"`--{leaf.name}`" if leaf.setting.flag else f"`{leaf.name}`, code only"
     free = " *" if leaf.setting.free_on_resume or leaf.setting.may_grow else ""
     default = str(leaf.default).lower() if isinstance(leaf.default, bool) else format_value(leaf.default)
@@ -38,7 +43,10 @@ def row(leaf: Leaf) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Returns the page. In docs/settings.md a heading and a table for each group of settings take the line's place."""
+    """Returns the page.
+
+    In docs/settings.md a heading and a table for each group of settings take the line's place.
+    """
     if page.file.src_uri != "settings.md":
         return markdown
     if PLACE not in markdown:

@@ -1,7 +1,7 @@
 """The parts of the nightly tests: the table in parts.toml, and the order in which they are due.
 
-`nightly` runs the parts. This file reads the table, asks git what changed since a part last passed, and records that
-a part passed.
+`nightly` runs the parts. This file reads the table, asks git what changed since a part last passed,
+and records that a part passed.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from typing import Protocol
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / ".ci" / "parts.toml"
 
-# A longer part would rarely fit behind the other tests of `.ci/run`, so it is split into parts of this length.
+# A longer part would rarely fit behind the other tests of `.ci/run`, so it is split into parts of
+# this length.
 MAX_MINUTES = 15
 
 
@@ -71,8 +72,8 @@ def read_parts(text: str | None = None) -> tuple[list[Part], dict[str, float]]:
       text: The table. If None, the contents of parts.toml.
 
     Returns:
-      The parts in the order of the table, and by the name of each machine the minutes that README's test command took
-      there, installation included.
+      The parts in the order of the table, and by the name of each machine the minutes that README's
+      test command took there, installation included.
 
     Raises:
       ValueError: If a row names a machine that the table does not have.
@@ -102,10 +103,16 @@ class History(Protocol):
     """What the order depends on: the history of the checkout. `Git` is the real one."""
 
     def commits_since(self, commit: str) -> float:
-        """Returns how many commits HEAD is ahead of an ancestor, or infinity if the clone lacks the ancestor."""
+        """Returns how many commits HEAD is ahead of an ancestor.
+
+        Returns infinity if the clone lacks the ancestor.
+        """
 
     def has_changed(self, commit: str, patterns: Sequence[str]) -> bool:
-        """Returns whether a file that a pattern matches differs between an ancestor and the checkout."""
+        """Returns whether a file that a pattern matches has changed.
+
+        An ancestor is compared with the checkout.
+        """
 
 
 class Git:
@@ -115,9 +122,12 @@ class Git:
         self._root = root
 
     def commits_since(self, commit: str) -> float:
-        """Returns how many commits HEAD is ahead of an ancestor, or infinity if the clone lacks the ancestor."""
-        # A commit that exists but is no ancestor of HEAD was rewritten or belongs to a branch. A fresh clone may lack
-        # it, so it counts as lacking everywhere.
+        """Returns how many commits HEAD is ahead of an ancestor.
+
+        Returns infinity if the clone lacks the ancestor.
+        """
+        # A commit that exists but is no ancestor of HEAD was rewritten or belongs to a branch. A
+        # fresh clone may lack it, so it counts as lacking everywhere.
         is_ancestor = self._git("merge-base", "--is-ancestor", commit, "HEAD")
         if is_ancestor.returncode != 0:
             return math.inf
@@ -126,7 +136,10 @@ class Git:
         return int(count.stdout)
 
     def has_changed(self, commit: str, patterns: Sequence[str]) -> bool:
-        """Returns whether a file that a pattern matches differs between an ancestor and the checkout."""
+        """Returns whether a file that a pattern matches has changed.
+
+        An ancestor is compared with the checkout.
+        """
         pathspecs = [f":(glob){pattern}" for pattern in patterns]
         difference = self._git("diff", "--name-only", commit, "--", *pathspecs)
         difference.check_returncode()
@@ -153,8 +166,10 @@ class Due:
     """How much a part is due."""
 
     part: Part
-    age: float  # Commits since it passed. Infinity if it never passed, or at a commit that the clone lacks.
-    has_changed: bool  # Whether a file that it covers changed since then.
+    # Commits since it passed. Infinity if it never passed, or at a commit that the clone lacks.
+    age: float
+    # Whether a file that it covers changed since then.
+    has_changed: bool
 
     def __str__(self) -> str:
         if math.isinf(self.age):
@@ -166,9 +181,10 @@ class Due:
 def due_order(parts: Iterable[Part], history: History) -> list[Due]:
     """Sorts parts by how much they are due.
 
-    First come the parts whose files changed since they passed (or that never passed), then the others. Among these the
-    part whose commit is farthest back comes first, and among equals the order of the table decides. The result depends
-    on the checkout and its history only, not on the clock or on the machine.
+    First come the parts whose files changed since they passed (or that never passed), then the
+    others. Among these the part whose commit is farthest back comes first, and among equals the
+    order of the table decides. The result depends on the checkout and its history only, not on the
+    clock or on the machine.
     """
     rows = []
     for part in parts:
@@ -181,8 +197,8 @@ def due_order(parts: Iterable[Part], history: History) -> list[Due]:
 def record_passed(text: str, names: Sequence[str], commit: str) -> str:
     """Returns the text of the table, in which the named parts passed at a commit.
 
-    Comments and the order of the rows stay, since the text is edited line by line: the standard library reads TOML and
-    does not write it.
+    Comments and the order of the rows stay, since the text is edited line by line: the standard
+    library reads TOML and does not write it.
     """
     row = None
     lines = []

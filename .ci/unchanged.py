@@ -1,7 +1,9 @@
-"""Checks that `pip install '.[plots]'` would leave packages as they are: python .ci/unchanged.py constraints/colab.txt.
+"""Checks that `pip install '.[plots]'` would leave packages as they are.
 
-Run by the Python of an environment that has the file's packages, as Colab has. Ends with an error and the names of
-those that pip would replace.
+Usage: `python .ci/unchanged.py constraints/colab.txt`.
+
+Run by the Python of an environment that has the file's packages, as Colab has. Ends with an error
+and the names of those that pip would replace.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Uses the installed wheel, outside the clone and without any extra: `.ci/run` calls it in an empty environment."""
+"""Uses the installed wheel, outside the clone and without any extra.
+
+`.ci/run` calls it in an empty environment.
+"""
 
 import dataclasses
 import importlib.util

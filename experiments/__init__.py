@@ -5,7 +5,9 @@ import sys
 from txl_jax.errors import UserError
 from txl_jax.version import check_jax
 
-try:  # Before a command imports anything else: with an old jax the import itself would fail, with a traceback.
+# Before a command imports anything else: with an old jax the import itself would fail, with a
+# traceback.
+try:
     check_jax()
 except UserError as error:
     sys.exit(f"error: {error}")

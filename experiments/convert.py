@@ -5,12 +5,14 @@ r"""Converts trained weights between this project's formats and other implementa
     python -m experiments.convert --from=runs/mine --to=mine-hf --to_format=huggingface
     python -m experiments.convert --from=runs/mine --to=mine-original --to_format=original
 
---from is a run's workdir, a portable checkpoint, or a file or directory from another implementation, whose format is
-detected. Unpickling executes no code: it accepts only tensors and plain values.
+--from is a run's workdir, a portable checkpoint, or a file or directory from another
+implementation, whose format is detected. Unpickling executes no code: it accepts only tensors and
+plain values.
 
---to is a new directory, in one of three formats: native, a portable checkpoint for `txl_jax.load`, which you can
-publish; huggingface, for TransfoXLLMHeadModel of transformers 4.35.2; or original, with the names of the authors'
-PyTorch release. The files are read back and compared, tensors and losses, before the directory is renamed into place.
+--to is a new directory, in one of three formats: native, a portable checkpoint for `txl_jax.load`,
+which you can publish; huggingface, for TransfoXLLMHeadModel of transformers 4.35.2; or original,
+with the names of the authors' PyTorch release. The files are read back and compared, tensors and
+losses, before the directory is renamed into place.
 """
 
 import dataclasses

@@ -2,18 +2,21 @@ r"""Trains an ensemble: multiple runs that differ in seed, learning rate or drop
 
     python -m experiments.ensemble --flagfile=ptb --data_dir=data --workdir=runs/ptb \
         --ensemble_member="seed=1" --ensemble_member="seed=2" --ensemble_member="seed=3"
-    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data --workdir=runs/rates \
+    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data
+    --workdir=runs/rates \
         --ensemble_member="optimizer.learning_rate=5e-4" \
         --ensemble_member="optimizer.learning_rate=1e-3 model.dropout.rate=0.1"
-    python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2" --to=runs/ptb-seed2
+    python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2"
+    --to=runs/ptb-seed2
 
-A small model leaves most of an accelerator idle, so training several together takes little longer than training one.
-All members share one workdir and one checkpoint. To resume, rerun the same command, or pass only --workdir.
-results.json contains the scores of all members, and `python -m experiments.report WORKDIR` prints them as a table.
+A small model leaves most of an accelerator idle, so training several together takes little longer
+than training one. All members share one workdir and one checkpoint. To resume, rerun the same
+command, or pass only --workdir. results.json contains the scores of all members, and `python -m
+experiments.report WORKDIR` prints them as a table.
 
-Other commands use one member with --workdir and --ensemble_member=NAME, where NAME is as above without "model."
-and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split copies a member to a separate workdir,
-in which its corpus's command can continue training.
+Other commands use one member with --workdir and --ensemble_member=NAME, where NAME is as above
+without "model." and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split
+copies a member to a separate workdir, in which its corpus's command can continue training.
 """
 
 import dataclasses
@@ -76,7 +79,10 @@ def run(plan: Plan, job: cli.Job) -> int | None:
 
 
 def _parse_member(text: str) -> dict[str, float]:
-    """Parses one --ensemble_member. Raises `UserError` if it is not a list of names with numbers."""
+    """Parses one --ensemble_member.
+
+    Raises `UserError` if it is not a list of names with numbers.
+    """
     found: dict[str, float] = {}
     for word in text.split():
         name, _, value = word.removeprefix("--").partition("=")

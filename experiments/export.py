@@ -3,10 +3,11 @@ r"""Exports a trained model with jax.export, to run on CPU, TPU and GPU without 
     python -m experiments.export --from=runs/mine --to=mine-exported
     python -m experiments.export --from=runs/mine --to=mine-exported --rows=8
 
---from is a run's workdir or a portable checkpoint. --to is a new directory with functions for scoring and generation as
-StableHLO, with the memory as argument and result, the weights as safetensors, and a manifest. Lengths come from the
-run's eval settings. The files are read back and compared with the model before the directory is renamed into place.
-docs/export.md shows how to run them with only jax, numpy, safetensors and flatbuffers.
+--from is a run's workdir or a portable checkpoint. --to is a new directory with functions for
+scoring and generation as StableHLO, with the memory as argument and result, the weights as
+safetensors, and a manifest. Lengths come from the run's eval settings. The files are read back and
+compared with the model before the directory is renamed into place. docs/export.md shows how to run
+them with only jax, numpy, safetensors and flatbuffers.
 """
 
 import dataclasses
@@ -49,7 +50,10 @@ class Plan(cli.StoredTypes):
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
-    """Writes a model's scoring and generation step, reads them back, and compares them with the model."""
+    """Writes a model's scoring and generation step, and verifies what was written.
+
+    Both steps are read back and compared with the model.
+    """
     if importlib.util.find_spec("flatbuffers") is None:
         raise MissingPackageError("jax.export requires the package flatbuffers. Run pip install '.[export]'.")
     target = as_path(plan.to)
@@ -81,7 +85,10 @@ def run(plan: Plan, _job: cli.Job) -> None:
 
 
 def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> Built:
-    """Builds the model on one device, with attention in XLA's own operations: kernels would belong to one platform."""
+    """Builds the model on one device, with attention in XLA's own operations.
+
+    Kernels would belong to one platform.
+    """
     changes: dict[str, Any] = {"eval.batch_size": rows, "eval.stride": None, "eval.warmup_tokens": 0}
     changes |= {"mesh": MeshConfig(data=1), "model.attention": "reference"}
     config = config_tree.replace(config, changes)
@@ -101,9 +108,10 @@ def _functions_of(components: Built, params: Any) -> Functions:
 
 
 def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
-    """Returns the maximum difference between the exported functions and the model on this machine's device.
+    """Returns the exported functions' maximum difference from the model, on this machine's device.
 
-    Raises `CheckpointError` if it is above 1e-6, relative for values above 1 (below float32, above a rounding).
+    Raises `CheckpointError` if it is above 1e-6, relative for values above 1 (below float32, above
+    a rounding).
     """
     _, weights, functions = exported.read(folder)
     largest = 0.0

@@ -1,11 +1,12 @@
 """Compares runs: a table of settings, scores and speed, and a figure with their learning curves.
 
     python -m experiments.report runs/mine runs/other
-    python -m experiments.report runs/sweep --out=report     # report/report.md, report.csv and report.png
+    python -m experiments.report runs/sweep --out=report  # report/report.md, .csv and .png
 
-Each word is the workdir of a run (for an ensemble, all members count as runs), or a directory of workdirs such as a
-sweep's --out. Runs may still be training. Where runs differ only in their seed, a second table has means ± standard
-deviations over the seeds, and the figure has a line with a band for them.
+Each word is the workdir of a run (for an ensemble, all members count as runs), or a directory of
+workdirs such as a sweep's --out. Runs may still be training. Where runs differ only in their seed,
+a second table has means ± standard deviations over the seeds, and the figure has a line with a band
+for them.
 """
 
 import dataclasses
@@ -65,8 +66,9 @@ def run(plan: Plan, job: cli.Job) -> None:
 def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[str, dict[int, list[float]]]:
     """Returns the lines of the figure by name: the scores of a line's runs at each step.
 
-    Each run is a line of validation scores, and runs that differ only in their seed are one line together, over the
-    steps at which all of them were scored. A single run has a line of training scores too.
+    Each run is a line of validation scores, and runs that differ only in their seed are one line
+    together, over the steps at which all of them were scored. A single run has a line of training
+    scores too.
     """
     if len(runs) == 1:
         kinds = {kind: runs[0].scores(kind) for kind in ("train", "valid")}
@@ -82,7 +84,10 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 
 
 def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
-    """Draws the lines, with bands of one standard deviation around means. Returns whether there is a figure."""
+    """Draws the lines, with bands of one standard deviation around means.
+
+    Returns whether there is a figure.
+    """
     if not lines:
         print("no figure: no scores have been recorded yet")
     if not lines or not plots.can_draw():

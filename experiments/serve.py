@@ -4,8 +4,9 @@ r"""Serves a trained model over HTTP: OpenAI's completions, and sessions that ke
     python -m experiments.serve --model=runs/mine --port=8000
     TXL_API_KEYS=secret python -m experiments.serve --model=runs/mine --host=0.0.0.0
 
-docs/serving.md describes the requests and the limits. On SIGTERM or Ctrl-C the server rejects new requests and gives
-running ones --drain_seconds to finish before it cuts them off. A second signal cuts them off at once.
+docs/serving.md describes the requests and the limits. On SIGTERM or Ctrl-C the server rejects new
+requests and gives running ones --drain_seconds to finish before it cuts them off. A second signal
+cuts them off at once.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ from txl_jax.trained_model import load
 
 _KEYS = "TXL_API_KEYS"  # Environment variable with comma-separated keys.
 _USUAL = Limits()
-# Seconds that clients have to take the answers of requests that were cut off. These answers are short.
+# Seconds that clients have to take the answers of requests that were cut off. These answers are
+# short.
 _SECONDS_TO_LEAVE = 2.0
 # Seconds after that until uvicorn gives up to wait for what then still runs.
 _SECONDS_TO_END = 3
@@ -116,7 +118,8 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
             engine.refuse("the server is shutting down")
             seconds = 0.0 if self.should_exit else plan.drain_seconds
             loop.call_soon_threadsafe(loop.call_later, seconds, cut_off)
-            if not self.should_exit:  # Not printed here: the signal may have come in the midst of another print.
+            # Not printed here: the signal may have come in the midst of another print.
+            if not self.should_exit:
                 line = f"stopping  running requests have {seconds:g} s to finish, a second signal ends them now"
                 loop.call_soon_threadsafe(lambda: print(line, flush=True))
             self.should_exit = True
@@ -128,7 +131,8 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
         async def startup(self, sockets: Any = None) -> None:
             """Prints the address once it is open."""
             await super().startup(sockets)
-            bound.listen(QUEUE)  # uvicorn takes one number for the queue and for what is accepted at once.
+            # uvicorn takes one number for the queue and for what is accepted at once.
+            bound.listen(QUEUE)
             for server in self.servers:
                 host, port = server.sockets[0].getsockname()[:2]
                 print(f"listening http://{host}:{port}", flush=True)
@@ -152,7 +156,8 @@ def _bind(host: str, port: int) -> socket.socket:
     with rephrased(f"{what}. {advice}.", OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as on_error:
-            # With its protocol: asyncio only sends small parts at once (TCP_NODELAY) on sockets that are known as TCP.
+            # With its protocol: asyncio only sends small parts at once (TCP_NODELAY) on sockets
+            # that are known as TCP.
             found = on_error.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
@@ -161,7 +166,10 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _engine(plan: Plan, *, num_keys: int) -> Engine:
-    """Returns the engine of the model. Raises `UserError` if the rows need more memory than the device has."""
+    """Returns the engine of the model.
+
+    Raises `UserError` if the rows need more memory than the device has.
+    """
     model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
     check_can_generate(model.config)
     types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}

@@ -3,11 +3,12 @@ r"""Starts a command as multiple processes on this machine, each as if on a sepa
     python -m launch.local --processes=2 --devices=4 -- \
         python -m experiments.enwik8 --flagfile=small --workdir=runs/two --data.file=enwik8-part
 
-The processes find each other through environment variables that are set for them (JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed unchanged. Lines of the others begin with their
-number. If a process fails, the others are stopped and its exit code is returned. If multiple are found dead at once, a
-process that was killed or failed by itself takes precedence over one that only lost another. The first SIGTERM,
-SIGHUP or Ctrl-C is forwarded to all processes, and the command waits for them. A second one kills them.
+The processes find each other through environment variables that are set for them
+(JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed
+unchanged. Lines of the others begin with their number. If a process fails, the others are stopped
+and its exit code is returned. If multiple are found dead at once, a process that was killed or
+failed by itself takes precedence over one that only lost another. The first SIGTERM, SIGHUP or
+Ctrl-C is forwarded to all processes, and the command waits for them. A second one kills them.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from typing import Any
 
 from txl_jax.runtime import output
 
-# When one process is lost the others notice and report it themselves; after these times they get SIGTERM, then SIGKILL.
+# When one process is lost the others notice and report it themselves; after these times they get
+# SIGTERM, then SIGKILL.
 _SECONDS_TO_NOTICE = 15.0
 _SECONDS_AFTER_SIGTERM = 5.0
 _POLL_SECONDS = 0.1
@@ -73,7 +75,8 @@ class ProcessGroup:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not if started by nohup.
             signal.signal(signal.SIGHUP, self._forward)
         for number, environment in enumerate(environments):
-            # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal and from here.
+            # A session of its own: else Ctrl-C in a terminal would reach it twice, from the
+            # terminal and from here.
             how: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
             if number > 0:
                 how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
@@ -84,7 +87,10 @@ class ProcessGroup:
                 self._readers[-1].start()
 
     def wait(self) -> int:
-        """Waits for all processes. Returns the exit code of the first that failed, as shells report it, or 0."""
+        """Waits for all processes.
+
+        Returns the exit code of the first that failed, as shells report it, or 0.
+        """
         while None in (codes := self._codes()) and not any(codes):
             time.sleep(_POLL_SECONDS)
         cause, code = first_cause(codes)
@@ -118,7 +124,10 @@ class ProcessGroup:
 
 
 def first_cause(codes: Sequence[int | None]) -> tuple[int, int]:
-    """Returns number and exit code of the process whose failure is least likely caused by another's."""
+    """Returns the number and exit code of the process that most likely caused the failure.
+
+    This is the process whose failure is least likely caused by another's.
+    """
     lost_another = os.EX_TEMPFAIL, -signal.SIGABRT  # As it says itself, or aborted by jax.
     failed = ((number, code) for number, code in enumerate(codes) if code)
     return min(failed, key=lambda each: 2 if each[1] in lost_another else int(each[1] > 0), default=(0, 0))

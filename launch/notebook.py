@@ -1,6 +1,7 @@
 """Shared code of launch/notebooks: directories, devices, training, TensorBoard, and the download.
 
-In Colab a directory can be in Google Drive, and the browser downloads a result. In any other Jupyter both are local.
+In Colab a directory can be in Google Drive, and the browser downloads a result. In any other
+Jupyter both are local.
 """
 
 import importlib.util
@@ -36,10 +37,12 @@ def in_colab() -> bool:
 
 
 def open_folder(name: str, *, drive: bool) -> Path:
-    """Creates the directory for a notebook's runs, in Colab with `drive` in My Drive, and returns its absolute path.
+    """Creates the directory for a notebook's runs, and returns its absolute path.
 
-    `name` is relative to the current directory or to My Drive. Compiled functions are cached, but not there: code must
-    not come with a directory that is passed on.
+    In Colab with `drive`, the directory is in My Drive.
+
+    `name` is relative to the current directory or to My Drive. Compiled functions are cached, but
+    not there: code must not come with a directory that is passed on.
     """
     parent = Path.cwd()
     if drive and in_colab():
@@ -54,7 +57,10 @@ def open_folder(name: str, *, drive: bool) -> Path:
 
 
 def device_settings() -> dict[str, object]:
-    """Returns settings of a small model for these devices: none on a CPU, a larger bfloat16 model on TPU and GPU."""
+    """Returns settings of a small model for these devices.
+
+    On a CPU there are none. On TPU and GPU, they are the settings of a larger bfloat16 model.
+    """
     if jax.default_backend() == "cpu":
         return {}
     sizes = {"n_layer": 6, "d_model": 512, "n_head": 8, "d_head": 64, "d_inner": 2048, "init_std": 0.02}
@@ -65,13 +71,16 @@ def device_settings() -> dict[str, object]:
 
 
 def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:
-    """Trains in a workdir, or resumes there, with a live curve below the cell, and returns the finished run's outcome.
+    """Trains in a workdir, or resumes there, and returns the finished run's outcome.
 
-    The curve is `learning_curve.png` in the workdir. Without matplotlib nothing is drawn. Raises SystemExit if training
-    was stopped, because the cells below need a finished run.
+    A live curve is shown below the cell.
+
+    The curve is `learning_curve.png` in the workdir. Without matplotlib nothing is drawn. Raises
+    SystemExit if training was stopped, because the cells below need a finished run.
     """
     interval = config.train.log_every
-    interval *= max(config.train.steps // interval // 30, 1)  # At most 60 drawings, which take some tenths of a second.
+    # At most 60 drawings, which take some tenths of a second.
+    interval *= max(config.train.steps // interval // 30, 1)
     hooks = [Hook(interval, _live_curve(workdir, title))] if plots.can_draw() else []
     with Run.open(workdir) as run, StopRequest() as stop:
         outcome = train_run(config, corpus, run, hooks=hooks, stop_requested=lambda: stop)
@@ -81,7 +90,10 @@ def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str
 
 
 def _live_curve(workdir: Path, title: str) -> Callable[[HookContext], None]:
-    """Returns the action of a hook that draws the learning curve, each time in the same place of the notebook."""
+    """Returns the action of a hook that draws the learning curve.
+
+    The curve is drawn in the same place of the notebook each time.
+    """
     path = workdir / "learning_curve.png"
     shown: Any = None
 
@@ -123,9 +135,12 @@ def upload() -> Path:
 
 
 def download_model(workdir: Path) -> Path:
-    """Packs the best weights of a run as a zipped portable checkpoint next to the run, and downloads it in Colab.
+    """Packs the best weights of a run as a zipped portable checkpoint.
 
-    `txl_jax.load` opens the unpacked directory, and `--init_from` accepts it. Returns the path of the archive.
+    The archive is next to the run. In Colab it is also downloaded.
+
+    `txl_jax.load` opens the unpacked directory, and `--init_from` accepts it. Returns the path of
+    the archive.
     """
     with tempfile.TemporaryDirectory() as temporary:
         portable = Path(temporary) / workdir.name

@@ -1,9 +1,12 @@
-"""The study of a sweep: its runs as Optuna trials in a database, and the worker that takes and trains them.
+"""The study of a sweep, and the worker that takes and trains the sweep's runs.
 
-The queue has a place for each run, or for each draw of a sampler. A worker makes a trial for a place that has none, and
-of multiple trials for a place the first one counts. So workers need no lock, and may die at any moment: a trial without
-a heartbeat fails, its place is free again, and its run resumes in its workdir. Two trainings never share a workdir: a
-training ends with its worker, and a place whose workdir is still locked is skipped.
+The runs are Optuna trials in a database.
+
+The queue has a place for each run, or for each draw of a sampler. A worker makes a trial for a
+place that has none, and of multiple trials for a place the first one counts. So workers need no
+lock, and may die at any moment: a trial without a heartbeat fails, its place is free again, and its
+run resumes in its workdir. Two trainings never share a workdir: a training ends with its worker,
+and a place whose workdir is still locked is skipped.
 """
 
 import contextlib
@@ -53,20 +56,26 @@ _TIED = (
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 # Its heartbeat, constant_liar and importances.
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-warnings.filterwarnings("ignore", "The reported value is ignored")  # By a call that was repeated, or a resumed run.
+# By a call that was repeated, or a resumed run.
+warnings.filterwarnings("ignore", "The reported value is ignored")
 
 
 def made(kind: str, table: Mapping[str, Any]) -> Any:
-    """Returns Optuna's sampler or pruner that a table names. Raises `UserError` if it rejects the arguments."""
+    """Returns Optuna's sampler or pruner that a table names.
+
+    Raises `UserError` if it rejects the arguments.
+    """
     wrong = f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got {dict(table)} (%s)"
     arguments = dict(table)
     name = arguments.pop("name", None)
     if name == "TPESampler":
-        # Otherwise it would sample near the runs in progress. A seed would make all workers sample the same values.
+        # Otherwise it would sample near the runs in progress. A seed would make all workers sample
+        # the same values.
         arguments = {"constant_liar": True, "seed": None} | arguments
     module = getattr(optuna, f"{kind}s")
     with rephrased(wrong, AttributeError, TypeError, ValueError):
-        # A sweep's file names one of Optuna's classes, and nothing else that its module happens to contain.
+        # A sweep's file names one of Optuna's classes, and nothing else that its module happens to
+        # contain.
         if name not in module.__all__:
             raise ValueError(f"unknown class {name!r}")
         return getattr(module, name)(**arguments)
@@ -79,7 +88,10 @@ def drawn(ranges: Mapping[str, Any], samples: int, seed: int) -> list[dict[str, 
 
 
 def database(text: str) -> sqlalchemy.URL:
-    """Returns the URL of a study's database. Raises `UserError` if it is unsupported, or contains a password."""
+    """Returns the URL of a study's database.
+
+    Raises `UserError` if it is unsupported, or contains a password.
+    """
     wrong = "--storage must be sqlite:///PATH or postgresql://USER@HOST/DATABASE, without a password (set PGPASSWORD)"
     with rephrased(wrong, sqlalchemy.exc.ArgumentError):
         url = sqlalchemy.make_url(text)
@@ -112,15 +124,18 @@ class _Training:
 
     def __init__(self, run: "Run", trial: optuna.Trial, gpu: str | None):
         self.run, self.trial, self.gpu = run, trial, gpu
-        self.state, self.pruned = "", False  # How it ended, and whether the pruner ended it.
-        self._began, self._step = time.monotonic(), -1  # The step of the last validation that was reported.
+        # How it ended, and whether the pruner ended it.
+        self.state, self.pruned = "", False
+        # The step of the last validation that was reported.
+        self._began, self._step = time.monotonic(), -1
         self._path, self._is_remote = os.path.join(run.folder, LOG), storage.is_remote(run.folder)
         storage.make_folder(run.folder)
         run.note()
         self._log = tempfile.TemporaryFile() if self._is_remote else open(self._path, "ab")  # noqa: SIM115
         tie = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-        # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run without saving.
+        # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run
+        # without saving.
         how: dict[str, Any] = {"stdout": self._log, "stderr": self._log, "env": environment, "start_new_session": True}
         self.process = subprocess.Popen([*tie, *run.command], **how)
         _say(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""))
@@ -151,9 +166,12 @@ class _Training:
 
 
 class Worker:
-    """Takes runs of a study and trains them, one on each of `gpus` (numbers or None), until none is left.
+    """Worker that takes runs of a study and trains them, until none is left.
 
-    All calls that need the database are in `_step`, which is repeated as a whole if it cannot be reached.
+    It trains one run on each of `gpus` (numbers or None).
+
+    All calls that need the database are in `_step`, which is repeated as a whole if it cannot be
+    reached.
     """
 
     def __init__(self, sweep: "Sweep", place: sqlalchemy.URL, gpus: Sequence[str | None]):
@@ -166,14 +184,18 @@ class Worker:
         with rephrased("--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'", ImportError):
             # Of workers that start together one makes the tables, and others may fail once.
             self._storage, self._study = self._patiently(functools.partial(_connect, sweep, place), seconds=15)
-        self._outdated: set[int] = set()  # Runs that failed before are tried again, and those whose folder was removed.
+        # Runs that failed before are tried again, and those whose folder was removed.
+        self._outdated: set[int] = set()
         for trial in self._study.get_trials(deepcopy=False):
             results = os.path.join(sweep.out, trial.user_attrs.get("run", ""), RESULTS)
             if "failed" in trial.user_attrs or (trial.state is TrialState.COMPLETE and not storage.exists(results)):
                 self._outdated.add(trial.number)
 
     def run(self) -> None:
-        """Trains runs until none is left, or a signal arrives. No training outlives this call, whatever fails."""
+        """Trains runs until none is left, or a signal arrives.
+
+        No training outlives this call, whatever fails.
+        """
         with contextlib.ExitStack() as at_end:
             numbers = [signal.SIGTERM, signal.SIGINT]
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not if started by nohup.
@@ -186,7 +208,10 @@ class Worker:
                 time.sleep(REMOTE_POLL_SECONDS if storage.is_remote(self._sweep.out) else POLL_SECONDS)
 
     def report(self) -> list[str]:
-        """Returns lines with the best run, and with the importance of each setting once twenty runs have finished."""
+        """Returns lines with the best run.
+
+        Once twenty runs have finished, the lines also show the importance of each setting.
+        """
         finished = self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
         if not finished:
             return []
@@ -202,7 +227,10 @@ class Worker:
         return lines
 
     def _next(self, name: str) -> list[str]:
-        """Returns lines with commands for a finished run: it trains twice as long, and it is compared with others."""
+        """Returns lines with commands for a finished run.
+
+        The commands train it twice as long, and compare it with others.
+        """
         folder = os.path.join(self._sweep.out, name)
         steps = run_lib.read_results(folder).get("steps")
         if not isinstance(steps, int):  # Another worker has removed the run.
@@ -214,7 +242,10 @@ class Worker:
         ]
 
     def _patiently(self, act: Callable[[], T], seconds: float) -> T:
-        """Calls `act`, and retries for `seconds` or until a signal while the database is unreachable."""
+        """Calls `act`, and retries while the database is unreachable.
+
+        It retries for `seconds` or until a signal.
+        """
         until = time.monotonic() + seconds
         while True:
             try:
@@ -227,7 +258,8 @@ class Worker:
 
     def _forward(self, number: int, _: object) -> None:
         if number == signal.SIGHUP and self.signal_number:
-            return  # The shell and the system both send it. A second signal would end runs without saving.
+            # The shell and the system both send it. A second signal would end runs without saving.
+            return
         self.signal_number = number
         for training in self._trainings:
             training.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -235,13 +267,17 @@ class Worker:
     def _end_trainings(self) -> None:
         """Ends the trainings that are left after an error, and waits until they have saved."""
         for training in self._trainings:
-            if not self.signal_number and not training.pruned:  # A second signal ends a run without saving.
+            # A second signal ends a run without saving.
+            if not self.signal_number and not training.pruned:
                 training.process.terminate()
         for training in self._trainings:
             training.close()
 
     def _step(self, bar: Any) -> bool:
-        """Looks after the trainings, and starts others. Returns whether there are some left, here or elsewhere."""
+        """Looks after the trainings, and starts others.
+
+        Returns whether there are some left, here or elsewhere.
+        """
         self._beat()
         for training in list(self._trainings):
             self._look_after(training)
@@ -272,7 +308,10 @@ class Worker:
         return found
 
     def _counts(self, trial: FrozenTrial) -> bool:
-        """Returns whether a trial keeps its place. One that failed without a reason was stopped, or its worker died."""
+        """Returns whether a trial keeps its place.
+
+        One that failed without a reason was stopped, or its worker died.
+        """
         has_stopped = trial.state is TrialState.FAIL and "failed" not in trial.user_attrs
         return trial.number not in self._outdated and not has_stopped
 
@@ -292,13 +331,17 @@ class Worker:
         return False
 
     def _take(self) -> bool:
-        """Takes a trial, and starts its run unless that has finished. Returns whether there was a trial to take."""
+        """Takes a trial, and starts its run unless that has finished.
+
+        Returns whether there was a trial to take.
+        """
         if not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING]) and not self._queue():
             return False
         try:
             trial, run, failed = self._ask()
         except optuna.exceptions.UpdateFinishedTrialError:
-            # Another worker took this one for dead meanwhile, and has ended the trial. Its place is free again.
+            # Another worker took this one for dead meanwhile, and has ended the trial. Its place is
+            # free again.
             return True
         if run is None or run.results is not None:
             self._tell(trial, run, failed=failed)
@@ -309,14 +352,19 @@ class Worker:
         return True
 
     def _ask(self) -> tuple[optuna.Trial, "Run | None", str]:
-        """Takes a trial. Returns it with its run, or with None and, if the run cannot be made, the reason.
+        """Takes a trial and returns it with its run, or with None.
+
+        If the run cannot be made, the reason is returned too.
 
         Raises:
-          UpdateFinishedTrialError: If another worker has ended the trial before its run was noted in it.
+          UpdateFinishedTrialError: If another worker has ended the trial before its run was noted
+            in it.
         """
-        with warnings.catch_warnings(action="ignore"):  # The heartbeat is kept, though not by `optimize`.
+        # The heartbeat is kept, though not by `optimize`.
+        with warnings.catch_warnings(action="ignore"):
             trial = self._study.ask(self._sweep.space)
-        place = trial.user_attrs.get("place")  # None if another worker has taken the trial from the queue.
+        # None if another worker has taken the trial from the queue.
+        place = trial.user_attrs.get("place")
         self._was_late = place is None or self._trials()[place].number != trial.number
         if self._was_late:
             return trial, None, ""
@@ -348,7 +396,8 @@ class Worker:
         value, state = None, TrialState.PRUNED if pruned else TrialState.FAIL
         if results is not None:
             state = TrialState.COMPLETE
-            value = min(math.inf, float((results.get("best_valid") or results["test"])["loss"]))  # Not nan.
+            # Not nan.
+            value = min(math.inf, float((results.get("best_valid") or results["test"])["loss"]))
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             if state is TrialState.FAIL and failed:
                 trial.set_user_attr("failed", failed)

@@ -1,9 +1,11 @@
-"""Runs a hyperparameter sweep from one file, on one machine or many: starts, resumes and tabulates the runs.
+"""Runs a hyperparameter sweep from one file, on one machine or many.
 
-    python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2
-    python -m launch.sweep sweep.toml --out=runs/sweep --table
-    python -m launch.sweep --table runs/one gs://bucket/runs/two
-    python -m launch.sweep sweep.toml --out=gs://bucket/sweep --storage=postgresql://me@host/db --jobs=8 --print=sky
+It starts, resumes and tabulates the runs.
+
+    python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2 python -m launch.sweep sweep.toml
+    --out=runs/sweep --table python -m launch.sweep --table runs/one gs://bucket/runs/two python -m
+    launch.sweep sweep.toml --out=gs://bucket/sweep --storage=postgresql://me@host/db --jobs=8
+    --print=sky
 
 The file lists the settings of the runs, named like the command's flags. Write None as "none":
 
@@ -11,9 +13,9 @@ The file lists the settings of the runs, named like the command's flags. Write N
     base.train.steps = 2000               # for all runs
     grid.seed = [1, 2, 3]                 # every combination is a run
 
-docs/launch.md describes the other tables: [[runs]], [random], [sampler] and [pruner].
-Each run has a directory in --out, named after the settings in which it differs, with its output in sweep.log. To resume
-a sweep, or to join it from another machine, rerun the same command. Ctrl-C saves all runs.
+docs/launch.md describes the other tables: [[runs]], [random], [sampler] and [pruner]. Each run has
+a directory in --out, named after the settings in which it differs, with its output in sweep.log. To
+resume a sweep, or to join it from another machine, rerun the same command. Ctrl-C saves all runs.
 """
 
 import argparse
@@ -53,13 +55,18 @@ from txl_jax.runtime.lock import is_held
 
 _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
 _KEYS = ("program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs")
-_NOTES = "sweep.json"  # Values of a run, how its last process ended, and the seconds of all of them.
+# Values of a run, how its last process ended, and the seconds of all of them.
+_NOTES = "sweep.json"
 _STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-number, 128 + number)]
-# Each run has a process and a directory. All are checked before the first: this many take a minute (6.7 ms each).
+# Each run has a process and a directory. All are checked before the first: this many take a minute
+# (6.7 ms each).
 MAX_RUNS = 10_000
-MAX_NAME_BYTES = 200  # File systems allow 255, and temporary names beside a directory are longer than its own.
-_DIGEST_LETTERS = 12  # At the end of a shortened name. Of 10,000 names two are alike with a chance of 2e-7.
-_OWN_FILES = (study.DATABASE, "results.csv", "means.csv")  # In --out, beside the directories of the runs.
+# File systems allow 255, and temporary names beside a directory are longer than its own.
+MAX_NAME_BYTES = 200
+# At the end of a shortened name. Of 10,000 names two are alike with a chance of 2e-7.
+_DIGEST_LETTERS = 12
+# In --out, beside the directories of the runs.
+_OWN_FILES = (study.DATABASE, "results.csv", "means.csv")
 _RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic range"
 
 
@@ -69,30 +76,42 @@ class Run:
 
     name: str
     folder: str
-    values: Mapping[str, Any]  # As its trial has them: the entry of [[runs]], texts of the grid, numbers of ranges.
-    differs: Mapping[str, Any]  # The settings in which runs differ, by the flag's name.
+    # As its trial has them: the entry of [[runs]], texts of the grid, numbers of ranges.
+    values: Mapping[str, Any]
+    # The settings in which runs differ, by the flag's name.
+    differs: Mapping[str, Any]
     command: tuple[str, ...]
     config: ExperimentConfig
 
     @property
     def results(self) -> dict[str, Any] | None:
-        """The content of results.json, or None if it is corrupted or the run has not finished with these settings."""
+        """The content of results.json, or None.
+
+        It is None if the file is corrupted or the run has not finished with these settings.
+        """
         try:
             results = dict(storage.read_json(os.path.join(self.folder, RESULTS)))
             same = results["eval"] == config_tree.to_dict(self.config.eval)
-            # A run that was given more steps keeps the old results until it ends. With patience it may end early.
+            # A run that was given more steps keeps the old results until it ends. With patience it
+            # may end early.
             ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         return results if same and ended else None
 
     def note(self, state: str | None = None, seconds: float = 0.0) -> None:
-        """Records in sweep.json how the last process ended, if it has, and the seconds of all of them."""
+        """Records in sweep.json how the last process ended, and the seconds of all processes.
+
+        `state` is None if the last process has not ended.
+        """
         notes = {"values": self.values, "seconds": _notes(self.folder).get("seconds", 0.0) + seconds, "state": state}
         storage.write_json(os.path.join(self.folder, _NOTES), notes)
 
     def end(self, code: int, seconds: float, *, pruned: bool) -> str:
-        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed. Returns it."""
+        """Records how a process of the run ended: finished, diverged, pruned, stopped or failed.
+
+        Returns it.
+        """
         if self.results is not None:
             state = records.state_of(self.results)
         elif not code or code in _STOP_CODES:
@@ -122,8 +141,8 @@ class Run:
 class Sweep:
     """The content of a file: what its runs share, and the values in which they differ.
 
-    Reading it checks runs like their command, and raises `UserError` if one would fail or two are the same. For runs
-    that are drawn while others are trained it checks the ends of the ranges.
+    Reading it checks runs like their command, and raises `UserError` if one would fail or two are
+    the same. For runs that are drawn while others are trained it checks the ends of the ranges.
     """
 
     def __init__(self, path: Path, out: str):
@@ -160,9 +179,11 @@ class Sweep:
             require(same, f"two runs are named {run.name}. Give them different names.")
         if not online:
             _refuse_equal(found.values())
-        self.runs = {} if online else found  # All runs by name, unless they are drawn while others are trained.
+        # All runs by name, unless they are drawn while others are trained.
+        self.runs = {} if online else found
         draws: dict[str, Mapping[str, Any]] = {f"draw {number}": {} for number in range(samples)}
-        self.queue = draws if online else {name: run.values for name, run in found.items()}  # By places in the queue.
+        # By places in the queue.
+        self.queue = draws if online else {name: run.values for name, run in found.items()}
 
     def run(self, values: Mapping[str, Any]) -> Run:
         """Returns the run with these values. Raises `UserError` as its program would."""
@@ -189,7 +210,7 @@ class Sweep:
         return Run(name, folder, values, settings, command, config)
 
     def _has(self, values: Mapping[str, Any]) -> bool:
-        """Returns whether a run's recorded values are of this file, and not of an earlier version of it."""
+        """Returns whether a run's recorded values are this file's, not an earlier version's."""
         for name, distribution in self.space.items():
             choices = getattr(distribution, "choices", None)
             if name not in values or (choices is not None and values[name] not in choices):
@@ -197,7 +218,10 @@ class Sweep:
         return True
 
     def write(self) -> int:
-        """Writes the table of all (or all drawn) runs. Returns the exit code, 1 if a run has failed."""
+        """Writes the table of all (or all drawn) runs.
+
+        Returns the exit code, 1 if a run has failed.
+        """
         runs: Iterable[Run] = self.runs.values()
         if not runs and storage.is_dir(self.out):
             found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))
@@ -208,10 +232,13 @@ class Sweep:
 
 
 def safe_name(given: Any, parts: Sequence[str]) -> str:
-    """Returns the name of a run and its directory: the name that its entry has, if any, and what differs.
+    """Returns the name of a run and of its directory.
 
-    A long name is cut, and ends in a digest of the whole. `sweep.json` in the directory has the values. Raises
-    `UserError` for a name that could lead out of the sweep's directory, or hide there, or be one of its files.
+    It consists of the name that the run's entry has, if any, and of what differs.
+
+    A long name is cut, and ends in a digest of the whole. `sweep.json` in the directory has the
+    values. Raises `UserError` for a name that could lead out of the sweep's directory, or hide
+    there, or be one of its files.
     """
     text = str(given or "")
     require(
@@ -232,9 +259,13 @@ def safe_name(given: Any, parts: Sequence[str]) -> str:
 
 
 def _check_number(values: Mapping[str, int], samples: int, *, online: bool) -> None:
-    """Raises `UserError` if a sweep has too many runs. `values` is the number of values of each setting."""
+    """Raises `UserError` if a sweep has too many runs.
+
+    `values` is the number of values of each setting.
+    """
     combinations = math.prod(values.values())
-    # With a sampler the ends of the ranges are checked for each combination, and `samples` runs are trained.
+    # With a sampler the ends of the ranges are checked for each combination, and `samples` runs are
+    # trained.
     count = max(samples, combinations) if online else samples * combinations
     numbers = [f"{count:,} of {name}" for name, count in values.items()]
     if samples > 1:
@@ -334,21 +365,30 @@ def _notes(folder: str) -> dict[str, Any]:
     try:
         notes = json.loads(storage.read(os.path.join(folder, _NOTES)))
         return notes if isinstance(notes, dict) else {}
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # Without it the table lacks a number; no run needs it.
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # Without it the table lacks a number; no run needs it.
         return {}
 
 
 def config_of(program: str, arguments: list[str], recorded: ExperimentConfig | None = None) -> ExperimentConfig:
-    """Returns the config that the program would make of these arguments and the record in the workdir, or raises."""
+    """Returns the config that the program would make of these arguments.
+
+    The record in the workdir is taken into account. Raises `UserError` if the program would reject
+    them.
+    """
     defaults: ExperimentConfig = importlib.import_module(f"experiments.{program}").DEFAULTS
-    without = () if program == "quickstart" else ("data_dir", "cache_dir")  # Flags that are not settings.
+    # Flags that are not settings.
+    without = () if program == "quickstart" else ("data_dir", "cache_dir")
     config = config_of_words(defaults, [program, *arguments], without=without, recorded=recorded)
     check_program(defaults, config)
     return config
 
 
 def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str | None) -> None:
-    """Prints the table and the means over seeds, and writes them to results.csv and means.csv in `out`, if given."""
+    """Prints the table and the means over seeds.
+
+    If `out` is passed, they are also written to results.csv and means.csv there.
+    """
     print("", *records.markdown(names, rows), "", sep="\n")
     if out is None:
         return
@@ -363,7 +403,10 @@ def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the sweep. Returns the exit code: 0, 1 (a run failed), 2 (usage), 75 (no database), 141 or 128 + signal."""
+    """Runs the sweep and returns the exit code.
+
+    The exit code is 0, 1 (a run failed), 2 (usage), 75 (no database), 141 or 128 + signal.
+    """
     output.prepare()
     given = _parsed(argv[1:])
     storage.shorten_storage_logs()
@@ -431,7 +474,8 @@ def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
     shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
     require(shared, "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage.")
     run = ["python", "-m", "launch.sweep", *given.files, f"--out={given.out}", f"--storage={given.storage}"]
-    more = [f"--env=RUN={shlex.join(run)}"] + ["--secret=PGPASSWORD"] * ("PGPASSWORD" in os.environ)  # Not its value.
+    # Not its value.
+    more = [f"--env=RUN={shlex.join(run)}"] + ["--secret=PGPASSWORD"] * ("PGPASSWORD" in os.environ)
     start = ["sky", "jobs", "launch", "launch/sky.yaml", "--yes", "--detach-run", *more]
     name = os.path.basename(given.out.rstrip("/"))
     return [[*start, f"--name={name}-{number}"] for number in range(1, given.jobs + 1)]

@@ -51,13 +51,17 @@ def x64():
 
 @pytest.fixture(autouse=True, scope="session")
 def compilation_cache(request):
-    """Compiles a program once, for both workers and for later runs: a warm cache saves most of the suite's time."""
+    """Compiles a program once, for both workers and for later runs: a warm cache saves most of the
+    suite's time.
+    """
     compiled_programs.keep_in(request.config.cache.mkdir(f"jax-{compiled_programs.key()}"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def free_executables():
-    """Frees compiled programs before they exhaust the mappings of the process (vm.max_map_count, usually 65,530)."""
+    """Frees compiled programs before they exhaust the mappings of the process (vm.max_map_count,
+    usually 65,530).
+    """
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
@@ -66,7 +70,9 @@ def free_executables():
 
 @pytest.fixture(scope="module")
 def usual_emitters():
-    """Compiles as outside of tests (`support.xla_flags`): then different programs round alike, to the last bit."""
+    """Compiles as outside of tests (`support.xla_flags`): then different programs round alike, to
+    the last bit.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if "fusion_emitters" in os.environ["XLA_FLAGS"]:
             compile_quickly = jax.stages.Lowered.compile
@@ -100,7 +106,9 @@ def bucket(storage, request):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Calls of object storage that fail are given up after 0.3 s, with short pauses between the tries."""
+    """Calls of object storage that fail are given up after 0.3 s, with short pauses between the
+    tries.
+    """
     sleep = asyncio.sleep
     monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
     monkeypatch.setattr("txl_jax.runtime.storage.PATIENCE_SECONDS", 0.3)
@@ -108,7 +116,9 @@ def impatient(monkeypatch):
 
 @pytest.fixture(scope="session")
 def on_eight_devices(tmp_path_factory, testrun_uid):
-    """Returns the JSON that a Python program prints; each runs once for all tests of all workers."""
+    """Returns the JSON that a Python program prints; each runs once for all tests of all
+    workers.
+    """
     folder = tmp_path_factory.getbasetemp().parent / f"eight-devices-{testrun_uid}"
     folder.mkdir(exist_ok=True)
 

@@ -1,7 +1,8 @@
 """Pins every list that decides what is accepted, run, passed on or left out, as a whole.
 
-Tests of a reader or server have samples of what is refused. They stay green if a list gets one entry more, and that is
-all that somebody who means harm needs. A change of a list therefore changes its copy here, where it is reviewed.
+Tests of a reader or server have samples of what is refused. They stay green if a list gets one
+entry more, and that is all that somebody who means harm needs. A change of a list therefore changes
+its copy here, where it is reviewed.
 """
 
 import asyncio
@@ -102,7 +103,9 @@ def test_what_a_file_of_pytorch_may_call():
 
 
 def test_the_instructions_of_a_pickle_that_are_carried_out():
-    """The machine is asked for an attribute of the instruction's name, so any method of that name would be one."""
+    """The machine is asked for an attribute of the instruction's name, so any method of that name
+    would be one.
+    """
     known = {opcode.name for opcode in pickletools.opcodes}
     refused = {name for name in known if not hasattr(pickles._Machine, name)}
     assert refused == {"NEXT_BUFFER", "READONLY_BUFFER", "DUP", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "STOP"}
@@ -181,7 +184,10 @@ def test_names_of_files_that_are_opened():
 
 
 def test_keys_that_are_read_of_other_implementations_settings():
-    """By their names, types and lower bounds. `formats` reads the layer norm's epsilon of Hugging Face too."""
+    """By their names, types and lower bounds.
+
+    `formats` reads the layer norm's epsilon of Hugging Face too.
+    """
     sizes = {"n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "n_token"}
     integers = dict.fromkeys(sizes | {"mem_len", "clamp_len", "tgt_len"}, int)
     flags = dict.fromkeys({"untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"}, bool)
@@ -513,7 +519,10 @@ def test_databases_and_keys_of_a_study():
 
 
 async def _status_without_key(application, method, path) -> int:
-    """Asks a server, as ASGI servers do, by a name of this machine and without a key. Returns the answer's status."""
+    """Asks a server, as ASGI servers do, by a name of this machine and without a key.
+
+    Returns the answer's status.
+    """
     answers = []
 
     async def receive():

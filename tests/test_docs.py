@@ -1,4 +1,5 @@
-"""Tests that the commands and settings of README and docs exist, and the examples: in docstrings and docs/examples.
+"""Tests that the commands and settings of README and docs exist, and the examples: in docstrings
+and docs/examples.
 
 Each model of docs/examples solves what the one without its part cannot.
 """
@@ -29,7 +30,9 @@ assert len(EXAMPLES) > 10
 
 
 def commands(page):
-    """Yields the words of each command that starts a program of this project, without what follows a pipe."""
+    """Yields the words of each command that starts a program of this project, without what follows
+    a pipe.
+    """
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"python -m ((?:experiments|launch)\.[^\n`#]*)", text):
         if "$" not in line:
@@ -117,7 +120,8 @@ def test_streamed_embeddings_are_means_of_the_hidden_states(tmp_path):
 @pytest.mark.nightly(part="long")
 @pytest.mark.parametrize(
     ("name", "least", "chance", "atol"),
-    # A mean over 30 updates of some 5,500 episodes in all, whose standard deviation is 0.007; and over 30 of frames.
+    # A mean over 30 updates of some 5,500 episodes in all, whose standard deviation is 0.007; and
+    # over 30 of frames.
     [("memory_policy", 0.97, 0.5, 0.03), ("speech_encoder", 0.85, 0.125, 0.015)],
 )
 def test_only_the_whole_model_solves_the_task(name, least, chance, atol):
@@ -131,6 +135,7 @@ def test_memory_finds_the_topic_as_far_back_as_it_reaches():
     within, without = module["main"]().values()
     reach, chance = module["CONFIG"].n_layer * module["MEM_LEN"] // module["PASSAGE"], 1 / module["TOPICS"]
     assert within[: reach + 1].min() > 0.95
-    # For 128 documents, a fraction of 1 in 8 has a standard deviation of 0.03; topics are the same in all passages.
+    # For 128 documents, a fraction of 1 in 8 has a standard deviation of 0.03; topics are the same
+    # in all passages.
     assert within[reach + 1 :].mean() == pytest.approx(chance, abs=0.1)
     assert without[0] > 0.95 and without[1:].mean() == pytest.approx(chance, abs=0.1)

@@ -1,4 +1,6 @@
-"""Tests the count of operations against XLA's, the table of devices, units that are reported, and the plot of a run."""
+"""Tests the count of operations against XLA's, the table of devices, units that are reported, and
+the plot of a run.
+"""
 
 import functools
 import math
@@ -20,7 +22,9 @@ from txl_jax.metrics import Measure, Totals
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", Encoding)
 def test_a_token_costs_what_xla_counts(encoding):
-    """XLA counts softmax and norms too: a few of a hundred where the products are as large as here."""
+    """XLA counts softmax and norms too: a few of a hundred where the products are as large as
+    here.
+    """
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
     table = {"num_positions": 300} if encoding.is_learned else {}
     model = tiny.make(encoding=encoding, **table, **sizes)
@@ -53,7 +57,9 @@ def test_a_layer_of_a_qrnn_has_three_gates_and_the_first_reads_two_inputs():
 
 
 def test_updates_and_recomputation_from_forward_passes():
-    """An update costs three, and the projections of memory and codes; computing again all layers, not the softmax."""
+    """An update costs three, and the projections of memory and codes; computing again all layers,
+    not the softmax.
+    """
     config = tiny.CONFIG
     cost, forward = cost_of(config)
     # 8 positions of memory, keys and values, and 12 codes; forward and their weights' gradient.

@@ -1,7 +1,9 @@
-"""Tests the model against the original's reference values: losses, hidden states, memories, gradients.
+"""Tests the model against the original's reference values: losses, hidden states, memories,
+gradients.
 
-With every implementation of attention: whole scores and tiles in float64, to 1e-9; kernels, interpreted, in float32.
-A difference here means that the mathematics of the model changed. Read tests/golden/README.md first.
+With every implementation of attention: whole scores and tiles in float64, to 1e-9; kernels,
+interpreted, in float32. A difference here means that the mathematics of the model changed. Read
+tests/golden/README.md first.
 """
 
 import contextlib
@@ -46,7 +48,10 @@ ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Enc
 
 
 def runs_with_paths():
-    """Every run with each path, of kernels those with relative encodings. All but the quick ones are nightly."""
+    """Every run with each path, of kernels those with relative encodings.
+
+    All but the quick ones are nightly.
+    """
     for file in FILES:
         golden = json.loads(str(np.load(file)["config_json"]))
         by_kernels = ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]
@@ -114,15 +119,17 @@ def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
 
 
 def clamp_len(golden: dict) -> int | None:
-    """The clamp here: the original's tables of Shaw have distances 0 up to one less than with sinusoids."""
+    """The clamp here: the original's tables of Shaw have distances 0 up to one less than with
+    sinusoids.
+    """
     return golden["clamp_len"] - (golden["attn_type"] == 1) if golden["clamp_len"] > 0 else None
 
 
 def run_segments(params, arrays, golden, model):
     """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment.
 
-    Where we leave the original's absolute positions on purpose (tests/golden/README.md, oddities), adapters do here
-    as it does, so that all segments and the gradients can be compared.
+    Where we leave the original's absolute positions on purpose (tests/golden/README.md, oddities),
+    adapters do here as it does, so that all segments and the gradients can be compared.
     """
     config = model.config
     absolute = not encoding_of(config).generates_by_token
@@ -148,7 +155,9 @@ def run_segments(params, arrays, golden, model):
 
 
 def with_more_positions(memory: Memory, params, config: ModelConfig, segment_len: int, clamp_len: int) -> Memory:
-    """Positions added to the stored inputs (of the first layer, or of all), where those of earlier segments stay."""
+    """Positions added to the stored inputs (of the first layer, or of all), where those of earlier
+    segments stay.
+    """
     _, _, mem_len, d_model = memory.hidden.shape
     distances = positions.key_distances(mem_len + segment_len, clamp_len=config.clamp(clamp_len))[:mem_len]
     if config.encoding is Encoding.AL_RFOU:
@@ -160,7 +169,9 @@ def with_more_positions(memory: Memory, params, config: ModelConfig, segment_len
 
 @contextlib.contextmanager
 def queries_before_the_norm():
-    """Queries come from a layer's inputs as they are, where keys and values come from normed ones."""
+    """Queries come from a layer's inputs as they are, where keys and values come from normed
+    ones.
+    """
     inputs = None
 
     def interceptor(call, args, kwargs, context):

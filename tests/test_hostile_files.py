@@ -1,6 +1,8 @@
-"""Tests of files that mean harm, in every reader: one `UserError`, and nothing is run, written or waited for.
+"""Tests of files that mean harm, in every reader: one `UserError`, and nothing is run, written or
+waited for.
 
-Pickles and files of PyTorch have tests of their own in tests/interop. `.ci/nightly fuzz` looks for more of them.
+Pickles and files of PyTorch have tests of their own in tests/interop. `.ci/nightly fuzz` looks for
+more of them.
 """
 
 import gzip
@@ -31,7 +33,8 @@ from txl_jax.runs.convert import TargetFormat, convert
 from txl_jax.runs.run import Run, read_results, recorded_folders
 from txl_jax.runtime import checkpoint, storage
 
-DEEP, LONG = b"[" * 100_000, b"9" * 5000  # Python's JSON nests no deeper than its stack, `int` takes 4,300 digits.
+# Python's JSON nests no deeper than its stack, `int` takes 4,300 digits.
+DEEP, LONG = b"[" * 100_000, b"9" * 5000
 NOT_JSON = [DEEP, LONG, b'{"a": ' * 100_000, b"\xff", b"null", b'["txl_jax_model"]', b'"txl_jax_model"', b"1e999"]
 
 
@@ -77,7 +80,10 @@ def test_what_is_no_record_is_one_error(folders, content):
 
 
 def test_files_without_an_end_are_not_read(tmp_path):
-    """A link to a device, and a pipe, at which `open` would wait. Other links are followed: caches consist of them."""
+    """A link to a device, and a pipe, at which `open` would wait.
+
+    Other links are followed: caches consist of them.
+    """
     (tmp_path / "linked").symlink_to(os.devnull)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("1")
@@ -148,7 +154,8 @@ TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a"
         LONG_BYTE,
         *(f"{TITLE} {kind.kind} {start * 50_000}\na\n" for kind in KINDS for start in ("[", '{"a":')),
         f'{TITLE} id {{"size": {10**12}}}\n',
-        f"{TITLE} subword {{}}\n{json.dumps(TOKENIZER)}\n",  # The package panics: it has no token "ab".
+        # The package panics: it has no token "ab".
+        f"{TITLE} subword {{}}\n{json.dumps(TOKENIZER)}\n",
         f"{TITLE} subword {{}}\n{json.dumps(WORD_LEVEL)}\n",
     ],
     ids=lambda text: text[:40],
@@ -177,7 +184,9 @@ SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.GNUTYPE_SPARSE, SPARSE])
 def test_what_gzip_makes_of_few_bytes_is_not_kept_in_memory(kind, tmp_path):
-    """`tarfile` reads names, attributes and maps of sparse files whole, in time that grows with the square."""
+    """`tarfile` reads names, attributes and maps of sparse files whole, in time that grows with the
+    square.
+    """
     info = tarfile.TarInfo("x")
     info.size = 40 << 20
     if kind is SPARSE:
@@ -191,7 +200,9 @@ def test_what_gzip_makes_of_few_bytes_is_not_kept_in_memory(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
 def test_attributes_of_a_tar_are_short(kind, tmp_path):
-    """Older Pythons search attributes in quadratic time: 32 kB of digits take seconds, a megabyte an hour."""
+    """Older Pythons search attributes in quadratic time: 32 kB of digits take seconds, a megabyte
+    an hour.
+    """
     info = tarfile.TarInfo("x")
     info.type = kind
     info.size = prepare._MAX_ATTRIBUTES + 1

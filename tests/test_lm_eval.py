@@ -1,4 +1,6 @@
-"""Tests the adapter of lm-evaluation-harness, offline, on a task in local files; needs the extra `lm-eval`."""
+"""Tests the adapter of lm-evaluation-harness, offline, on a task in local files; needs the extra
+`lm-eval`.
+"""
 
 import json
 import os
@@ -70,7 +72,9 @@ def requests(kind, *arguments):
 
 @pytest.mark.parametrize("kind", ["char", "word"])
 def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
-    """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy one."""
+    """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy
+    one.
+    """
     from lm_eval.api.registry import get_model
 
     model = load(runs[kind])

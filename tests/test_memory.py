@@ -1,4 +1,6 @@
-"""Tests of the memory: filled slots, order of rows, resets, the one stop_gradient; and of the scan over segments."""
+"""Tests of the memory: filled slots, order of rows, resets, the one stop_gradient; and of the scan
+over segments.
+"""
 
 import functools
 import math

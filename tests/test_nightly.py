@@ -1,4 +1,6 @@
-"""Tests `.ci/nightly`: its table, the order in which parts are due, and which of them `.ci/run` starts."""
+"""Tests `.ci/nightly`: its table, the order in which parts are due, and which of them `.ci/run`
+starts.
+"""
 
 import configparser
 import dataclasses
@@ -72,7 +74,9 @@ def split_parts():
 
 @pytest.mark.parametrize("name", split_parts())
 def test_the_parts_of_a_split_have_all_its_tests_once(name):
-    """All but one name paths, which that one leaves to them; so a new test is in exactly one of them."""
+    """All but one name paths, which that one leaves to them; so a new test is in exactly one of
+    them.
+    """
     group = split_parts()[name]
     [rest] = [part for part in group if not part.paths]
     named = [path for part in group for path in part.paths]
@@ -97,7 +101,9 @@ def test_the_newest_python_is_the_one_that_the_readme_names():
 
 @dataclasses.dataclass
 class FakeHistory:
-    """Commits named by how far they are behind HEAD; the files that changed since the oldest of them."""
+    """Commits named by how far they are behind HEAD; the files that changed since the oldest of
+    them.
+    """
 
     changed: tuple[str, ...] = ()
 

@@ -1,4 +1,6 @@
-"""Tests that `.ci/planted_faults.toml` still fits the code: a fault that is not planted is noticed by no test."""
+"""Tests that `.ci/planted_faults.toml` still fits the code: a fault that is not planted is noticed
+by no test.
+"""
 
 import tomllib
 

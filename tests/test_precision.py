@@ -1,7 +1,9 @@
-"""Pins what is computed in 16 bits in a bfloat16 run, path by path, by tracing: all else is in at least float32.
+"""Pins what is computed in 16 bits in a bfloat16 run, path by path, by tracing: all else is in at
+least float32.
 
-Scores, softmax, layer norms, losses, log probabilities, sums over tokens, gradients of parameters, averages and the
-optimizer are wide. Numbers alone do not show it: in a small model a rounding too much stays within each tolerance.
+Scores, softmax, layer norms, losses, log probabilities, sums over tokens, gradients of parameters,
+averages and the optimizer are wide. Numbers alone do not show it: in a small model a rounding too
+much stays within each tolerance.
 """
 
 import functools
@@ -51,8 +53,9 @@ def integers(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-# Attention in training. Narrow are the sums q + u and q + v, the products of probabilities with values and with the
-# gradient of the output, and the gradients of arrays that are narrow themselves.
+# Attention in training. Narrow are the sums q + u and q + v, the products of probabilities with
+# values and with the gradient of the output, and the gradients of arrays that are narrow
+# themselves.
 VALUES = {
     "reference": (REFERENCE, {"add": 2, "dot_general": 1, ROUNDED: 1}),
     "stored": (Implementation("stored"), {"add": 2, ROUNDED: 6}),
@@ -87,8 +90,8 @@ def test_attention_adds_scores_in_float32(name):
     assert narrow(gradients, arrays) == GRADIENTS[name]
 
 
-# Attention over a cache. No sum and no product is narrow: weights are rounded for the product with the values, and so
-# is the result. Kernels also round what they read from the ring.
+# Attention over a cache. No sum and no product is narrow: weights are rounded for the product with
+# the values, and so is the result. Kernels also round what they read from the ring.
 CACHED = {
     "reference, a token": (REFERENCE, 1, None, {ROUNDED: 3}),
     "reference": (REFERENCE, 6, None, {ROUNDED: 3}),
@@ -117,8 +120,9 @@ def test_attention_over_a_cache_adds_scores_in_float32(name):
     assert narrow(attend, query, query, query, (ring_key, ring_value), position, visibility) == expected
 
 
-# Inference of two layers. Narrow are the products with matrices, the biases and the residual stream, the ReLU (`max`),
-# the scale of the embedding (`mul`), and the number that orders reads and writes of the cache (`abs`).
+# Inference of two layers. Narrow are the products with matrices, the biases and the residual
+# stream, the ReLU (`max`), the scale of the embedding (`mul`), and the number that orders reads and
+# writes of the cache (`abs`).
 FORWARD = {"mul": 1, "dot_general": 8, "add": 12, "max": 2, "abs": 1, ROUNDED: 10}
 INT8_WEIGHTS = {"mul": 1, "add": 12, "max": 2, "abs": 1, ROUNDED: 28}
 WITHOUT_BIASES = {"mul": 1, "dot_general": 8, "add": 9, "max": 2, "abs": 1, ROUNDED: 11}
@@ -167,7 +171,10 @@ def test_inference_computes_losses_and_norms_in_float32(name):
 
 
 def test_int8_is_summed_in_int32():
-    """Rows are split in two of int8. In int8 or int16 sums would overflow, in float32 lose their last bits."""
+    """Rows are split in two of int8.
+
+    In int8 or int16 sums would overflow, in float32 lose their last bits.
+    """
     weights = prepared(4, WeightDType.INT8)
     cache = empty_cache(weights, 4, "int8")
     program = jax.make_jaxpr(forward.forward)(weights, integers(tiny.B, 4), cache)
@@ -183,7 +190,9 @@ LIMITS = {"plain": (1.0, None, 1.0), "greedy": (0.0, None, 1.0), "cold": (0.7, N
 
 @pytest.mark.parametrize("changes", [{}, {"cutoffs": (4, 9)}], ids=str)
 def test_tokens_are_drawn_and_scored_in_float32(changes):
-    """Logits, temperature, log probabilities, the sum of top-p and the noise of the draw: from narrow hidden states."""
+    """Logits, temperature, log probabilities, the sum of top-p and the noise of the draw: from
+    narrow hidden states.
+    """
     weights = prepared(1, **changes)
     hidden = jax.ShapeDtypeStruct((tiny.B, tiny.D), BFLOAT16)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), tiny.B))
@@ -203,7 +212,9 @@ def test_tokens_are_drawn_and_scored_in_float32(changes):
 
 
 def test_a_step_of_generation_adds_nothing_in_16_bits():
-    """A block of steps, with an index for each row as in the server, is the forward pass and what draws and scores."""
+    """A block of steps, with an index for each row as in the server, is the forward pass and what
+    draws and scores.
+    """
     weights = prepared(1)
     cache = empty_cache(weights, 1).replace(write_index=integers(tiny.B))
     keys = jax.ShapeDtypeStruct((tiny.B, 2), jnp.uint32)
@@ -222,7 +233,9 @@ def test_a_step_of_generation_adds_nothing_in_16_bits():
 
 @pytest.mark.parametrize("network", full_but([Network.TRANSFORMER_XL], list(Network)))
 def test_evaluation_computes_losses_in_float32(network):
-    """A temperature divides the hidden states (`div`), which are narrow, and the biases, which are wide."""
+    """A temperature divides the hidden states (`div`), which are narrow, and the biases, which are
+    wide.
+    """
     made = tiny_run.parts(model__dtype=DType.BFLOAT16, model__network=network, eval__temperature=1.3)
     step = make_eval_step(made.model, made.config.eval)
     params = shapes(made.abstract_state.params)
@@ -297,7 +310,9 @@ def test_the_optimizers_state_and_arithmetic_are_float32(name):
 
 
 def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
-    """Not the sums over microbatches, penalties, the norm of the gradient, clipping, moments and averages."""
+    """Not the sums over microbatches, penalties, the norm of the gradient, clipping, moments and
+    averages.
+    """
     made = tiny_run.parts(**AVERAGED, **DIVIDED)
     state, segments = shapes(made.abstract_state), shapes(made.abstract_segments(made.config.train))
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segments)
@@ -310,7 +325,8 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
     assert narrow(step, state, segments) == of_gradient
     _, metrics = jax.eval_shape(step, state, segments)
     assert {leaf.dtype.name for leaf in metrics} == {"float32"}
-    # Products with matrices and with probabilities, the residual stream, biases, the ReLU, dropout (`div`).
+    # Products with matrices and with probabilities, the residual stream, biases, the ReLU, dropout
+    # (`div`).
     assert set(of_loss) == {"dot_general", "add", "max", "mul", "div", ROUNDED}
     assert set(of_gradient) == set(of_loss) | {"add_any", "reduce_sum"}
 

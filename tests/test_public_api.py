@@ -1,4 +1,6 @@
-"""Tests of the public names, of trained models from Python, of README's code, and of an unsupported jax."""
+"""Tests of the public names, of trained models from Python, of README's code, and of an unsupported
+jax.
+"""
 
 import importlib.metadata
 import os
@@ -100,7 +102,8 @@ def test_a_trained_model_scores_texts_as_its_log_probabilities_add_up(run):
         np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
         return -np.take_along_axis(np.asarray(log_p), targets[..., None].astype(int), axis=-1), memory
 
-    nats, _ = tiny.over_segments(read, model.init_memory(1), tokens, 5)  # Segments of the evaluation's length.
+    # Segments of the evaluation's length.
+    nats, _ = tiny.over_segments(read, model.init_memory(1), tokens, 5)
     assert found.tokens == nats.size == 39 and found.nats == pytest.approx(nats.sum(dtype=np.float64), rel=1e-5)
 
 

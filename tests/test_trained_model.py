@@ -1,4 +1,6 @@
-"""Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop strings, mistakes."""
+"""Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop
+strings, mistakes.
+"""
 
 import dataclasses
 import itertools
@@ -36,7 +38,8 @@ class WordPieces(Vocabulary):
         return np.array(ids, np.int32)
 
 
-LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]  # L = 5, M = 9: empty, one token, parts of a segment, past the memory.
+# L = 5, M = 9: empty, one token, parts of a segment, past the memory.
+LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]
 
 
 def assert_alone(model, documents, found, *, tolerance):
@@ -56,7 +59,9 @@ CHANGES = [
 
 @pytest.mark.parametrize("changes", full_but(CHANGES[:1], CHANGES), ids=str)
 def test_losses_are_those_of_each_document_alone(changes, x64):
-    """Memories that begin with zeros must be cleared for each document; those that begin masked need not."""
+    """Memories that begin with zeros must be cleared for each document; those that begin masked
+    need not.
+    """
     model, documents = tiny_model.make(model__dtype=DType.FLOAT64, **changes), tiny_model.documents(LENGTHS)
     found = model.score(documents, per_token=True, batch_size=3)
     assert_alone(model, documents, found, tolerance=1e-10)
@@ -102,7 +107,8 @@ def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
     model, given = tiny_model.make(), []
 
     def endless():
-        for length in itertools.chain([900], itertools.cycle([3, 8, 0, 17])):  # The first keeps a row for long.
+        # The first keeps a row for long.
+        for length in itertools.chain([900], itertools.cycle([3, 8, 0, 17])):
             given.extend(tiny_model.documents([length], seed=len(given)))
             yield given[-1]
 
@@ -202,7 +208,8 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
     encode = tiny.encoder(model.components.model, same_length=True)
     for tokens, hidden in zip(documents, found, strict=True):
         assert hidden.shape == (len(tokens), tiny.D) and hidden.dtype == np.float64
-        padded = np.pad(tokens, (0, -len(tokens) % 5))[None]  # Positions of padding are read after all others.
+        # Positions of padding are read after all others.
+        padded = np.pad(tokens, (0, -len(tokens) % 5))[None]
         if segments := [5] * (padded.size // 5):
             expected = tiny.stream(encode, {"params": model.params}, padded, segments, model.init_memory(1))
             np.testing.assert_allclose(hidden, expected[0, : len(tokens)], rtol=1e-10, atol=1e-10)
@@ -264,7 +271,9 @@ def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
 
 @pytest.mark.full
 def test_few_programs_are_compiled_for_any_number_and_lengths(compiled):
-    """One for each power of two of rows, here 1, 4 and 5, the most; not for lengths of prompts, texts or stops."""
+    """One for each power of two of rows, here 1, 4 and 5, the most; not for lengths of prompts,
+    texts or stops.
+    """
     model = tiny_model.make(eval__mem_len=11)
     for lengths in ([3], [40], [3, 8, 0], [1, 2, 3, 4], [9, 17, 2, 33, 6]):
         for length in (2, 30):
@@ -285,7 +294,8 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     assert found == [text[:cut] for text, cut in zip(whole, cuts, strict=True)]
     assert cuts[1] <= 3 and cuts[0] <= 17 and max(cuts) > cuts[1]
     assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], "one string, not its letters"
-    # After its stop string a row is ended on the device too: the longest text has a million tokens otherwise.
+    # After its stop string a row is ended on the device too: the longest text has a million tokens
+    # otherwise.
     assert model.generate(prompts[:2], settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
 
 

@@ -1,7 +1,7 @@
 """Transformer-XL (Dai et al., 2019) in JAX and Flax.
 
-These are the public names. Everything else may change. They are imported on first use, and the settings do not
-import jax.
+These are the public names. Everything else may change. They are imported on first use, and the
+settings do not import jax.
 """
 
 import importlib

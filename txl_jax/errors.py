@@ -1,15 +1,15 @@
 """Errors that the user can fix.
 
-The message says what was expected, what was found, and how to fix it. Commands print it without a traceback. Any
-other exception is a bug, or comes from the system, and keeps its traceback.
+The message says what was expected, what was found, and how to fix it. Commands print it without a
+traceback. Any other exception is a bug, or comes from the system, and keeps its traceback.
 """
 
 import contextlib
 import re
 from collections.abc import Iterator
 
-# Enough for every sentence of this project with a path in it. A stranger's file may put megabytes into an error, such
-# as a list of 300,000 numbers, and the end of a message has the advice.
+# Enough for every sentence of this project with a path in it. A stranger's file may put megabytes
+# into an error, such as a list of 300,000 numbers, and the end of a message has the advice.
 _MAX_CHARACTERS = 4_000
 _MAX_CHARACTERS_AT_END = 1_000
 # Characters that act on a terminal, end a line, or change the direction in which a line is shown.
@@ -26,7 +26,10 @@ def escape_control(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns a text as it is safe to print: with `escape_control`, and without its middle if it is long."""
+    """Returns a text in a form that is safe to print.
+
+    This applies `escape_control`, and omits the middle of a long text.
+    """
     if len(text) > _MAX_CHARACTERS:
         left_out = len(text) - _MAX_CHARACTERS
         begin = text[: _MAX_CHARACTERS - _MAX_CHARACTERS_AT_END]
@@ -62,7 +65,7 @@ class RemoteProcessError(UserError):
 
 
 class RequestError(Exception):
-    """A failed request to the server: a message, an HTTP status, and OpenAI's `code` and `param`."""
+    """A failed server request: a message, an HTTP status, and OpenAI's `code` and `param`."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
@@ -71,12 +74,16 @@ class RequestError(Exception):
 
 @contextlib.contextmanager
 def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = UserError) -> Iterator[None]:
-    """Turns errors of the block into the message, with the reason as its "%s". A missing package keeps its own."""
+    """Turns errors of the block into the message, with the reason as its "%s".
+
+    A missing package keeps its own.
+    """
     try:
         yield
     except MissingPackageError:
         raise
-    except BaseException as error:  # Too deep nesting counts, and panics of Rust, whose class cannot be imported.
+    except BaseException as error:
+        # Too deep nesting counts, and panics of Rust, whose class cannot be imported.
         if not isinstance(error, (*errors, RecursionError)) and type(error).__name__ != "PanicException":
             raise
         reason = getattr(error, "strerror", None) or error
@@ -87,8 +94,8 @@ def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = Use
 def reading(name: str) -> Iterator[None]:
     """Turns whatever goes wrong while a file is read into one message that names the file.
 
-    Files come from anywhere, and libraries raise nearly any exception for one that they cannot read. A `UserError` says
-    more and is kept, and so is an interruption.
+    Files come from anywhere, and libraries raise nearly any exception for one that they cannot
+    read. A `UserError` says more and is kept, and so is an interruption.
     """
     try:
         yield
@@ -103,7 +110,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def describe_system_error(error: OSError) -> str:
-    """Returns an error of the system as a sentence with a remedy, instead of "[Errno 30] ...: '...'"."""
+    """Returns a system error as a sentence with a remedy, instead of "[Errno 30] ...: '...'"."""
     if error.strerror is None:  # A library's own sentence.
         return str(error)
     path = error.filename or "the disk"

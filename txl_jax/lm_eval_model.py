@@ -1,15 +1,18 @@
-"""Adapter for EleutherAI's lm-evaluation-harness: a trained model as one of its models, named "txl_jax".
+"""Adapter for EleutherAI's lm-evaluation-harness: a trained model as its model "txl_jax".
 
     python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
 
-The harness (the extra `lm-eval`) asks for three things, each for documents that start from an empty memory:
+The harness (the extra `lm-eval`) asks for three things, each for documents that start from an empty
+memory:
 
   loglikelihood          nats of a continuation given its context, and whether it is the greedy one
-  loglikelihood_rolling  nats of all T tokens of a document. One token (`first`) is read before them and not scored, by
-                         default the token that unprompted generation continues: the mark of a line's end, or a newline
+  loglikelihood_rolling  nats of all T tokens of a document. One token (`first`) is read before them
+                         and not scored, by default the token that unprompted generation continues:
+                         the mark of a line's end, or a newline
   generate_until         greedy text, or a sample, up to the first of some strings
 
-A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len` share one encoding.
+A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len`
+share one encoding.
 """
 
 from collections.abc import Sequence
@@ -32,9 +35,9 @@ _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "to
 class HarnessModel(LM):
     """A trained model, as `txl_jax.load` takes it, as the harness calls it.
 
-    The batch size "auto" means `max_batch_size`, or 8. `device` must be None, because JAX chooses it. `first` is the
-    text of the token before a document and before a continuation without context, or None for `Vocabulary.start`.
-    `max_gen_toks` is for tasks that do not specify it.
+    The batch size "auto" means `max_batch_size`, or 8. `device` must be None, because JAX chooses
+    it. `first` is the text of the token before a document and before a continuation without
+    context, or None for `Vocabulary.start`. `max_gen_toks` is for tasks that do not specify it.
     """
 
     def __init__(
@@ -66,7 +69,8 @@ class HarnessModel(LM):
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, is greedy) of each continuation after its context.
 
-        Raises `UserError` for an empty continuation, which is certain and so would win every comparison.
+        Raises `UserError` for an empty continuation, which is certain and so would win every
+        comparison.
         """
         pairs = [request.args for request in requests]
         for context, continuation in pairs:

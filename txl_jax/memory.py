@@ -1,8 +1,8 @@
 """The memory that a Transformer-XL carries from segment to segment.
 
-Layer l reads the inputs that it had at the M positions before the segment (Dai et al., 2019, section
-3.2). Shapes are fixed, and `valid` is the number of filled slots of each row. The only `stop_gradient` of the
-recurrence is in `update`.
+Layer l reads the inputs that it had at the M positions before the segment (Dai et al., 2019,
+section 3.2). Shapes are fixed, and `valid` is the number of filled slots of each row. The only
+`stop_gradient` of the recurrence is in `update`.
 
 Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.
 """
@@ -30,7 +30,10 @@ class Memory:
         return self.hidden.shape[2]
 
     def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Raises `UserError` unless it has `n_layer` layers and the rows of tokens [B, L], or embeddings [B, L, D]."""
+        """Raises `UserError` unless the memory has `n_layer` layers and the segment's rows.
+
+        The segment is tokens [B, L], or embeddings [B, L, D].
+        """
         width = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
             if tokens.ndim != 3 or tokens.shape[2] != width:
@@ -45,7 +48,10 @@ class Memory:
 
 
 def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:
-    """Returns the memory before the first segment: zeros, masked or attended to according to `start`."""
+    """Returns the initial memory of zeros, before the first segment.
+
+    `start` determines whether the zeros are masked or attended to.
+    """
     hidden = jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype)
     return Memory(hidden, jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32))
 
@@ -62,19 +68,28 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
 class Documents(NamedTuple):
     """Where documents begin in a segment, from the tokens that end them.
 
-    With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: an end token belongs to the document that it ends.
+    With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: an end token belongs to the
+    document that it ends.
     """
 
-    start: jax.Array  # int32 [B, L], where each position's document begins; 0 if with the segment or in the memory.
-    last: jax.Array  # int32 [B], position after the last end token, or 0 if the segment has none.
+    # int32 [B, L], where each position's document begins; 0 if with the segment or in the memory.
+    start: jax.Array
+    # int32 [B], position after the last end token, or 0 if the segment has none.
+    last: jax.Array
 
     def valid(self, valid: jax.Array) -> jax.Array:
-        """Returns the number of filled slots [B] after the segment, at most `valid`: the last document's positions."""
+        """Returns the number of filled slots [B] after the segment, at most `valid`.
+
+        The filled slots are the last document's positions.
+        """
         return jnp.where(self.last > 0, jnp.minimum(valid, self.start.shape[1] - self.last), valid)
 
 
 def documents(tokens: jax.Array, end_token: int | None) -> Documents | None:
-    """Returns the documents of a segment of tokens [B, L], or None without an end token or for embeddings."""
+    """Returns the documents of a segment of tokens [B, L].
+
+    Returns None without an end token, or for embeddings.
+    """
     if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
         return None
     after = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """Learning curves as PNG files, and the style of all figures.
 
-matplotlib is an extra (`plots`), which is imported only when a figure is drawn. Without it, every function except
-`can_draw` raises ModuleNotFoundError.
+matplotlib is an extra (`plots`), which is imported only when a figure is drawn. Without it, every
+function except `can_draw` raises ModuleNotFoundError.
 """
 
 import importlib.util
@@ -33,10 +33,12 @@ def learning_curve(
     levels: Mapping[str, float],
     by_position: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """Draws bpc against training steps: the records of the kinds "train" and "valid" in metrics.jsonl.
+    """Plots bpc against training steps.
 
-    `levels` are names and bpc of horizontal lines to compare with. `by_position` are names and the bpc at each position
-    of a segment, which are drawn to the right of the curve.
+    The points are the records of the kinds "train" and "valid" in metrics.jsonl.
+
+    `levels` are names and bpc of horizontal lines to compare with. `by_position` are names and the
+    bpc at each position of a segment, which are drawn to the right of the curve.
     """
     drawing = figure(width=11 if by_position else 8)
     panels = drawing.subplots(1, 2 if by_position else 1, sharey=True, squeeze=False)[0]
@@ -80,8 +82,8 @@ def curves(
 ) -> None:
     """Draws one line per name: y at each x.
 
-    `deviations` are half the height of a band around a name's line at each x. `log` and `log_x` make y and x
-    logarithmic, the latter with a tick at each x.
+    `deviations` are half the height of a band around a name's line at each x. `log` and `log_x`
+    make y and x logarithmic, the latter with a tick at each x.
     """
     from matplotlib.ticker import LogFormatter
 

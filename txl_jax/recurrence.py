@@ -14,10 +14,14 @@ import numpy as np
 class Segments(NamedTuple):
     """S consecutive segments of L tokens for B rows of a batch (one process's rows)."""
 
-    inputs: np.ndarray  # int32 [S, B, L]. 0 in padding.
-    targets: np.ndarray  # int32 [S, B, L]. The token after each input, or 0 in padding.
-    weights: np.ndarray  # float32 [S, B, L]. 1 for a scored target, 0 for padding, warm-up and tokens read twice.
-    reset: np.ndarray  # bool [S, B]. Whether the row restarts with this segment, so that its memory is emptied first.
+    # int32 [S, B, L]. 0 in padding.
+    inputs: np.ndarray
+    # int32 [S, B, L]. The token after each input, or 0 in padding.
+    targets: np.ndarray
+    # float32 [S, B, L]. 1 for a scored target, 0 for padding, warm-up and tokens read twice.
+    weights: np.ndarray
+    # bool [S, B]. Whether the row restarts with this segment, so that its memory is emptied first.
+    reset: np.ndarray
 
 
 # (state, memory, one segment) -> (state, memory, what to collect)
@@ -27,7 +31,9 @@ SegmentBody = Callable[[Any, Any, Segments], tuple[Any, Any, Any]]
 def scan_segments(
     body: SegmentBody, state: Any, memory: Any, segments: Segments, *, reset: Callable[[Any, Any], Any]
 ) -> tuple[Any, Any, Any]:
-    """Applies `body` to S segments in order. Rows whose reset bit is set start from an empty memory.
+    """Applies `body` to S segments in order.
+
+    Rows whose reset bit is set start from an empty memory.
 
     Returns state and memory after the last segment, and the collected results, stacked along S.
 
@@ -48,5 +54,8 @@ def scan_segments(
 
 
 def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns summed nats and weights of losses [B, L]. Weight 0 adds exactly 0 even where a loss is not finite."""
+    """Returns summed nats and weights of losses [B, L].
+
+    Weight 0 adds exactly 0 even where a loss is not finite.
+    """
     return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)

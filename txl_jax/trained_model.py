@@ -1,4 +1,7 @@
-"""A trained model with its vocabulary: scores of documents, generation, hidden states, log probabilities."""
+"""A trained model with its vocabulary.
+
+It provides scores of documents, generation, hidden states and log probabilities.
+"""
 
 import dataclasses
 import functools
@@ -43,16 +46,20 @@ def load(
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> "LanguageModel":
-    """Loads a portable checkpoint, or a run's best parameters, or its latest if it was not evaluated yet.
+    """Loads a portable checkpoint or a run's best parameters.
+
+    If the run was not evaluated yet, its latest parameters are loaded.
 
     Args:
       path: The run's workdir, or a directory that `python -m experiments.convert` wrote.
       member: The ensemble member, as "seed=2", or None if the run is not an ensemble.
       weight_dtype: "int8" for quantized weights (`eval.weight_dtype`), or None for the saved dtype.
-      cache_dtype: "bfloat16" or "int8" for the KV cache (`eval.cache_dtype`), or None for the saved dtype.
+      cache_dtype: "bfloat16" or "int8" for the KV cache (`eval.cache_dtype`), or None for the saved
+        dtype.
 
     Raises:
-      UserError: If the run, member or checkpoint does not exist, the dtype is unknown, or a file cannot be read.
+      UserError: If the run, member or checkpoint does not exist, the dtype is unknown, or a file
+        cannot be read.
     """
     found = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     components = found.build()
@@ -63,28 +70,37 @@ def load(
 class Continuation(NamedTuple):
     """Score of a continuation after its context."""
 
-    logprob: float  # Nats, summed over its tokens; at most 0.
-    is_greedy: bool  # Whether greedy decoding after the context would have written it; true if it is empty.
-    tokens: int  # Number of its tokens, or 0 if it is empty.
+    # Nats, summed over its tokens; at most 0.
+    logprob: float
+    # Whether greedy decoding after the context would have written it; true if it is empty.
+    is_greedy: bool
+    # Number of its tokens, or 0 if it is empty.
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A trained model, made by `load`. Memory and segment lengths are the ones in `config.eval`.
 
-    A document is a text (str, or bytes of UTF-8, or any bytes for a byte model) or a sequence of token ids. Each
-    starts from an empty memory, and its results do not depend on the others. `batch_size` documents are read side by
-    side, in one compiled function for any number and lengths. Each needs a KV cache of `config.eval.mem_len` slots.
+    A document is a text (str, or bytes of UTF-8, or any bytes for a byte model) or a sequence of
+    token ids. Each starts from an empty memory, and its results do not depend on the others.
+    `batch_size` documents are read side by side, in one compiled function for any number and
+    lengths. Each needs a KV cache of `config.eval.mem_len` slots.
     """
 
-    components: Built  # The config, the Flax module and the mesh.
-    vocabulary: Vocabulary  # Text to token ids and back.
-    params: Any  # The parameters.
-    step: int  # Training step at which they were saved.
-    source: str = ""  # The directory they were loaded from, and what they were trained on, or empty.
+    # The config, the Flax module and the mesh.
+    components: Built
+    # Text to token ids and back.
+    vocabulary: Vocabulary
+    # The parameters.
+    params: Any
+    # Training step at which they were saved.
+    step: int
+    # The directory they were loaded from, and what they were trained on, or empty.
+    source: str = ""
 
     def __repr__(self) -> str:
-        """Returns one line: kind, sizes, parameters, vocabulary, and where the weights come from."""
+        """Returns one line: kind, sizes, parameters, vocabulary and the source of the weights."""
         model, vocabulary = self.config.model, f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens"
         sizes = f"{model.n_layer} layers, d_model {model.d_model}, {self.components.num_parameters:,} parameters"
         return f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of {self.source or '?'}>"
@@ -115,16 +131,18 @@ class LanguageModel:
         Args:
           documents: Texts or token ids, of any lengths. They may be empty.
           per_token: Whether to return the losses of single tokens instead of sums.
-          first: The token before each document, an id or the text of one token, so that all T tokens are scored, or
+          first: The token before each document, an id or the text of one token, so that all T
+            tokens are scored, or
             None to score T - 1 tokens, all but the first.
 
         Returns:
-          Per document the summed nats and the number of scored tokens and of their bytes, if the vocabulary knows them,
-          or the nats, floats [T - 1] or [T].
+          Per document the summed nats and the number of scored tokens and of their bytes, if the
+          vocabulary knows them, or the nats, floats [T - 1] or [T].
 
         Raises:
-          UserError: If a text cannot be encoded, ids are outside the vocabulary (also negative ones, which are no
-            padding: documents may have any lengths), or `documents` is a single text.
+          UserError: If a text cannot be encoded, ids are outside the vocabulary (also negative
+            ones, which are no padding: documents may have any lengths), or `documents` is a single
+            text.
         """
         return read_all(self._with_first(documents, first), self._scores(batch_size, per_token=per_token))
 
@@ -138,7 +156,8 @@ class LanguageModel:
     ) -> Iterator[Totals | np.ndarray]:
         """Yields what `score` returns, in the order of the documents, which may never end.
 
-        At most 16 documents per row are held. If one cannot be encoded, the results before it come first.
+        At most 16 documents per row are held. If one cannot be encoded, the results before it come
+        first.
         """
         return self._scores(batch_size, per_token=per_token)(self._with_first(documents, first))
 
@@ -156,18 +175,22 @@ class LanguageModel:
     def score_continuations(
         self, pairs: Iterable[tuple[Document, Document]], *, first: Token | None = None, batch_size: int = _BATCH_SIZE
     ) -> list[Continuation]:
-        """Computes the logprob of each continuation given its context, and whether it is the greedy one.
+        """Computes the logprob of each continuation given its context.
+
+        Also computes whether the continuation is the greedy one.
 
         Args:
-          pairs: (context, continuation). Two texts are encoded together, so that a word may begin in the context. The
-            continuation's tokens are the ones from the first that differs from the tokens of the context by itself. If
-            that is a token across the border, its logprob includes the end of the context.
-          first: The token before a continuation without context, an id or the text of one token, or None for the token
-            that generation without a prompt continues. It also precedes a context that ends inside its first token.
+          pairs: (context, continuation). Two texts are encoded together, so that a word may begin
+            in the context. The continuation's tokens are the ones from the first that differs from
+            the tokens of the context by itself. If that is a token across the border, its logprob
+            includes the end of the context.
+          first: The token before a continuation without context, an id or the text of one token, or
+            None for the token that generation without a prompt continues. It also precedes a
+            context that ends inside its first token.
 
         Raises:
-          UserError: If a text cannot be encoded, ids are outside the vocabulary, or a continuation that is not empty
-            adds no token to its context, such as a space in a model of words.
+          UserError: If a text cannot be encoded, ids are outside the vocabulary, or a continuation
+            that is not empty adds no token to its context, such as a space in a model of words.
         """
         before = self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
         joined = [ready_ids.joined(self.vocabulary, *pair) for pair in pairs]
@@ -185,14 +208,17 @@ class LanguageModel:
         embeddings: Iterable[Any] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> list[np.ndarray]:
-        """Computes the hidden states of the last layer, the softmax's inputs, of each document: floats [T, D].
+        """Computes the hidden states of the last layer for each document.
+
+        They are the softmax's inputs, as floats [T, D].
 
         Args:
           documents: Texts or token ids [T].
           embeddings: Floats [T, D] instead of documents, as `embed` returns.
 
         Raises:
-          UserError: If both or neither are passed, or embeddings are not floats [T, D], or as in `score`.
+          UserError: If both or neither are passed, or embeddings are not floats [T, D], or as in
+            `score`.
         """
         if (documents is None) == (embeddings is None):
             raise UserError("hidden_states requires either documents or embeddings, got both or neither")
@@ -207,9 +233,13 @@ class LanguageModel:
         return read_all(vectors, functools.partial(reader.hidden_states, vectors=True))
 
     def embed(self, document: Document) -> np.ndarray:
-        """Returns the embeddings of a document's tokens, multiplied by sqrt(D), without positions: floats [T, D]."""
+        """Returns the embeddings of a document's tokens, multiplied by sqrt(D).
+
+        The embeddings are floats [T, D], without positions.
+        """
         ids = self._ids(document)
-        padded = np.zeros((1, 1 << max(len(ids) - 1, 0).bit_length()), np.int32)  # Lengths that few programs serve.
+        # Lengths that few programs serve.
+        padded = np.zeros((1, 1 << max(len(ids) - 1, 0).bit_length()), np.int32)
         padded[0, : len(ids)] = ids
         return distributed.to_host(self._embed(self.params, padded))[0, : len(ids)]
 
@@ -222,17 +252,23 @@ class LanguageModel:
         seeds: Sequence[int] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> list[str]:
-        """Generates one continuation of each prompt, without the prompt. It does not depend on the other prompts.
+        """Generates one continuation of each prompt, without the prompt.
+
+        It does not depend on the other prompts.
 
         Args:
-          prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an empty memory.
-          settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's `generate`.
-          stop: Strings, whatever their tokens are. The first one generated ends a text, which does not include it.
-          seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give equal texts.
+          prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an
+            empty memory.
+          settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's
+            `generate`.
+          stop: Strings, whatever their tokens are. The first one generated ends a text, which does
+            not include it.
+          seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give
+            equal texts.
 
         Raises:
-          UserError: If the model cannot generate, the vocabulary lacks characters of a prompt or of the settings' stop,
-            a stop string is empty, or the seeds are not as many as the prompts.
+          UserError: If the model cannot generate, the vocabulary lacks characters of a prompt or of
+            the settings' stop, a stop string is empty, or the seeds are not as many as the prompts.
         """
         refuse_single_text(prompts)
         listed = list(prompts)
@@ -250,7 +286,10 @@ class LanguageModel:
         seeds: Sequence[int] | None = None,
         batch_size: int = _BATCH_SIZE,
     ) -> Iterator[tuple[int, str]]:
-        """Yields the number of a prompt and the next piece of its text, as generated. Otherwise like `generate`."""
+        """Yields the number of a prompt and the next piece of its text, as generated.
+
+        Otherwise like `generate`.
+        """
         wrong = f"settings must be a GenerateConfig, such as txl_jax.GenerateConfig(length=20), got {settings!r}"
         require(settings is None or isinstance(settings, GenerateConfig), wrong)
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
@@ -277,7 +316,10 @@ class LanguageModel:
         )
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Returns the token ids [T] of a text. Raises `UserError` if the vocabulary lacks one of its characters."""
+        """Returns the token ids [T] of a text.
+
+        Raises `UserError` if the vocabulary lacks one of its characters.
+        """
         return ready_ids.token_ids(self.vocabulary, text)
 
     def decode(self, tokens: Any) -> str:
@@ -290,12 +332,15 @@ class LanguageModel:
         return self.components.model.init_memory(batch_size=batch_size, mem_len=mem_len)
 
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
-        """Computes log probabilities of each next token: int [B, L] -> [B, L, V], and the new memory.
+        """Computes the log probabilities of each next token, and the new memory.
+
+        The tokens are int [B, L], and the log probabilities are [B, L, V].
 
         Clamp and same_length are `config.eval`'s.
 
         Raises:
-          UserError: If the tokens are not ids [B, L] of the vocabulary, or the call is inside a jax transformation.
+          UserError: If the tokens are not ids [B, L] of the vocabulary, or the call is inside a jax
+            transformation.
         """
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((tokens, memory))):
             raise UserError(_INSIDE_JAX)
@@ -309,7 +354,10 @@ class LanguageModel:
 
     @functools.cached_property
     def _log_probabilities(self) -> Any:
-        """The compiled (parameters, ids [B, L], memory) -> log probabilities [B, L, V] and the new memory."""
+        """Returns the compiled function that computes log probabilities.
+
+        It maps (parameters, ids [B, L], memory) to log probabilities [B, L, V] and the new memory.
+        """
         model: Any = self.components.model  # `apply` returns what its method does.
         lengths = {"clamp_len": self.config.eval.clamp_len, "same_length": self.config.eval.same_length}
 

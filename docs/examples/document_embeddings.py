@@ -2,14 +2,16 @@
 
     python docs/examples/document_embeddings.py
 
-A Transformer-XL reads passages of 128 tokens as its segments; a passage's embedding is the mean of its hidden states.
-Only the memory goes from one passage to the next. `stream` does that for a model that you have trained.
+A Transformer-XL reads passages of 128 tokens as its segments; a passage's embedding is the mean of
+its hidden states. Only the memory goes from one passage to the next. `stream` does that for a model
+that you have trained.
 
-The script shows what the memory is for. The first word of a document names one of 8 topics; all other words are drawn
-without regard to it. The model is trained to name the topic at each word. A linear probe, fitted on the embeddings of
-some documents, is asked for the topic of other documents, from one passage of each. If each passage is read with an
-empty memory, the probe is right in 1 of 8 documents at best, in all passages but the first. N layers with a memory of
-M tokens reach N * M tokens back, and no further.
+The script shows what the memory is for. The first word of a document names one of 8 topics; all
+other words are drawn without regard to it. The model is trained to name the topic at each word. A
+linear probe, fitted on the embeddings of some documents, is asked for the topic of other documents,
+from one passage of each. If each passage is read with an empty memory, the probe is right in 1 of 8
+documents at best, in all passages but the first. N layers with a memory of M tokens reach N * M
+tokens back, and no further.
 """
 
 import itertools
@@ -32,7 +34,9 @@ ROWS = 12  # Documents side by side.
 
 
 def stream(model, pieces, length=PASSAGE):
-    """Yields one embedding [D] per passage while the pieces of a document arrive, such as the lines of an open file.
+    """Yields one embedding [D] per passage while the pieces of a document arrive.
+
+    The pieces can be the lines of an open file, for example.
 
     `model` is a `txl_jax.LanguageModel`. The last passage may be shorter than `length` tokens.
     """
@@ -64,7 +68,10 @@ class Reading(NamedTuple):
         return Reading(topic, jnp.zeros(rows, jnp.int32), MODEL.init_memory(batch_size=rows, mem_len=mem_len))
 
     def draw(self, key):
-        """Returns the next passage of each document: int [B, L]. The first one begins with the topic."""
+        """Returns the next passage of each document: int [B, L].
+
+        The first one begins with the topic.
+        """
         words = jax.random.randint(key, (len(self.topic), PASSAGE), TOPICS, TOPICS + WORDS)
         return words.at[:, 0].set(jnp.where(self.place == 0, self.topic, words[:, 0]))
 
@@ -87,7 +94,8 @@ def topic_loss(params, reading, key):
 def train(*, steps, seed=1):
     """Trains a model and returns its parameters."""
     init_key, text_key, key = jax.random.split(jax.random.key(seed), 3)
-    # Rows are at different places of their documents, so that each step has passages of all distances.
+    # Rows are at different places of their documents, so that each step has passages of all
+    # distances.
     reading = Reading.start(text_key, MEM_LEN, ROWS)._replace(place=jnp.arange(ROWS) * PASSAGES // ROWS)
     params = MODEL.init(init_key, reading.draw(text_key), reading.memory)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(optax.warmup_constant_schedule(0, 2e-3, 20)))
@@ -103,7 +111,10 @@ def train(*, steps, seed=1):
 
 
 def embed_documents(params, mem_len, *, rows, seed):
-    """Returns the embeddings of new documents with a column of ones [PASSAGES, B, D + 1], and their topics [B]."""
+    """Returns the embeddings of new documents, with a column of ones, and their topics.
+
+    With the column, the embeddings have shape [PASSAGES, B, D + 1]. The topics have shape [B].
+    """
 
     def step(reading, key):
         words, fresh = jax.random.split(key)
@@ -117,7 +128,10 @@ def embed_documents(params, mem_len, *, rows, seed):
 
 
 def accuracy(params, mem_len, *, documents=128, seed=1):
-    """Fits a linear probe on some documents. Returns the fraction of others it is right for, per passage [PASSAGES]."""
+    """Fits a linear probe on some documents.
+
+    Returns the fraction of others it is right for, per passage [PASSAGES].
+    """
     inputs, topics = embed_documents(params, mem_len, rows=documents, seed=seed + 1)
     others, expected = embed_documents(params, mem_len, rows=documents, seed=seed + 2)
     inputs, targets = inputs.reshape(-1, inputs.shape[-1]), np.eye(TOPICS)[np.tile(topics, PASSAGES)]

@@ -2,14 +2,15 @@
 
     python docs/examples/memory_policy.py
 
-The task is a T-maze (Bakker, 2001). The first observation shows a light, left or right. Then comes a corridor of 4 to
-12 steps whose observations are all the same, and a junction where the reward is 1 for turning to the side of the
-light. The observation at the junction is the same in all episodes, so a policy without memory turns left with one
-probability p whatever the light was. Half of the lights are left: its mean reward is p / 2 + (1 - p) / 2 = 0.5.
+The task is a T-maze (Bakker, 2001). The first observation shows a light, left or right. Then comes
+a corridor of 4 to 12 steps whose observations are all the same, and a junction where the reward is
+1 for turning to the side of the light. The observation at the junction is the same in all episodes,
+so a policy without memory turns left with one probability p whatever the light was. Half of the
+lights are left: its mean reward is p / 2 + (1 - p) / 2 = 0.5.
 
-The policy is a Transformer-XL that reads vectors instead of tokens. Rollouts are a `lax.scan` over single steps with
-the memory as carried state; rows whose episode has ended are reset in the same scan. It is trained by advantage
-actor-critic (A2C).
+The policy is a Transformer-XL that reads vectors instead of tokens. Rollouts are a `lax.scan` over
+single steps with the memory as carried state; rows whose episode has ended are reset in the same
+scan. It is trained by advantage actor-critic (A2C).
 """
 
 from typing import NamedTuple
@@ -53,7 +54,10 @@ class Maze(NamedTuple):
         return jax.nn.one_hot(seen, 4)
 
     def step(self, key, action):
-        """Returns the next state, rewards [B] and which episodes have ended, bool [B]. Ended ones start again."""
+        """Returns the next state, rewards [B] and which episodes have ended, bool [B].
+
+        Ended ones start again.
+        """
         ended = self.left == 0
         reward = jnp.where(ended & (action == self.light), 1.0, 0.0)
         after = self._replace(left=self.left - 1, time=self.time + 1)
@@ -77,7 +81,10 @@ class Policy(nn.Module):
 
 
 def play(params, state, key):
-    """Plays STEPS steps in all rows. Returns the state, and [STEPS, B]: log prob, entropy, value, reward, ended."""
+    """Plays STEPS steps in all rows.
+
+    Returns the state, and [STEPS, B]: log prob, entropy, value, reward, ended.
+    """
 
     def step(state, key):
         maze, memory = state

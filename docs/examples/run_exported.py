@@ -1,4 +1,6 @@
-"""Scores and continues token ids with an exported model, with jax, numpy, safetensors and flatbuffers alone.
+"""Scores and continues token ids with an exported model.
+
+It needs only jax, numpy, safetensors and flatbuffers.
 
 python run_exported.py FOLDER 84 104 101
 """
@@ -15,7 +17,10 @@ from safetensors.numpy import load_file
 
 
 def load(folder):
-    """Returns manifest, weights, an empty memory, and the functions; raises ValueError if a file was changed."""
+    """Returns the manifest, the weights, an empty memory, and the functions.
+
+    Raises ValueError if a file was changed.
+    """
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     del digests["manifest.sha256"]
     line = f"{digests.pop('manifest.json')}  manifest.json\n"
@@ -32,12 +37,16 @@ def load(folder):
 
 
 def score(model, ids):
-    """Returns the nats of ids [T] but the first, read in segments in the first row: floats [T - 1]."""
+    """Returns the loss in nats of each of the ids [T] except the first: floats [T - 1].
+
+    The ids are read in segments, in the first row.
+    """
     manifest, weights, memory, functions = model
     rows, length = manifest["rows"], manifest["segment_len"]
     found, reset = [], np.ones(rows, bool)  # The first call empties the memory.
     for start in range(0, len(ids) - 1, length):
-        both = np.zeros((2, rows, length), np.int32)  # Inputs and targets; what lies beyond the text stays 0.
+        # Inputs and targets; what lies beyond the text stays 0.
+        both = np.zeros((2, rows, length), np.int32)
         for each, part in zip(both, (ids[start:-1], ids[start + 1 :]), strict=True):
             each[0, : len(part[:length])] = part[:length]
         nats, memory = functions["score"](weights, memory, *both, reset)

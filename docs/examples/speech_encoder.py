@@ -2,10 +2,11 @@
 
     python docs/examples/speech_encoder.py
 
-An utterance is a sequence of syllables of 8 kinds, each 6 to 12 frames of noisy spectrum. The task is to name, in each
-frame, the syllable that comes *next*. Syllables are drawn independently, so an encoder that attends only to the past is
-right in 1 of 8 frames at best. With both sides the next syllable is up to 12 frames away, which the convolution of 7
-frames does not reach: attention does. Utterances differ in length; `Visibility(lengths=...)` hides the padding.
+An utterance is a sequence of syllables of 8 kinds, each 6 to 12 frames of noisy spectrum. The task
+is to name, in each frame, the syllable that comes *next*. Syllables are drawn independently, so an
+encoder that attends only to the past is right in 1 of 8 frames at best. With both sides the next
+syllable is up to 12 frames away, which the convolution of 7 frames does not reach: attention does.
+Utterances differ in length; `Visibility(lengths=...)` hides the padding.
 """
 
 import flax.linen as nn
@@ -21,13 +22,18 @@ SHORTEST, LONGEST = 6, 12  # Frames of a syllable.
 
 
 def draw_utterances(key):
-    """Returns frames [B, T, BANDS], lengths [B], and per frame the next syllable or -1: int [B, T]."""
+    """Returns frames, lengths, and the next syllable of each frame, or -1.
+
+    The frames have shape [B, T, BANDS], and the lengths have shape [B]. The syllables are int [B,
+    T].
+    """
     keys = jax.random.split(key, 4)
     most = FRAMES // SHORTEST + 2
     kinds = jax.random.randint(keys[0], (ROWS, most), 0, KINDS)
     ends = jnp.cumsum(jax.random.randint(keys[1], (ROWS, most), SHORTEST, LONGEST + 1), axis=1)
     lengths = jax.random.randint(keys[2], (ROWS,), FRAMES // 2, FRAMES + 1)
-    number = jnp.sum(jnp.arange(FRAMES)[None, :, None] >= ends[:, None, :], axis=2)  # Index of a frame's syllable.
+    # Index of a frame's syllable.
+    number = jnp.sum(jnp.arange(FRAMES)[None, :, None] >= ends[:, None, :], axis=2)
     kind, following = (jnp.take_along_axis(kinds, number + shift, axis=1) for shift in (0, 1))
     spectra = jax.random.normal(jax.random.key(0), (KINDS, BANDS))  # The same in all utterances.
     frames = spectra[kind] + 0.5 * jax.random.normal(keys[3], (ROWS, FRAMES, BANDS))
@@ -65,7 +71,10 @@ class RelativeSelfAttention(nn.Module):
 
 
 class ConformerBlock(nn.Module):
-    """Half a feed-forward layer, attention, convolution, the other half, layer norm (Gulati et al., 2020).
+    """A Conformer block (Gulati et al., 2020).
+
+    It consists of half a feed-forward layer, attention, convolution, the other half, and a layer
+    norm.
 
     A layer norm replaces the convolution's batch norm, so that a row does not depend on its batch.
     """
@@ -115,7 +124,10 @@ class Encoder(nn.Module):
 
 
 def train(*, causal, steps, seed=0):
-    """Trains an encoder on new utterances in each step. Returns the fraction of right frames per step."""
+    """Trains an encoder on new utterances in each step.
+
+    Returns the fraction of right frames per step.
+    """
     encoder = Encoder(causal=causal)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.warmup_constant_schedule(0, 1e-3, 20)))
 
@@ -138,7 +150,7 @@ def train(*, causal, steps, seed=0):
 
 
 def main(steps=200):
-    """Prints and returns the mean fraction of right frames of both encoders in the last 30 steps."""
+    """Prints and returns both encoders' mean fraction of right frames in the last 30 steps."""
     modes = {"both sides": False, "past only": True}
     right = {name: float(train(causal=causal, steps=steps)[-30:].mean()) for name, causal in modes.items()}
     print(f"right frames of the last 30 of {steps} steps, {1 / KINDS} at best with the past only: {right}")

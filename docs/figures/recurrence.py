@@ -1,4 +1,6 @@
-"""Draws docs/recurrence-light.svg and docs/recurrence-dark.svg: segments, memory, and what one query depends on.
+"""Draws docs/recurrence-light.svg and docs/recurrence-dark.svg.
+
+They show segments, memory, and what one query depends on.
 
 python docs/figures/recurrence.py
 """
@@ -38,7 +40,8 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
         text(column(number * L) + L * CELL / 2, TOP - 14, label)
     for layer in range(LAYERS + 1):
         text(LEFT - 12, row(layer) + 20, f"layer {layer}" if layer else "embeddings", anchor="end")
-        # What the query in the last place of the top layer depends on: each layer reaches one memory further.
+        # What the query in the last place of the top layer depends on: each layer reaches one
+        # memory further.
         reached = range(max(0, current - LAYERS + layer) * L, length) if layer < LAYERS else range(length - 1, length)
         for position in range(length):
             color = faint if position not in reached else segment if position // L == current else memory

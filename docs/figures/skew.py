@@ -1,8 +1,11 @@
-"""Draws docs/skew.png: scores by distance, moved into place by the relative shift, causal and on both sides.
+"""Draws docs/skew.png: scores by distance, moved into place by the relative shift.
+
+The picture shows both causal attention and attention to both sides.
 
     python docs/figures/skew.py
 
-The cells are moved by the library's own functions, so that the picture shows what it does. Needs matplotlib (`plots`).
+The cells are moved by the library's own functions, so that the picture shows what it does. Needs
+matplotlib (`plots`).
 """
 
 import sys
@@ -73,7 +76,8 @@ def draw_pair(left: Axes, right: Axes, visibility: Visibility, *, name: str) -> 
     distances, source_LxK = np.asarray(visibility.distances()), columns_by_key(visibility)
     visible_LxK, largest = np.asarray(visibility.mask()[0]), int(np.max(np.abs(distances)))
     for i in range(L):
-        keys = np.flatnonzero(visible_LxK[i]).tolist()  # The other entries of the row are leftovers.
+        # The other entries of the row are leftovers.
+        keys = np.flatnonzero(visible_LxK[i]).tolist()
         key_of = {int(source_LxK[i, j]): j for j in keys}
         for p, distance in enumerate(distances.tolist()):
             draw_cell(left, i, p, distance, largest, is_used=p in key_of, is_in_tile=is_in_tile(i, key_of.get(p)))

@@ -29,7 +29,10 @@ STYLES = {
 
 
 def output(*, killed_after: str | None = None) -> list[str]:
-    """Runs the command and returns its lines. After one that begins with `killed_after` it is killed."""
+    """Runs the command and returns its lines.
+
+    After one that begins with `killed_after` it is killed.
+    """
     lines = []
     command = [sys.executable, *COMMAND.split()[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -1,14 +1,18 @@
-"""Attention on this device: is each path right, how fast is it, and which tiles are best; the first thing to run there.
+r"""Checks attention on this device: whether each path is right, its speed, and the best tiles.
+
+It is the first command to run on a device.
 
     python -m experiments.bench.device
-    python -m experiments.bench.device --configs=enwik8_24l --tasks=training --batch_size=16 --dtype=bfloat16
-    python -m experiments.bench.device --paths=reference,interpreted --shrink=8     # TPU kernels, on a CPU
+    python -m experiments.bench.device --configs=enwik8_24l --tasks=training --batch_size=16 \
+        --dtype=bfloat16
+    python -m experiments.bench.device --paths=reference,interpreted --shrink=8  # Kernels, on a CPU
 
-The page (device.md in --out, and device.csv) belongs in a bug report. It has one layer at the sizes of configurations.
-Training is forward and backward, evaluation forward over a full KV cache. Arrays are random. Output and gradients of
-each path are compared with the reference in float32, on one row with the same dropout mask. A path that differs is not
-timed, and the command fails at the end. Timings are interleaved. The table shows each path's median, its speedup over
-the reference, the operations per second on visible pairs with their fraction of the data sheet's peak in bfloat16, and
+The page (device.md in --out, and device.csv) belongs in a bug report. It has one layer at the sizes
+of configurations. Training is forward and backward, evaluation forward over a full KV cache. Arrays
+are random. Output and gradients of each path are compared with the reference in float32, on one row
+with the same dropout mask. A path that differs is not timed, and the command fails at the end.
+Timings are interleaved. The table shows each path's median, its speedup over the reference, the
+operations per second on visible pairs with their fraction of the data sheet's peak in bfloat16, and
 scratch as reported by the compiler.
 """
 
@@ -102,7 +106,8 @@ def run(plan: Plan, job: cli.Job) -> None:
     def show(*lines: str) -> None:
         print("\n".join(lines), flush=True)
         page.extend(lines)
-        storage.write(path, "\n".join([*page, ""]).encode())  # Each time, as a compiler may end the process.
+        # Each time, as a compiler may end the process.
+        storage.write(path, "\n".join([*page, ""]).encode())
 
     show(f"# Attention on {timing.machine()}", "", *(f"    {line}" for line in environment.origin()))
     show(f"    platform  {' '.join(jax.devices()[0].client.platform_version.split())}", "", _LEGEND)
@@ -159,14 +164,19 @@ class Case(Problem):
 
     def flops(self) -> float:
         """Returns the operations on visible pairs. Backward does each twice."""
-        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)  # Keys that are not behind a query.
+        # Keys that are not behind a query.
+        seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)
         # Scores by content, weighted values, and scores by distance.
         dot_products = sum(min(keys, self.window or keys) for keys in seen) * (3 if self.n_positions else 2)
         return 2 * self.d_head * self.batch * self.n_head * dot_products * (1 if self.cached else 3)
 
 
 def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str, shrink: int = 1) -> Case:
-    """Returns a configuration's sizes on the first device, or raises `UserError` if it has another attention."""
+    """Returns a configuration's sizes on the first device.
+
+    Raises `UserError` if the configuration's attention is not a Transformer-XL's with
+    `model.encoding=relative`.
+    """
     model = config.model
     is_relative = model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE
     require(is_relative, f"{name} must have model.encoding=relative, got {model.network} with {model.encoding}")
@@ -183,7 +193,10 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
 
 
 def find_implementation(path: str, problem: Problem) -> Implementation:
-    """Returns what a path is, as --paths describes it. Raises `UserError` if it cannot serve the problem."""
+    """Returns what a path is, as --paths describes it.
+
+    Raises `UserError` if it cannot serve the problem.
+    """
     if path == INTERPRETED:
         problem = dataclasses.replace(problem, platform="tpu", device_kind="")
         return Implementation("fused", geometry.kernel_of(problem), geometry.default_tile(problem), interpret=True)
@@ -209,14 +222,18 @@ def implementations(case: Case, plan: Plan, notes: Notes) -> Iterator[tuple[str,
             different = {tuple(map(min, auto.tile, most)): auto.tile}
             for size in plan.tiles:
                 tile = Tile(*map(int, size.split("x")))
-                different.setdefault(tuple(map(min, tile, most)), tile)  # No tile is larger than the scores.
+                # No tile is larger than the scores.
+                different.setdefault(tuple(map(min, tile, most)), tile)
             for tile in list(different.values())[1:]:
                 other = dataclasses.replace(auto, tile=tile)
                 yield str(other), case, other
 
 
 def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
-    """Checks, compiles and times the implementations of a case, and returns their rows; notes what else was found."""
+    """Checks, compiles and times the implementations of a case, and returns their rows.
+
+    Whatever else is found is added to `notes`.
+    """
     tasks, rows, operations = dict[str, Task](), dict[str, dict[str, str]](), dict[str, float]()
     for name, given, implementation in implementations(case, plan, notes):
         try:
@@ -225,7 +242,8 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
                 arrays = make_inputs(given, [case.mem_len] * case.batch)
                 tasks[name] = make_task(name, make_function(implementation, given), arrays)
                 operations[name] = given.flops()
-        except Exception as error:  # noqa: BLE001 (whatever a compiler raises, the other paths are of interest)
+        except Exception as error:  # noqa: BLE001
+            # Whatever a compiler raises, the other paths are of interest.
             notes.refused[f"{name} does not compile or run: {first_line(error)}"].append(f"{case.config} {case.task}")
             continue
         rows[name] = {"path": name, "difference": difference}
@@ -253,7 +271,10 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
 
 
 def check(implementation: Implementation, case: Case) -> tuple[str, str]:
-    """Compares one row with the reference, two thirds of its memory filled: (error or "", difference for the table)."""
+    """Compares one row with the reference, with two thirds of its memory filled.
+
+    Returns (error or "", difference for the table).
+    """
     if implementation.path == "reference":
         return "", ""
     one = dataclasses.replace(case, batch=1)

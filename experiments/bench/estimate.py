@@ -1,16 +1,20 @@
-"""Estimates memory, FLOPs and minimum time of a configuration on Cloud TPUs or GPUs, without having any.
+"""Estimates memory, FLOPs and minimum time of a configuration on Cloud TPUs or GPUs.
 
-    python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16 --topology=v5e:8x8 --mesh.fsdp=64
-    python -m experiments.bench.estimate --configs=enwik8_24l,wt103_large --topology=v5e,v4:4x4x4 --model.dtype=bfloat16
-    python -m experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
+You do not need to have any of these devices.
 
-Training, evaluation and generation are compiled by the devices' own compiler. Without it only numbers that follow from
-shapes are printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200, H100, A100 with NVLink): pip install --no-deps
-jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. On a GPU, jax takes three quarters of the memory unless
-XLA_PYTHON_CLIENT_MEM_FRACTION is higher. The minimum time of a step is its FLOPs at the data sheet's peak.
+    python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16
+    --topology=v5e:8x8 --mesh.fsdp=64 python -m experiments.bench.estimate
+    --configs=enwik8_24l,wt103_large --topology=v5e,v4:4x4x4 --model.dtype=bfloat16 python -m
+    experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
 
-With --configs each of these flagfiles is estimated on a mesh of all devices, with as many as possible on fsdp, and with
-remat=full if it fits only then. Other flags change all of the flagfiles.
+Training, evaluation and generation are compiled by the devices' own compiler. Without it only
+numbers that follow from shapes are printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200,
+H100, A100 with NVLink): pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, in the version of
+jax. On a GPU, jax takes three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is
+higher. The minimum time of a step is its FLOPs at the data sheet's peak.
+
+With --configs each of these flagfiles is estimated on a mesh of all devices, with as many as
+possible on fsdp, and with remat=full if it fits only then. Other flags change all of the flagfiles.
 """
 
 import dataclasses
@@ -67,10 +71,14 @@ _PER_HOST = 8  # GPUs that share NVLink.
 class Chip(NamedTuple):
     """A kind of device."""
 
-    kind: str  # Its name in jax; `flops.device_peak` knows its peak.
-    memory_bytes: int  # Size of a device's memory; of a GPU as CUDA reports it.
-    sizes: tuple[str, ...]  # Slices that Google Cloud offers, or numbers of GPUs of a host, from small to large.
-    gpu: str = ""  # Fields of `GpuDeviceInfoProto`, from CUDA and XLA's own files of known GPUs. Empty for TPUs.
+    # Its name in jax; `flops.device_peak` knows its peak.
+    kind: str
+    # Size of a device's memory; of a GPU as CUDA reports it.
+    memory_bytes: int
+    # Slices that Google Cloud offers, or numbers of GPUs of a host, from small to large.
+    sizes: tuple[str, ...]
+    # Fields of `GpuDeviceInfoProto`, from CUDA and XLA's own files of known GPUs. Empty for TPUs.
+    gpu: str = ""
 
 
 _HOST = ("1", "2", "4", "8")
@@ -148,13 +156,16 @@ def run(plan: Plan, job: cli.Job) -> None:
         if not attempts:
             rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
             print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
-        for size, changes in attempts:  # The smallest topology, and the first of its meshes, that all tasks fit on.
+        # The smallest topology, and the first of its meshes, that all tasks fit on.
+        for size, changes in attempts:
             if all(estimate(name, config_tree.replace(config, changes), size, plan.tasks)):
                 break
 
 
 def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields a mesh over all devices as settings, with the configuration's own remat and then with remat=full.
+    """Yields a mesh over all devices as settings, once for each choice of remat.
+
+    The configuration's own remat comes first, then remat=full.
 
     The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`.
     """
@@ -171,7 +182,9 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
 
 
 def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
-    """Prints what a configuration needs on a topology, and yields whether each task fits if its compiler is installed.
+    """Prints what a configuration needs on a topology, and yields whether each task fits.
+
+    Yields nothing if the topology's compiler is not installed.
 
     Raises `UserError` if the settings are incompatible with the topology or each other.
     """
@@ -206,7 +219,10 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
 
 
 def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
-    """Compiles a task, prints what it needs on a device, and returns whether it fits or is impossible."""
+    """Compiles a task and prints what it needs on a device.
+
+    Returns whether the task fits or is impossible.
+    """
     start = time.monotonic()
     try:
         sizes = compile_task(components, task).memory_analysis()
@@ -221,8 +237,10 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
             why = "needs {}iB of {}iB".format(*filter(None, found.groups()))
         print(f"{task}: does not fit, it {why}", flush=True)
         return False
-    needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes  # The peak counts shared buffers once.
-    if needed > memory_bytes:  # The compiler for GPUs accepts a program that is too large.
+    # The peak counts shared buffers once.
+    needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
+    # The compiler for GPUs accepts a program that is too large.
+    if needed > memory_bytes:
         print(f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB", flush=True)
         return False
     print(
@@ -261,12 +279,18 @@ def compile_task(components: Built, task: str) -> Any:
 
 
 def _abstract_result(function: Any, *arguments: Any) -> Any:
-    """Returns shapes, types and the compiler's shardings of the result of a jitted function of abstract arguments."""
+    """Returns the shapes, dtypes and compiler's shardings of a jitted function's result.
+
+    The arguments of the function are abstract.
+    """
     return abstract_arrays(function.eval_shape(*arguments), function.lower(*arguments).compile().output_shardings)
 
 
 class Topology(NamedTuple):
-    """A parsed name: `v5e:4x8` (chips along each axis), `2*v5e:4x8` (two slices), `h200x8` (GPUs)."""
+    """A parsed topology name.
+
+    Examples are `v5e:4x8` (chips along each axis), `2*v5e:4x8` (two slices) and `h200x8` (GPUs).
+    """
 
     generation: str  # Key of `CHIPS`.
     shape: str  # Chips along each axis of a slice, or the number of GPUs.
@@ -303,7 +327,10 @@ def parse(name: str) -> Topology:
 
 
 def slices(name: str) -> list[str]:
-    """Returns the topologies of a name: one, or all sizes of a generation, from small to large. Raises as `parse`."""
+    """Returns the topologies of a name: one, or all sizes of a generation, from small to large.
+
+    Raises as `parse`.
+    """
     if name in CHIPS:
         return [f"{name}{'x' if CHIPS[name].gpu else ':'}{size}" for size in CHIPS[name].sizes]
     parse(name)
@@ -311,7 +338,10 @@ def slices(name: str) -> list[str]:
 
 
 def compiler_of(topology: str) -> tuple[str, str | None]:
-    """Returns the name and the version of a topology's compiler, or None as the version if it is not installed."""
+    """Returns the name and the version of a topology's compiler.
+
+    The version is None if the compiler is not installed.
+    """
     name, packages = "libtpu", ["libtpu"]
     if CHIPS[parse(slices(topology)[0]).generation].gpu:
         name, packages = "CUDA plugin", ["jax_cuda13_plugin", "jax_cuda12_plugin"]

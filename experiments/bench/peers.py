@@ -1,6 +1,9 @@
-"""Peers of `speed` with our parameters, on the CPU in float32: Hugging Face's class and the authors' PyTorch release.
+"""Peers of `speed` with our parameters, on the CPU in float32.
 
-They are used efficiently: a loss runs only the part of the softmax that it needs, and Adam is the fused one.
+The peers are Hugging Face's class and the authors' PyTorch release.
+
+They are used efficiently: a loss runs only the part of the softmax that it needs, and Adam is the
+fused one.
 """
 
 import enum
@@ -28,19 +31,24 @@ from txl_jax.interop import huggingface, original
 from txl_jax.interop.original import Format
 from txl_jax.runs.build import Built, build
 
-# Largest difference of a token's nats that float32 explains over the segments compared; measured: 1e-5 and less.
+# Largest difference of a token's nats that float32 explains over the segments compared; measured:
+# 1e-5 and less.
 TOLERANCE = 1e-4
 _COMPARED_SEGMENTS = 4
 
-# Where to get the release, its files in the order of their imports, the digest of all three, and what is replaced.
+# Where to get the release, its files in the order of their imports, the digest of all three, and
+# what is replaced.
 REPOSITORY = "https://github.com/kimiyoung/transformer-xl"
 _FILES = ("utils/log_uniform_sampler.py", "utils/proj_adaptive_softmax.py", "mem_transformer.py")
 _DIGEST = "44dafac48196a4a52d2aa324c44846985b38214b7f59eaff84e27caf9fba5ff4"
 _PATCHES = {
     b"sys.path.append('utils')": b"",
-    b"torch.version.cuda": b"'0.0'",  # None without CUDA.
-    b".byte()": b".bool()",  # masked_fill takes no other masks today.
-    b" and attn_mask.any().item()": b"",  # It always holds for two or more tokens, and would split a compiled graph.
+    # None without CUDA.
+    b"torch.version.cuda": b"'0.0'",
+    # masked_fill takes no other masks today.
+    b".byte()": b".bool()",
+    # It always holds for two or more tokens, and would split a compiled graph.
+    b" and attn_mask.any().item()": b"",
 }
 
 
@@ -52,7 +60,9 @@ class Peer(enum.StrEnum):
 
 
 class TorchModel:
-    """A peer. Evaluation, generation and training each have their own memory, which lasts from call to call.
+    """A peer.
+
+    Evaluation, generation and training each have their own memory, which lasts from call to call.
 
     A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
     """
@@ -76,7 +86,10 @@ class TorchModel:
             return self._losses(self._model, "evaluation", inputs, targets).numpy()
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Updates a second model, made in the first call, with dropout at the peak learning rate. Returns mean nats."""
+        """Updates a second model, made in the first call, with dropout at the peak learning rate.
+
+        Returns mean nats.
+        """
         model, adam = self._trained
         loss = self._losses(model, "training", inputs, targets).mean()
         loss.backward()
@@ -86,10 +99,14 @@ class TorchModel:
         return float(loss.detach())
 
     def fill_memory(self) -> None:
-        """Fills the memories of evaluation, generation and training with M random states of unit variance each."""
+        """Fills the memories of evaluation, generation and training with random states.
+
+        Each memory gets M states of unit variance.
+        """
         generator, model = self._torch.Generator().manual_seed(0), self._config.model
         lengths, train = self._config.eval, self._config.train
-        n_states = model.n_layer + (self.format is Format.ORIGINAL)  # It keeps the last layer's output too.
+        # It keeps the last layer's output too.
+        n_states = model.n_layer + (self.format is Format.ORIGINAL)
         sizes = {
             "evaluation": (lengths.mem_len, lengths.batch_size),
             "generation": (lengths.mem_len, 1),
@@ -100,7 +117,8 @@ class TorchModel:
 
     def task(self, name: str, ours: Task, components: Built) -> Task:
         """Returns the counterpart of our task, one segment a call."""
-        self._torch.compiler.reset()  # Having met another task's sizes it would compile for any sizes, which is slower.
+        # Having met another task's sizes it would compile for any sizes, which is slower.
+        self._torch.compiler.reset()
         step = self.train_step if name == "training" else self.evaluate
         segments = timing.random_segments(components, self._config.train if name == "training" else self._config.eval)
         turns = itertools.cycle(list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)))
@@ -136,7 +154,10 @@ class HuggingFaceModel(TorchModel):
     format = Format.HUGGINGFACE
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int) -> None:
-        """Makes the model with our parameters. Raises `UserError` if a package is missing or the class lacks it."""
+        """Makes the model with our parameters.
+
+        Raises `UserError` if a package is missing or the class lacks it.
+        """
         torch, self._transformers = _import_packages()
         super().__init__(config, params, vocab_size=vocab_size, torch=torch)
         self.versions += f", transformers {self._transformers.__version__}"
@@ -150,7 +171,10 @@ class HuggingFaceModel(TorchModel):
         return Task(ours.name, 1, lambda: self.generate_token(self._config.generate.top_k))
 
     def generate_token(self, top_k: int | None) -> int:
-        """Samples the next token, the first after token 0, as `model.generate(do_sample=True, top_k=top_k)` does."""
+        """Samples the next token as `model.generate(do_sample=True, top_k=top_k)` does.
+
+        The first token is sampled after token 0.
+        """
         torch = self._torch
         with torch.no_grad():
             output = self._model(self._token, mems=self._memory.get("generation"))
@@ -163,14 +187,17 @@ class HuggingFaceModel(TorchModel):
         return int(self._token)
 
     def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
-        output = model.transformer(tokens, mems=memory)  # `model(tokens, labels=...)` scores one token less.
+        # `model(tokens, labels=...)` scores one token less.
+        output = model.transformer(tokens, mems=memory)
         hidden = output.last_hidden_state
         if model.crit.n_clusters:
-            # The head drops the last state and the first label, so each gets one more than it needs.
+            # The head drops the last state and the first label, so each gets one more than it
+            # needs.
             hidden = self._torch.cat([hidden, hidden[:, -1:]], dim=1)
             nll = model.crit(hidden, self._torch.cat([labels[:, :1], labels], dim=1), keep_order=True)
         else:
-            # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6 times the time.
+            # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6
+            # times the time.
             nll = -model.crit(hidden).gather(1, labels.reshape(-1, 1))
         return nll.view(labels.shape), output.mems
 
@@ -179,19 +206,26 @@ class HuggingFaceModel(TorchModel):
         rates = self._config.model.dropout
         arguments |= {"dropout": rates.rate, "dropatt": rates.attention}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # About a tuple's order; results are read by name.
+            # About a tuple's order; results are read by name.
+            warnings.simplefilter("ignore", DeprecationWarning)
             model = self._transformers.TransfoXLLMHeadModel(self._transformers.TransfoXLConfig(**arguments))
         model.load_state_dict(tensors)
         return model
 
 
 class OriginalModel(TorchModel):
-    """The authors' `MemTransformerLM` from a clone of their repository, eager or compiled by torch.compile."""
+    """The authors' `MemTransformerLM` from a clone of their repository.
+
+    It is eager or compiled by torch.compile.
+    """
 
     format = Format.ORIGINAL
 
     def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, path: str, compiled: bool) -> None:
-        """Makes the model with our parameters. Raises `UserError` for another directory or model, or without torch."""
+        """Makes the model with our parameters.
+
+        Raises `UserError` for another directory or model, or without torch.
+        """
         has_both = config.model.encoding is Encoding.RELATIVE and not config.model.untie_r
         config.expect(has_both, "model.encoding model.untie_r", "--peer=original has only relative, and untie_r off")
         self._class, torch = _import_original(Path(path, "pytorch"))
@@ -209,7 +243,8 @@ class OriginalModel(TorchModel):
         model.load_state_dict(tensors)
         model.crit.keep_order = True  # Otherwise losses are in the order of clusters.
         if self._compiled:
-            # Layer by layer: torch 2.13 fuses across three layers or more, and losses of enwik8_12l are wrong by 6.
+            # Layer by layer: torch 2.13 fuses across three layers or more, and losses of enwik8_12l
+            # are wrong by 6.
             for layer in model.layers:
                 layer.compile()
         return model
@@ -227,7 +262,8 @@ def _import_original(folder: Path) -> tuple[Any, Any]:
     for name, source in sources.items():
         for old, new in _PATCHES.items():
             source = source.replace(old, new)
-        module = sys.modules[name] = types.ModuleType(name)  # Both the files and torch.compile import it by this name.
+        # Both the files and torch.compile import it by this name.
+        module = sys.modules[name] = types.ModuleType(name)
         exec(compile(source, name, "exec"), vars(module))
     return module.MemTransformerLM, torch
 
@@ -247,7 +283,10 @@ def _import_packages() -> tuple[Any, Any]:
 
 
 def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config with the peer's compat, but a masked memory. Raises `UserError` for sampling that it lacks."""
+    """Returns the config with the peer's compat, but a masked memory.
+
+    Raises `UserError` for sampling that it lacks.
+    """
     for name, peers in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
         given = getattr(config.generate, name)
         require(given == peers, f"generate.{name} must be {peers} with --peer, got {given}")
@@ -255,10 +294,13 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
-    """Returns the peers with our untrained parameters and full memories. Prints the losses' largest differences.
+    """Returns the peers with our untrained parameters and full memories.
 
-    They are the release in the clone at `path`, eager and compiled, or else Hugging Face's model. Raises `UserError`
-    if a token's loss, scored from zeros in the memory, differs by more than rounding.
+    Prints the losses' largest differences.
+
+    They are the release in the clone at `path`, eager and compiled, or else Hugging Face's model.
+    Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than
+    rounding.
     """
     config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
     ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)

@@ -3,8 +3,9 @@
     python -m experiments.bench.serving --flagfile=wt103_base
     python -m experiments.bench.serving --flagfile=enwik8_12l --rows=16 --calls=9
 
-Weights are untrained, memories full, sampling is greedy, and every tail of an adaptive softmax is read. It prints a
-Markdown table of medians over calls, and the speedup: the median of the ratios of successive calls.
+Weights are untrained, memories full, sampling is greedy, and every tail of an adaptive softmax is
+read. It prints a Markdown table of medians over calls, and the speedup: the median of the ratios of
+successive calls.
 """
 
 import dataclasses
@@ -31,7 +32,10 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Times both steps with untrained weights, full memories and greedy draws, after a call of each to warm up."""
+    """Times both steps with untrained weights, full memories and greedy sampling.
+
+    Each step is called once before that to warm up.
+    """
     config = job.config()
     check_can_generate(config)
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))

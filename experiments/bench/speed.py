@@ -1,16 +1,20 @@
-"""Throughput in tokens per second of training, evaluation and generation, of a flagfile or other flags.
+"""Measures the throughput of training, evaluation and generation, in tokens per second.
+
+The configuration comes from a flagfile or other flags.
 
     python -m experiments.bench.speed --flagfile=enwik8_12l
     python -m experiments.bench.speed --flagfile=small --tasks=training,generation --calls=10
     python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation
 
-Tokens are random, as frequent as words are, weights untrained, memories full. The table shows the median over calls,
-with the slowest and the fastest call. Generation reads a tail of the adaptive softmax only when it may matter, with
-untrained weights almost never, so it is timed again with weights with which every tail is read.
+Tokens are random, as frequent as words are, weights untrained, memories full. The table shows the
+median over calls, with the slowest and the fastest call. Generation reads a tail of the adaptive
+softmax only when it may matter, with untrained weights almost never, so it is timed again with
+weights with which every tail is read.
 
-With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights. --peer=original takes
-the authors' PyTorch release from a clone, --peer_path, eager and compiled by torch.compile. The losses are compared
-first, then all calls are interleaved; the table has the speedup.
+With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights.
+--peer=original takes the authors' PyTorch release from a clone, --peer_path, eager and compiled by
+torch.compile. The losses are compared first, then all calls are interleaved; the table has the
+speedup.
 """
 
 import dataclasses
@@ -35,7 +39,8 @@ from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 
-DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))  # Bytes, and no file is needed.
+# Bytes, and no file is needed.
+DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("training", "evaluation", "generation")
 PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
@@ -63,7 +68,10 @@ class Plan(cli.Plan):
         return self.tasks or PEERS_TASKS[self.peer]
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown task, or one that the peer lacks, and for a peer without its code."""
+        """Raises `UserError` for an unknown task, or one that the peer lacks.
+
+        Also raises it for a peer without its code.
+        """
         super().validate()
         name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
         timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
@@ -73,7 +81,10 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Measures the tasks and prints a table. Raises `UserError` if one is impossible, or the peer's losses differ."""
+    """Measures the tasks and prints a table.
+
+    Raises `UserError` if one is impossible, or the peer's losses differ.
+    """
     config = peers.with_peer_compat(job.config()) if plan.peer else job.config()
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
@@ -112,7 +123,10 @@ def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: li
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:
-    """Yields the tasks of a name. Generation skips tails that cannot matter: a model with tails has both extremes."""
+    """Yields the tasks of a name.
+
+    Generation skips tails that cannot matter: a model with tails has both extremes.
+    """
     makers = {"training": training, "evaluation": evaluation, "generation": generation}
     yield makers[name](components)
     if name == "generation" and components.config.model.cutoffs:
@@ -120,7 +134,10 @@ def tasks(name: str, components: Built) -> Iterator[Task]:
 
 
 def training(components: Built) -> Task:
-    """Runs whole updates: forward, backward, optimizer and memory. Tokens that are read again (stride) do not count."""
+    """Runs whole updates: forward, backward, optimizer and memory.
+
+    Tokens that are read again (stride) do not count.
+    """
     config, train = components.config, components.config.train
     cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=components.mesh.size)
     step, segments = components.compile_step().program, timing.random_segments(components, train)
@@ -129,7 +146,10 @@ def training(components: Built) -> Task:
 
 
 def evaluation(components: Built) -> Task:
-    """Runs streaming evaluation with a full memory. Raises `UserError` if the config asks for sliding windows."""
+    """Runs streaming evaluation with a full memory.
+
+    Raises `UserError` if the config asks for sliding windows.
+    """
     lengths = components.config.eval
     check_streams(lengths)
     weights = components.prepare_params(components.init_params())
@@ -151,7 +171,10 @@ def check_streams(lengths: EvalConfig) -> None:
 
 
 def generation(components: Built, *, every_tail: bool = False) -> Task:
-    """Generates token after token from a full memory, all samples side by side, as `config.generate` says."""
+    """Generates token after token from a full memory, as `config.generate` says.
+
+    All samples are generated side by side.
+    """
     lengths, how, vocab_size = components.config.eval, components.config.generate, components.model.vocab_size
     params = timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
     generator = components.generator(components.prepare_params(params))

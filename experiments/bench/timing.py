@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the head of their output."""
+"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the output's head."""
 
 import dataclasses
 import statistics
@@ -54,7 +54,10 @@ class Task:
 
 
 def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
-    """Times calls of the tasks in turns, after `warmup` untimed calls: a slow minute of the machine affects all."""
+    """Times calls of the tasks in turns, after `warmup` untimed calls.
+
+    Because of the turns, a slow minute of the machine affects all tasks.
+    """
     for number in range(warmup + calls):
         for task in tasks:
             start = time.perf_counter()
@@ -64,7 +67,10 @@ def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
 
 
 def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[[], None]:
-    """Returns the call of a step: (state, *arguments) -> (state, ..). Each call begins with the state of the last."""
+    """Returns the call of a step: (state, *arguments) -> (state, ..).
+
+    Each call begins with the state of the last.
+    """
 
     def call() -> None:
         nonlocal state
@@ -77,7 +83,8 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
     """Samples token ids int32 [n_tokens], the most frequent first, and the same in every call.
 
-    They are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
+    They are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank +
+    SHIFT)^EXPONENT.
     """
     weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
     sampled = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())
@@ -96,7 +103,10 @@ def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Seg
 
 
 def with_every_tail(params: Any) -> Any:
-    """Returns parameters with which greedy and top-k sampling read every tail of the softmax for every token."""
+    """Returns parameters with which sampling reads every tail of the softmax for every token.
+
+    This applies to greedy and top-k sampling.
+    """
     softmax = params["softmax"]
     return params | {"softmax": softmax | {"tail_bias": softmax["tail_bias"] + _TAIL_BIAS}}
 
@@ -120,7 +130,10 @@ def print_head(components: Built) -> None:
 
 
 def print_table(columns: str, rows: Iterable[Sequence[str]]) -> None:
-    """Prints a Markdown table, each row as soon as it is measured. `columns` are separated by " | "."""
+    """Prints a Markdown table, each row as soon as it is measured.
+
+    `columns` are separated by " | ".
+    """
     for line in environment.table(columns.split(" | "), rows):
         print(line, flush=True)
 

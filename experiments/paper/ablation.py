@@ -39,7 +39,8 @@ from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, read, write, write_json
 
-# Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints it.
+# Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints
+# it.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005, Measure.BPB: 0.0005}
 
 
@@ -55,11 +56,14 @@ class Table(enum.StrEnum):
 class Row:
     """One row of a table."""
 
-    recurrence: bool  # Whether there is a memory.
+    # Whether there is a memory.
+    recurrence: bool
     encoding: Encoding
     loss: LossPart
-    published: tuple[float | None, ...] = (None, None, None)  # The paper's init, best and length, None if not given.
-    segment_len: int | None = None  # L of training, or None for the base's. Only table 10 has others.
+    # The paper's init, best and length, None if not given.
+    published: tuple[float | None, ...] = (None, None, None)
+    # L of training, or None for the base's. Only table 10 has others.
+    segment_len: int | None = None
 
     @property
     def name(self) -> str:
@@ -123,8 +127,8 @@ def row_named(table: Table, name: str) -> Row:
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
     """Returns the base with the settings of a row.
 
-    Without recurrence there is no memory, in training and in the evaluations during it. Learned tables have as many
-    distances as training.
+    Without recurrence there is no memory, in training and in the evaluations during it. Learned
+    tables have as many distances as training.
     """
     segment_len = row.segment_len or base.train.segment_len
     changes: dict[str, Any] = {
@@ -199,13 +203,16 @@ class Score(NamedTuple):
 def train_and_score(
     config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, list[Score]]:
-    """Trains and scores the unfinished runs. Writes ablation.md, .csv and .json into `plan.out` after each run.
+    """Trains and scores the unfinished runs.
+
+    Writes ablation.md, .csv and .json into `plan.out` after each run.
 
     Returns the scores by row, one per seed. After `Interrupted` the same call resumes.
     """
     rows, page = plan.chosen_rows, ""
     found: dict[str, list[Score]] = {}
-    for seed in plan.seeds:  # All rows of a seed before the next, so that an early table has every row.
+    # All rows of a seed before the next, so that an early table has every row.
+    for seed in plan.seeds:
         for row in rows:
             own, path = row_config(config, row, seed), os.path.join(plan.out, f"{row.name}-seed{seed}")
             print(f"\n=== {row.name}, seed {seed} ===")
@@ -224,7 +231,10 @@ def train_and_score(
 def _score_lengths(
     config: ExperimentConfig, corpus: Corpus, trained: Run, plan: Plan, step: int, stop_requested: Callable[[], Any]
 ) -> dict[int, float]:
-    """Returns the validation measure at each attention length. Earlier scores are in ablation.json of the run."""
+    """Returns the validation measure at each attention length.
+
+    Earlier scores are in ablation.json of the run.
+    """
     path = os.path.join(trained.path, "ablation.json")
     evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
@@ -253,7 +263,10 @@ def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
 
 
 def _trained_length(config: ExperimentConfig) -> int:
-    """Returns the attention length of training: the keys that the last query of a segment attends to."""
+    """Returns the attention length of training.
+
+    This is the number of keys that the last query of a segment attends to.
+    """
     train = config.train
     window = config.model.compat.window(train.mem_len, same_length=train.same_length)
     return window or train.mem_len + train.segment_len
@@ -266,7 +279,10 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
 
 
 def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
-    """Writes ablation.json, .csv and .md of the scores so far. Returns the page. The first row is the baseline."""
+    """Writes ablation.json, .csv and .md of the scores so far.
+
+    Returns the page. The first row is the baseline.
+    """
     measure, path = corpus.vocabulary.measure, os.path.join(plan.out, "ablation")
     facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
     facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}

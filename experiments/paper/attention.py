@@ -76,7 +76,10 @@ class Plan(cli.TrainedRun):
         require(are_pairs, f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}")
 
     def check(self, config: ExperimentConfig) -> None:
-        """Raises `UserError` if the model has no relative attention to a memory, or lacks one of the heads."""
+        """Raises `UserError` if the model has no relative attention to a memory.
+
+        Also raises it if the model lacks one of the heads.
+        """
         model = config.model
         has_terms = model.network is Network.TRANSFORMER_XL and encoding_of(model).has_four_terms
         needed = "These plots need relative attention with the terms (a) to (d)"
@@ -105,10 +108,12 @@ def draw(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> np.ndarray:
-    """Writes plots of the average, of heads and of terms, their arrays and the tokens attended to into `plan.out`.
+    """Writes plots, their arrays, and the tokens attended to into `plan.out`.
 
-    The corpus may differ from the run's text if its vocabulary is the same. Returns mean probabilities [N, H, A]. After
-    `Interrupted` nothing is written.
+    The plots show the average, heads, and terms.
+
+    The corpus may differ from the run's text if its vocabulary is the same. Returns mean
+    probabilities [N, H, A]. After `Interrupted` nothing is written.
     """
     parts, step, params = load_to_score(config, corpus, trained, log=say)
     length, mem_len = config.eval.segment_len, config.eval.mem_len
@@ -149,7 +154,9 @@ class AttentionWeights(NamedTuple):
 def attention_weights(
     params: Any, model: TransformerXL, tokens: jax.Array, memory: Memory, *, clamp_len: int | None
 ) -> tuple[AttentionWeights, Memory]:
-    """Computes the attention weights of a segment int [B, L] with `same_length`, and the memory after it.
+    """Computes the attention weights of a segment int [B, L], and the memory after it.
+
+    The weights are computed with `same_length`.
 
     Distances that a query does not attend to have probability 0 and terms of -inf.
     """
@@ -187,7 +194,10 @@ class Query(NamedTuple):
 def _read(
     parts: Built, params: Any, tokens: np.ndarray, first: int, positions: Sequence[int], show: Callable[..., Any]
 ) -> tuple[np.ndarray, list[Query]]:
-    """Reads whole segments. Returns mean probabilities from token `first` on, and the queries at `positions`."""
+    """Reads whole segments.
+
+    Returns mean probabilities from token `first` on, and the queries at `positions`.
+    """
     eval_config, model = parts.config.eval, cast(TransformerXL, parts.model)
     length = eval_config.segment_len
 
@@ -226,7 +236,10 @@ def mean_distances(average: np.ndarray) -> np.ndarray:
 
 
 def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
-    """Returns the `count` heads (layer, head), from 0, with the largest mean distances, first one of each layer."""
+    """Returns the `count` heads with the largest mean distances, first one of each layer.
+
+    A head is (layer, head), counted from 0.
+    """
     order = np.argsort(-mean_distances(average), axis=None, kind="stable")
     heads = [divmod(int(i), average.shape[1]) for i in order]
     first = {layer: (layer, head) for layer, head in reversed(heads)}  # The widest of each layer.
@@ -242,7 +255,10 @@ def _write(
     corpus: Corpus,
     facts: dict[str, Any],
 ) -> None:
-    """Writes the arrays, the mean distances of the heads, lists of the tokens with the largest weights, and plots."""
+    """Writes the arrays, the mean distances of the heads, and plots.
+
+    Also writes lists of the tokens with the largest weights.
+    """
     distances, labels = mean_distances(average), [_labels(query, tokens, corpus) for query in queries]
     described = environment.describe()
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
@@ -277,7 +293,8 @@ def _write(
         return
     title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
     _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")
-    for query, shown in zip(queries, labels, strict=True):  # Figure 6: each head; figure 7: the terms of the first.
+    # Figure 6: each head; figure 7: the terms of the first.
+    for query, shown in zip(queries, labels, strict=True):
         own_title = f"{title}: the query at token {query.position:,}"
         by_head = {_name(head): query.probabilities[head] for head in heads}
         _draw_rows(by_head, shown, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
@@ -294,7 +311,8 @@ def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
     """Returns the token at each distance before a query, printable."""
     places = range(query.position, query.position - query.probabilities.shape[-1], -1)
     shown = (corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace") for place in places)
-    shown = (text.rstrip(" ") or text for text in shown)  # A word's own space is dropped; a space by itself is a token.
+    # A word's own space is dropped; a space by itself is a token.
+    shown = (text.rstrip(" ") or text for text in shown)
     return [text.replace("\n", "\\n").replace("\t", "\\t").replace("|", "\\|").replace("`", "'") for text in shown]
 
 
@@ -320,7 +338,10 @@ def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
 
 
 def _draw_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: str, *, title: str) -> None:
-    """Draws probabilities [A] of one query, a panel per row, with the tokens of the largest weights."""
+    """Draws the probabilities [A] of one query, with one panel per row.
+
+    The tokens of the largest weights are shown too.
+    """
     figure = plots.figure(height=1.9 * len(rows) + 0.8)
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, row) in zip(panels, rows.items(), strict=True):

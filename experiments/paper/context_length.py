@@ -65,10 +65,12 @@ def score_lengths(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[int, Totals]:
-    """Scores a split at each length. Writes context_length.csv after each, and context_length.png at the end.
+    """Scores a split at each length.
 
-    The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` the rows so far are
-    written.
+    Writes context_length.csv after each, and context_length.png at the end.
+
+    The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` the
+    rows so far are written.
     """
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=say)
@@ -100,7 +102,10 @@ def score_lengths(
 
 
 def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
-    """Returns the config that scores each length, shortest first and once. Raises `UserError` if one is invalid."""
+    """Returns the config that scores each length, shortest first and once.
+
+    Raises `UserError` if one is invalid.
+    """
     are_lengths = lengths and min(lengths) >= 1
     require(are_lengths, f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}")
     recurrent = is_recurrent(config)
@@ -126,8 +131,12 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
 
 
 def is_recurrent(config: ExperimentConfig) -> bool:
-    """Returns whether the model was trained with a memory, and encodes positions relative to the query."""
-    attends = config.model.network is Network.TRANSFORMER_XL  # A recurrent state reaches back however far it does.
+    """Returns whether the model was trained with a memory and encodes relative positions.
+
+    The positions must be relative to the query.
+    """
+    # A recurrent state reaches back however far it does.
+    attends = config.model.network is Network.TRANSFORMER_XL
     return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
 
 

@@ -58,9 +58,12 @@ def write(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
-    """Writes a markdown file with a context, `generate.length` tokens of the model and the text's own, for each start.
+    """Writes a markdown file with a context and its continuations for each start.
 
-    The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted` nothing is written.
+    After each context come `generate.length` tokens of the model and the text's own.
+
+    The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted`
+    nothing is written.
     """
     check_can_generate(config)
     tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
@@ -100,7 +103,10 @@ def write(
 
 
 def quoted(corpus: Corpus, ids: np.ndarray) -> str:
-    """Returns tokens as an indented block in markdown, which shows the text literally, with long lines broken."""
+    """Returns tokens as an indented block in markdown, which shows the text literally.
+
+    Long lines are broken.
+    """
     text = corpus.vocabulary.decode(ids).decode(errors="replace")
     wrap = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
     lines = (part for line in text.splitlines() for part in wrap.wrap(line) or [""])

@@ -1,12 +1,15 @@
-r"""Relative effective context length (RECL) of a group of models: appendix C and table 8 of the paper.
+r"""Relative effective context length (RECL) of a group of models.
 
-    python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM --out=runs/recl \
+See appendix C and table 8 of the paper.
+
+    python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM --out=runs/recl
+    \
         --lengths=100,1000,100 --stride=10
 
-The runs must have the same vocabulary. The text is the first run's, or from --data_dir. Each
-scored token is predicted from exactly c tokens, encoded from an empty memory, for every c.
---stride=s scores only every s-th token. It writes recl.md (table 8), recl.json and recl.csv (all
-gains), gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to resume,
+The runs must have the same vocabulary. The text is the first run's, or from --data_dir. Each scored
+token is predicted from exactly c tokens, encoded from an empty memory, for every c. --stride=s
+scores only every s-th token. It writes recl.md (table 8), recl.json and recl.csv (all gains),
+gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to resume,
 rerun the same command.
 """
 
@@ -36,7 +39,8 @@ from txl_jax.runtime.storage import exists, make_folder, read, read_json, write,
 # The paper's.
 RATIOS = (0.1, 0.5, 1.0)  # r: fractions of the tokens, those with the largest loss.
 THRESHOLD = 0.01  # Smallest relative gain that counts.
-# Table 8, by ratio, of models trained on WikiText-103. The two groups are not comparable with each other.
+# Table 8, by ratio, of models trained on WikiText-103. The two groups are not comparable with each
+# other.
 PAPER = {
     "Transformer-XL, 151M": (900, 800, 700),
     "QRNN": (500, 400, 300),
@@ -67,7 +71,10 @@ class Plan(cli.TextPlan):
         return tuple(range(shortest, longest + 1, step))
 
     def validate(self) -> None:
-        """Raises `UserError` if lengths are not a range of two or more, or a setting is out of range."""
+        """Raises `UserError` if lengths are not a range of two or more.
+
+        Also raises it if a setting is out of range.
+        """
         super().validate()
         require(
             len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
@@ -76,7 +83,10 @@ class Plan(cli.TextPlan):
         )
 
     def load_runs(self) -> dict[str, Run]:
-        """Reads the runs by name. Raises `UserError` unless there are two or more, with one name each."""
+        """Reads the runs by name.
+
+        Raises `UserError` unless there are two or more, with one name each.
+        """
         names = self.names or tuple(os.path.basename(path.rstrip("/")) for path in self.workdirs)
         require(
             len(names) == len(self.workdirs),
@@ -108,8 +118,8 @@ def compare(
 ) -> dict[str, list[int | None]]:
     """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
 
-    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context. After `Interrupted`
-    finished scores are kept.
+    Returns, for each model, RECL at each ratio, or None if it is longer than the longest context.
+    After `Interrupted` finished scores are kept.
     """
     scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
     for each in runs.values():  # An error in the last is found before the first takes its hours.
@@ -175,16 +185,17 @@ def _losses_of(
     return found
 
 
-# From losses to lengths. l_i(c, t) is the loss of model i at token t when it has read the c tokens before it and
-# nothing else. For models in one group, and a step d,
+# From losses to lengths. l_i(c, t) is the loss of model i at token t when it has read the c tokens
+# before it and nothing else. For models in one group, and a step d,
 #
-#     b(c, t)     = min over i of l_i(c, t)                                    the baseline
-#     f_i(c, c')  = mean over t in T of min(b(c, t), l_i(c', t))               the relative loss, c' = c + d
-#     g_i(c, c')  = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)           the relative gain
+#     b(c, t)    = min over i of l_i(c, t)                             the baseline
+#     f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))        the relative loss, c' = c + d
+#     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)    the relative gain
 #
-# where T are the r-th part of all positions with the largest b(c, t): those that a short context explains worst. RECL
-# is the first c, in steps of d, from which one step more gains less than the threshold. Losses above the baseline do
-# not count, so that a model which is worse everywhere gains nothing by reading on.
+# where T are the r-th part of all positions with the largest b(c, t): those that a short context
+# explains worst. RECL is the first c, in steps of d, from which one step more gains less than the
+# threshold. Losses above the baseline do not count, so that a model which is worse everywhere gains
+# nothing by reading on.
 
 
 class Gain(NamedTuple):
@@ -199,7 +210,8 @@ class Gain(NamedTuple):
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
     """Computes, for each model, the gain of every step from a context length to the next.
 
-    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and at most 1.
+    `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and
+    at most 1.
     """
     found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
     for context, longer in itertools.pairwise(losses):
@@ -213,7 +225,10 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
 
 
 def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
-    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline, at least one."""
+    """Returns the positions, in order, of the `ratio` of [T] with the largest baseline.
+
+    Returns at least one position.
+    """
     count = max(round(ratio * len(baseline)), 1)
     # Stable, so that of equal positions the earlier ones are taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
@@ -225,7 +240,10 @@ def _relative_loss(baseline: np.ndarray, losses: np.ndarray, where: np.ndarray) 
 
 
 def effective_length(steps: Sequence[Gain]) -> int | None:
-    """Returns RECL, the context from which the next step gains less than the threshold, or None if no step does."""
+    """Returns RECL, the context from which the next step gains less than the threshold.
+
+    Returns None if no step does.
+    """
     return next((step.context for step in steps if step.relative < THRESHOLD), None)
 
 

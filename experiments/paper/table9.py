@@ -31,9 +31,11 @@ from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build
 from txl_jax.sharding.mesh import bind_mesh
 
-# Attention length, and how many times slower than ours the authors found the sliding window (on one GPU, 2019).
+# Attention length, and how many times slower than ours the authors found the sliding window (on one
+# GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
-# The clamp of the published evaluation of enwik8_12l. It saves our side the position keys beyond it.
+# The clamp of the published evaluation of enwik8_12l. It saves our side the position keys beyond
+# it.
 DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
 _COLUMNS = (
     "attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | fastest | ratio | "
@@ -83,10 +85,12 @@ def run(plan: Plan, job: cli.Job) -> None:
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one attention length, on one device. Calls are interleaved, so that a slow minute affects both.
+    """Times both at one attention length, on one device.
 
-    Returns the seconds per token of each timed call of the sliding window, and of ours. The first call, which compiles,
-    is not timed.
+    Calls are interleaved, so that a slow minute affects both.
+
+    Returns the seconds per token of each timed call of the sliding window, and of ours. The first
+    call, which compiles, is not timed.
     """
     window = _sliding_window(sliding_window_config(config), vocab_size, attention_len)
     ours = speed.evaluation(build(our_config(config, attention_len), vocab_size=vocab_size))

@@ -1,16 +1,18 @@
-"""Records anchors: numbers that a change of the code must not change, where others would pass every other test.
+"""Records anchors: numbers that a change of the code must not change, where others would pass every
+other test.
 
-    python -m pytest tests/anchors                                   # compares, and says what differs
-    PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]   # replaces NAME.json; without a name, all
+    python -m pytest tests/anchors                                  # compares
+    PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]  # replaces NAME.json, or all
 
-What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the first updates, in
-which masks of dropout show; and the tokens of every kind of draw. Runs go through the public names of `txl_jax` and its
-files, so that modules can be moved. Write the files again only for a change that is meant to change numbers, and say so
-in the commit. The orders in which texts are read are in tests/data/test_segments.py; meshes and ensembles are compared
-with the runs of one device and of one member.
+What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the
+first updates, in which masks of dropout show; and the tokens of every kind of draw. Runs go through
+the public names of `txl_jax` and its files, so that modules can be moved. Write the files again
+only for a change that is meant to change numbers, and say so in the commit. The orders in which
+texts are read are in tests/data/test_segments.py; meshes and ensembles are compared with the runs
+of one device and of one member.
 
-Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so those runs have
-losses of their own.
+Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so
+those runs have losses of their own.
 """
 
 import dataclasses
@@ -30,9 +32,11 @@ import txl_jax
 from support import tiny
 
 FOLDER = Path(__file__).parent
-UPDATES, STEPS = 3, 4  # Those of runs that are stopped before they compile an evaluation, and of the others.
-# Relative tolerances by the kind of number. Other processors and versions of XLA round float32 sums differently.
-# Another mask, another initial weight or a lost cast changes these losses by 1e-3 and more.
+# Those of runs that are stopped before they compile an evaluation, and of the others.
+UPDATES, STEPS = 3, 4
+# Relative tolerances by the kind of number. Other processors and versions of XLA round float32 sums
+# differently. Another mask, another initial weight or a lost cast changes these losses by 1e-3 and
+# more.
 FLOAT32, FLOAT64, BFLOAT16, INITIAL = 1e-4, 1e-9, 1e-3, 1e-6
 
 
@@ -42,7 +46,8 @@ def _of(group: str, **values: Any) -> dict[str, Any]:
 
 BASE: dict[str, Any] = {
     **_of("model", n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14),
-    **_of("model", init_std=0.3, projection_init_std=0.3),  # Large, so that each path leaves a mark on the loss.
+    # Large, so that each path leaves a mark on the loss.
+    **_of("model", init_std=0.3, projection_init_std=0.3),
     **_of("model.dropout", rate=0.2, attention=0.15, input=0.1, output=0.25, qkv=0.1, embedding=0.1),
     "data.corpus": "text",
     "data.tokenizer.kind": "char",
@@ -54,7 +59,8 @@ BASE: dict[str, Any] = {
 }
 WORDS = {"data.tokenizer.kind": "word"}
 ADAPTIVE = {**WORDS, "model.cutoffs": (5, 11), "model.div_val": 2}
-# One run for each encoding, network and kind of softmax; the other settings that draw or round are spread over them.
+# One run for each encoding, network and kind of softmax; the other settings that draw or round are
+# spread over them.
 RUNS: dict[str, dict[str, Any]] = {
     "relative": {},
     "pre_norm": {"model.layer_norm": "pre", "model.untie_r": True},
@@ -81,7 +87,9 @@ FLOAT64_RUNS = ("accumulated", "adaptive")
 
 
 def text() -> bytes:
-    """Returns 4,000 bytes of lines of words, drawn by a generator that no version of a library changes."""
+    """Returns 4,000 bytes of lines of words, drawn by a generator that no version of a library
+    changes.
+    """
     words, state = re.findall(r"\w+", "the a cat dog sat saw ran mat and on to it was big red old new far"), 1
 
     def draw(count: int) -> int:
@@ -124,7 +132,9 @@ def curves(workdir: Path) -> dict[str, Any]:
 
 
 def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and returns the initial parameters, which the first update leaves as they are, and the curves."""
+    """Trains, and returns the initial parameters, which the first update leaves as they are, and
+    the curves.
+    """
     initial: dict[str, Any] = {}
 
     def look(context: Any) -> None:
@@ -151,7 +161,8 @@ def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         return run(folder, {**changes, "model.dtype": "float64"})
 
 
-# Of models that write: logits as far apart as those of a trained one, and as different after different prompts.
+# Of models that write: logits as far apart as those of a trained one, and as different after
+# different prompts.
 WRITER = {"model.init_std": 0.8, "optimizer.learning_rate": 1e-6}
 LIMITS = {
     "plain": {"top_k": None},
@@ -194,7 +205,9 @@ def tolerance(name: str) -> float:
 
 
 def differences(found: Any, expected: Any, relative: float, path: str = "") -> Iterator[str]:
-    """Yields where two trees differ: lists of floats by more than this part of their largest, all else at all."""
+    """Yields where two trees differ: lists of floats by more than this part of their largest, all
+    else at all.
+    """
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
         for key in expected:
             bound = INITIAL if key == "initial" else relative

@@ -1,7 +1,7 @@
 """Compares the anchors: initial parameters, first losses and drawn texts.
 
-A difference means that somebody who trains or generates with the same seed gets other numbers than before.
-`record.py` has the reasons and writes them anew.
+A difference means that somebody who trains or generates with the same seed gets other numbers than
+before. `record.py` has the reasons and writes them anew.
 """
 
 import json

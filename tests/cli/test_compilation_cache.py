@@ -1,4 +1,6 @@
-"""Tests where compiled functions are kept: code that is loaded comes from this user's own directory, or a typed one."""
+"""Tests where compiled functions are kept: code that is loaded comes from this user's own
+directory, or a typed one.
+"""
 
 import os
 import stat

@@ -242,7 +242,8 @@ def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start
     kind, options = declare(name)
     code = {leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.loads_code}
     values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
-    typed = every_second(values) | {name: values[name] for name in code}  # A file may not set these.
+    # A file may not set these.
+    typed = every_second(values) | {name: values[name] for name in code}
     values = second_values(kind, chosen=IN_FILE.get(name), start_at=200)
     values = unlike(kind, values, typed)
     lines = as_flags(kind, {name: value for name, value in values.items() if name not in code})

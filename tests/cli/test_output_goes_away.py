@@ -1,4 +1,6 @@
-"""Tests commands whose output or terminal goes away while they work: no step is lost, and results end with 141."""
+"""Tests commands whose output or terminal goes away while they work: no step is lost, and results
+end with 141.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ def trained(text, tmp_path_factory):
 
 
 def start(module, *words, before=(), **how):
-    """Starts a command, with the words of another program `before` it that replaces itself by the command."""
+    """Starts a command, with the words of another program `before` it that replaces itself by the
+    command.
+    """
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
     return subprocess.Popen([*before, *programs.command(module, *words)], cwd=ROOT, env=environment, **how)
 
@@ -85,7 +89,9 @@ def test_ctrl_c_with_tee_saves(text, tmp_path):
 
 
 def test_a_terminal_that_is_closed_stops_and_saves(text, tmp_path):
-    """The system sends SIGHUP to the session's first process, and every write to the terminal fails from then on."""
+    """The system sends SIGHUP to the session's first process, and every write to the terminal fails
+    from then on.
+    """
     master, terminal = os.openpty()
     with processes.that_notice_hangups():
         process = start(

@@ -56,7 +56,9 @@ class Plan(cli.TextPlan):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Runs a program with a command line; returns its exit code, and the plan and the job that it was called with."""
+    """Runs a program with a command line; returns its exit code, and the plan and the job that it
+    was called with.
+    """
 
     def start(*words, run=lambda plan, job: None, plan=Plan, **options):
         called = []
@@ -138,7 +140,9 @@ def test_devices_that_jax_cannot_use_are_an_error():
 
 @pytest.fixture
 def config_in(start, tmp_path):
-    """Returns the config and the notes of a command line of experiments.text, in a workdir that is new or recorded."""
+    """Returns the config and the notes of a command line of experiments.text, in a workdir that is
+    new or recorded.
+    """
 
     def config_in(*words, defaults=text.DEFAULTS, folder="new"):
         found = []
@@ -165,7 +169,9 @@ SIZES = {"n_layer": 1, "d_model": 12, "n_head": 3, "d_head": 5, "d_inner": 14, "
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on words with the numerics of another implementation; returns its folder and its config."""
+    """A run on words with the numerics of another implementation; returns its folder and its
+    config.
+    """
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_text("one two three\n" * 200)
     config = ExperimentConfig(model=ModelConfig(**SIZES), data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD))
@@ -191,7 +197,9 @@ def built(trained, config_in, capsys):
 
 
 def test_sizes_and_compatibility_come_from_the_trained_model(trained, built):
-    """And nothing else: dropout, tokens, lengths and optimizer are those of the program and the flags."""
+    """And nothing else: dropout, tokens, lengths and optimizer are those of the program and the
+    flags.
+    """
     config = built("--train.mem_len=30")
     assert {name: getattr(config.model, name) for name in SIZES} == SIZES
     assert config.model.compat == trained[1].model.compat != ExperimentConfig().model.compat
@@ -207,7 +215,10 @@ def test_flags_of_the_same_model_may_be_given_and_others_are_named(built):
 
 
 def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path):
-    """At the first start and at a later one, and nothing else of it does. Sizes that are typed are refused."""
+    """At the first start and at a later one, and nothing else of it does.
+
+    Sizes that are typed are refused.
+    """
     notes = []
     first = built("--flagfile=small", notes=notes)
     assert {name: getattr(first.model, name) for name in SIZES} == SIZES
@@ -233,7 +244,9 @@ def test_a_kept_vocabulary_brings_its_tokenizer(built):
 
 
 def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
-    """The folder of the weights may be gone, and flags left out: the record takes the place of the defaults."""
+    """The folder of the weights may be gone, and flags left out: the record takes the place of the
+    defaults.
+    """
     first = built("--train.mem_len=30")
     runs.record(tmp_path / "new", first, read_corpus(trained[1].data, "nowhere", str(trained[0])))
     (trained[0] / "run").rename(trained[0] / "gone")
@@ -317,7 +330,8 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
         (["--mode=score", "--seed=3", "--per_token"], "seed per_token"),
         (["--mode=score", "--input=in", "--per_token", "--data.order=sentences"], "data.order"),
         (["--mode=generate", "--generate.length=3", "--data.roll=rows"], "data.roll"),
-        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),  # As recorded; and what a flagfile says.
+        # As recorded; and what a flagfile says.
+        (["--mode=eval", "--train.steps=24", "--flagfile=small"], ""),
         (["--input_format=lines"], "input_format"),
         (["--train.mem_len=9", "--generate.length=7"], ""),
     ):
@@ -328,7 +342,10 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
 
 
 def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_of_them(start, tmp_path, monkeypatch):
-    """On another machine they may not exist. A flag counts more. Compiled functions are not in them at all."""
+    """On another machine they may not exist.
+
+    A flag counts more. Compiled functions are not in them at all.
+    """
     kept = []
     monkeypatch.setattr(program, "keep_compiled", lambda *named, **options: kept.append((named, options)))
     there = [tmp_path / "there", tmp_path / "there" / "prepared"]
@@ -378,7 +395,8 @@ def having(error, **attributes):
         (ValueError(GLOO), True),  # Raised where an array is fetched.
         (jax.errors.JaxRuntimeError(GLOO), True),
         (having(CheckpointError("step 3 was not written"), __cause__=RuntimeError("UNAVAILABLE: barrier")), True),
-        (ConnectionResetError(104, "Connection reset by peer"), False),  # Of a disk, or of a download.
+        # Of a disk, or of a download.
+        (ConnectionResetError(104, "Connection reset by peer"), False),
         (having(ConnectionError("they did not come together"), __cause__=RuntimeError("UNAVAILABLE")), False),
         (having(RemoteProcessError("process 1: Connection reset by peer"), known_to_all=True), False),
     ],
@@ -402,7 +420,8 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
         jax.errors.JaxRuntimeError(
             "INTERNAL: Error dispatching computation: Out of memory allocating 30720000000 bytes."
         ),
-        MemoryError("Unable to allocate 30 GiB for an array"),  # NumPy's is one of its own, below MemoryError.
+        # NumPy's is one of its own, below MemoryError.
+        MemoryError("Unable to allocate 30 GiB for an array"),
     ],
 )
 def test_out_of_memory_is_a_sentence_with_advice_on_each_device(capsys, error):
@@ -414,7 +433,9 @@ def test_out_of_memory_is_a_sentence_with_advice_on_each_device(capsys, error):
 
 @pytest.mark.full
 def test_a_run_that_a_cpu_cannot_hold_ends_with_a_sentence(tmp_path):
-    """A memory of 31 GB, where a process may have 24 GiB: nothing is allocated, because the system refuses at once."""
+    """A memory of 31 GB, where a process may have 24 GiB: nothing is allocated, because the system
+    refuses at once.
+    """
     path = programs.write_words(tmp_path, 3_000)
     words = [*programs.TINY, *programs.steps(2, every=2), "--train.mem_len=120000000", "--train.segments_per_call=1"]
     words += [f"--data.file={path}", f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]

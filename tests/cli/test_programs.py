@@ -1,4 +1,6 @@
-"""Tests the programs as a user starts them: each mode, the studies of a trained run, first mistakes, used models."""
+"""Tests the programs as a user starts them: each mode, the studies of a trained run, first
+mistakes, used models.
+"""
 
 import errno
 import gzip
@@ -89,7 +91,9 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
 
 @pytest.mark.full
 def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path, monkeypatch):
-    """Lists in place of one file; and the folder of the ids is not that of the run, which is only read."""
+    """Lists in place of one file; and the folder of the ids is not that of the run, which is only
+    read.
+    """
     (tmp_path / "other.txt").write_text("four three two one " * 50)
     flags = [f"--data.{split}={tmp_path / 'other.txt'}" for split in ("train", "valid", "test")]
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
@@ -123,7 +127,8 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     own_text = [*own_text, *SHORT, "--data.corpus=text"]
     succeed("ensemble", *own_text, *chosen, f"--workdir={tmp_path / 'all'}")
     name = "seed=2+learning_rate=0.002"
-    succeed("ensemble", f"--workdir={tmp_path / 'all'}")  # A resume takes the members from the record.
+    # A resume takes the members from the record.
+    succeed("ensemble", f"--workdir={tmp_path / 'all'}")
     assert json.loads((tmp_path / "all" / "results.json").read_text())["members"].keys() == {"seed=1", name}
     assert f"| {name} | " in succeed("report", str(tmp_path / "all"))
     member = [f"--workdir={tmp_path / 'all'}", f"--ensemble_member={name}"]
@@ -188,7 +193,8 @@ def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monke
     assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()
 
 
-# Modes that use a trained model: of folders that may only be read, portable folders, and many prompts
+# Modes that use a trained model: of folders that may only be read, portable folders, and many
+# prompts
 
 
 TEXT = b"the cat sat on a mat\n" * 60
@@ -224,7 +230,9 @@ def content(folder):
 
 @pytest.fixture(params=["run", "portable"])
 def read_only(request, drawn, portable, monkeypatch):
-    """A run or a portable folder that may only be read, also by root, for whom permissions mean nothing."""
+    """A run or a portable folder that may only be read, also by root, for whom permissions mean
+    nothing.
+    """
     folder = drawn[0] if request.param == "run" else portable
     real = Path.write_bytes
 

@@ -1,7 +1,8 @@
-"""Tests that two processes of four devices do what one of eight does: train, stop, go on, score, write.
+"""Tests that two processes of four devices do what one of eight does: train, stop, go on, score,
+write.
 
-In float64: sums over devices are made in another order, and nothing else may differ. And how a program finds out that
-it is one of several processes, and what each is answered if they do not fit.
+In float64: sums over devices are made in another order, and nothing else may differ. And how a
+program finds out that it is one of several processes, and what each is answered if they do not fit.
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""Tests the config tree: conflicts, ranges, names, JSON, presets, and what a resumed run may change."""
+"""Tests the config tree: conflicts, ranges, names, JSON, presets, and what a resumed run may
+change.
+"""
 
 import enum
 import json
@@ -177,7 +179,10 @@ def marked(mark):
 
 
 def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
-    """Only those that leave the trajectory alone. Other weights are another run; a text is compared by its digest."""
+    """Only those that leave the trajectory alone.
+
+    Other weights are another run; a text is compared by its digest.
+    """
     texts = {f"data.{name}" for name in ("file", "train", "valid", "test", "tokenizer.vocab_file", "tokenizer.hf_file")}
     assert marked("path") == texts | {"generate.prompt_file", "init_from"}
     names = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "sample_every", "patience")

@@ -1,7 +1,7 @@
 """Tests that every setting is read: a second value of it changes something that a run does.
 
-Probes show parts of a run, such as lowered programs, batches, texts and files, of a config that makes every setting
-matter (`BASE`).
+Probes show parts of a run, such as lowered programs, batches, texts and files, of a config that
+makes every setting matter (`BASE`).
 """
 
 import dataclasses
@@ -78,7 +78,9 @@ def init(config):
 
 
 def first_weights(config):
-    """The vocabulary, and what is recorded of the weights that a run begins with; a trained run is made if need be."""
+    """The vocabulary, and what is recorded of the weights that a run begins with; a trained run is
+    made if need be.
+    """
     if config.init_from:
         plain = {"init_from": None, "init_vocabulary": InitVocabulary.OWN, "data.file": "trained.txt"}
         trained = config_tree.replace(config, plain)
@@ -171,7 +173,8 @@ PROBES = (init, first_weights, train_step, eval_step, batch, corpus, end_token, 
 PROBES = {probe.__name__: functools.cache(probe) for probe in (*PROBES, prompt, text)}
 
 
-# Lines of a probe, a group, and second values of its settings, written like flags, that must show in the probe.
+# Lines of a probe, a group, and second values of its settings, written like flags, that must show
+# in the probe.
 VALUES = r"""
 init - seed=5
 init model init_std=0.03 projection_init_std=0.03

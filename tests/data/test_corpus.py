@@ -1,4 +1,6 @@
-"""Tests from a config to three splits of ids: vocabularies that a text gives rise to, and the stores that keep ids."""
+"""Tests from a config to three splits of ids: vocabularies that a text gives rise to, and the
+stores that keep ids.
+"""
 
 import collections
 import functools
@@ -59,15 +61,17 @@ def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
     monkeypatch.setattr(corpus, "make_vocabulary", None)  # Nothing is counted any more,
     moved = tmp_path / "moved"
     moved.write_bytes((tmp_path / "train").read_bytes())
-    again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))  # wherever the files are.
+    # wherever the files are.
+    again = read(own_text(kind=Tokenizer.WORD, **poem | {"train": (str(moved),)}))
     assert texts(again) == texts(first) and again.vocabulary == first.vocabulary
     assert (again.description, again.digest) == (first.description, first.digest)
     assert len(stores(tmp_path / "cache")) == 1
 
 
-# Names of folders on users' disks. A name that changes means that everyone's texts are encoded again (and published
-# corpora prepared again), and that the old copies stay behind unread. Change a name here only together with
-# `token_store.VERSION` or `PublishedText.VERSION`, because the same text now gives other ids or other records.
+# Names of folders on users' disks. A name that changes means that everyone's texts are encoded
+# again (and published corpora prepared again), and that the old copies stay behind unread. Change a
+# name here only together with `token_store.VERSION` or `PublishedText.VERSION`, because the same
+# text now gives other ids or other records.
 STORES = {"byte": "text-1b9cc8612cef1bfa", "char": "text-9b77f1dac69f94c2", "word": "text-c86e6f84fbf9ada3"}
 STORES["ptb"] = "ptb-83afbafa3f30eb47"
 PENN_TREEBANK_DIGEST = "9cea65498fdb6345a4cf7306b661a9c5863765a365ac91f88de7fac76ccfd8bd"
@@ -134,7 +138,8 @@ def test_a_strangers_cache_is_only_read_and_its_ids_are_not_copied(poem, tmp_pat
     use(own_text(kind=Tokenizer.WORD, file=str(tmp_path / "other")))
     assert len(stores(mine)) == 1 and content(theirs) == before
 
-    # Ids that are corrupted, or are no ids although their digests fit, are made again in the user's own cache.
+    # Ids that are corrupted, or are no ids although their digests fit, are made again in the user's
+    # own cache.
     [name] = stores(theirs)
     store = Path(theirs, "tokens", name)
     corrupted = bytes(byte ^ 1 for byte in before[Path("tokens", name, "train.npy")])
@@ -152,7 +157,9 @@ def test_a_strangers_cache_is_only_read_and_its_ids_are_not_copied(poem, tmp_pat
 
 
 def test_records_of_a_stranger_serve_with_their_own_ids_alone(tmp_path, miniatures):
-    """Else their content would be encoded as the published corpus, where the user's next training finds it."""
+    """Else their content would be encoded as the published corpus, where the user's next training
+    finds it.
+    """
     arrange(tmp_path, CorpusName.PTB)
     config, data = default_data(CorpusName.PTB), str(tmp_path / "data")
     trained = read_corpus(config, data, str(tmp_path / "theirs"))
@@ -186,7 +193,9 @@ def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
 
 
 def ranked(found, unknown, min_count):
-    """Tokens by count, and those of one count by first occurrence; rarer ones than `min_count` are the unknown."""
+    """Tokens by count, and those of one count by first occurrence; rarer ones than `min_count` are
+    the unknown.
+    """
     counts = collections.Counter(found)
     kept = [token for token in counts if counts[token] >= min_count]
     ranks = {token: (-counts[token], place) for place, token in enumerate(kept)}

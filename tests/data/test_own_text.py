@@ -1,4 +1,6 @@
-"""Tests text from files on this machine: which bytes land in which split, digests, and every file that is refused."""
+"""Tests text from files on this machine: which bytes land in which split, digests, and every file
+that is refused.
+"""
 
 import bz2
 import dataclasses
@@ -79,7 +81,8 @@ def test_other_tokens_are_split_where_lines_begin(path, tokens, lines, open_end)
     for percent, border in ((90, len(train)), (95, len(train + valid))):
         nominal = len(content) * percent // 100
         assert border >= nominal
-        before = max(nominal - 1, 0)  # That byte decides whether a line begins at the nominal border already.
+        # That byte decides whether a line begins at the nominal border already.
+        before = max(nominal - 1, 0)
         if b"\n" in content[before:]:
             assert content[border - 1 : border] == b"\n", "a line begins here"
             assert b"\n" not in content[before : border - 1], "and none before"
@@ -387,6 +390,7 @@ def test_a_byte_that_is_no_text_is_named_with_its_place_in_the_file(start, end, 
 @pytest.mark.parametrize("block", [1, 2, 5, 100])
 def test_a_byte_order_mark_is_no_part_of_the_first_word(block):
     content = "\ufeffthe \ufeff cat"
-    for offset, expected in ((0, content[1:]), (3, content)):  # A part that begins later has no mark.
+    # A part that begins later has no mark.
+    for offset, expected in ((0, content[1:]), (3, content)):
         file = in_blocks(content.encode(), block, offset=offset)
         assert "".join(text_blocks([file], close_lines=False)) == expected

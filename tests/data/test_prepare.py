@@ -1,4 +1,6 @@
-"""Tests published corpora: their table, archives, checks, places of files in miniature, records, damage, downloads."""
+"""Tests published corpora: their table, archives, checks, places of files in miniature, records,
+damage, downloads.
+"""
 
 import contextlib
 import dataclasses
@@ -56,7 +58,9 @@ def expected_digest(name):
 
 
 def refusal(name, tmp_path, error=ValueError):
-    """The error that reading gives; nothing is left that a later start would take for the corpus."""
+    """The error that reading gives; nothing is left that a later start would take for the
+    corpus.
+    """
     with pytest.raises(error) as caught:
         read(name, tmp_path)
     assert not list((tmp_path / "cache").rglob("*.array_record*"))
@@ -395,7 +399,9 @@ def test_a_download_outlives_a_failure_that_came_after_it(server, tmp_path, monk
 
 @pytest.mark.full
 def test_what_came_and_is_not_the_corpus(server, tmp_path):
-    """An unknown checksum lets it in, its content does not; the next start asks again instead of keeping it."""
+    """An unknown checksum lets it in, its content does not; the next start asks again instead of
+    keeping it.
+    """
     members = dict(miniature.files(CorpusName.PTB))
     members["./simple-examples/data/ptb.test.txt"] += b"more\n"
     server.serve("simple-examples.tgz", miniature.archive(".tgz", members))

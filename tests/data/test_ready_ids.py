@@ -1,4 +1,6 @@
-"""Tests ready-made ids: types and files, splits, vocabulary sizes, the memory map, and every file that is refused."""
+"""Tests ready-made ids: types and files, splits, vocabulary sizes, the memory map, and every file
+that is refused.
+"""
 
 import numpy as np
 import pytest
@@ -144,7 +146,8 @@ def test_a_file_without_ids(read, tmp_path):
             read(file=name)
 
 
-TEXT_IDS = np.minimum(np.random.default_rng(5).zipf(1.3, 3000), 50_256)  # Frequent ids are small, as in a text.
+# Frequent ids are small, as in a text.
+TEXT_IDS = np.minimum(np.random.default_rng(5).zipf(1.3, 3000), 50_256)
 LETTERS = np.frombuffer(b"the quick brown fox jumps over the lazy dog, and the cat sat on the mat\n" * 40, np.uint8)
 
 
@@ -154,7 +157,8 @@ LETTERS = np.frombuffer(b"the quick brown fox jumps over the lazy dog, and the c
         (TEXT_IDS.astype("<u4").tobytes(), "'<u4'"),
         (TEXT_IDS.astype(">u4").tobytes(), "'>u4'"),
         (TEXT_IDS.astype("<i8").tobytes(), "'<u8'"),
-        (np.where(TEXT_IDS > 4, TEXT_IDS + 100_000, TEXT_IDS).astype("<u4").tobytes(), "'<u4'"),  # V > 65,536.
+        # V > 65,536.
+        (np.where(TEXT_IDS > 4, TEXT_IDS + 100_000, TEXT_IDS).astype("<u4").tobytes(), "'<u4'"),
         ((TEXT_IDS % 200).astype(">u2").tobytes(), "'>u2'"),
         ((np.random.default_rng(1).choice(LETTERS, 4000) - 10).tobytes(), "'u1'"),
         (b"\x93NUMPY\x01\x00" + IDS.astype("<u2").tobytes(), r"\.npy\b"),

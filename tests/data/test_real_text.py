@@ -1,7 +1,8 @@
-"""Tests the readers on texts as they are published, in TXL_DATA_DIR: counts, vocabularies, first tokens, and losses.
+"""Tests the readers on texts as they are published, in TXL_DATA_DIR: counts, vocabularies, first
+tokens, and losses.
 
-All other tests read miniatures. The files are the first bytes of enwik8 and text8, Penn Treebank as Mikolov's three
-files, and the validation and test splits of WikiText-2.
+All other tests read miniatures. The files are the first bytes of enwik8 and text8, Penn Treebank as
+Mikolov's three files, and the validation and test splits of WikiText-2.
 """
 
 import collections
@@ -92,7 +93,8 @@ def test_words_of_penn_treebank(data_dir, tmp_path):
     assert corpus.vocabulary.decode(corpus.valid[:8]) == b"consumers may want to move their telephones a "
     assert corpus.test[:8].tolist() == [102, 14, 24, 32, 753, 381, 0, 29]
     assert corpus.vocabulary.decode(corpus.test[:8]) == b"no it was n't black monday \nbut "
-    # Every word of validation and test is in the training split, so all counts are those of the files.
+    # Every word of validation and test is in the training split, so all counts are those of the
+    # files.
     for split, tokens in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
         lines = (data_dir / "ptb" / f"ptb.{split}.txt").read_text().splitlines()
         counts = collections.Counter(word for line in lines for word in [*line.split(), "<eos>"])
@@ -119,7 +121,9 @@ def test_words_of_wikitext_2(data_dir):
 
 @pytest.mark.full
 def test_penn_treebank_in_its_published_layout(data_dir, tmp_path):
-    """It is found in the directory, checked by its sha256 and counts, and prepared: the ids of one's own text."""
+    """It is found in the directory, checked by its sha256 and counts, and prepared: the ids of
+    one's own text.
+    """
     found = read_corpus(default_data(CorpusName.PTB), str(data_dir), str(tmp_path / "published"))
     expected = read_penn_treebank(data_dir, tmp_path / "own")
     assert found.vocabulary == expected.vocabulary
@@ -166,7 +170,9 @@ CONFIG = tiny.changed(
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["enwik8", "ptb"])
 def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name):
-    """Without weights but a bias of the softmax, the loss is what NumPy computes from the counts alone."""
+    """Without weights but a bias of the softmax, the loss is what NumPy computes from the counts
+    alone.
+    """
     if name == "ptb":
         corpus = read_penn_treebank(data_dir, tmp_path)
     else:

@@ -1,4 +1,6 @@
-"""Tests batching: lists for any text, batch, segment, order and process, random numbers, segments made ahead."""
+"""Tests batching: lists for any text, batch, segment, order and process, random numbers, segments
+made ahead.
+"""
 
 import itertools
 import queue
@@ -24,12 +26,15 @@ def numbered(length):
 
 
 def sentence_starts(length):
-    """Any sentences of a text of this length: some are empty, and up to 3 tokens precede the first."""
+    """Any sentences of a text of this length: some are empty, and up to 3 tokens precede the
+    first.
+    """
     cuts = np.random.default_rng(length).integers(0, length + 1, length // 4)
     return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
 
 
-# Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the text's length).
+# Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the
+# text's length).
 KINDS = {
     "sequential": (training_segments, lambda length: {}),
     "stream rolled": (training_segments, lambda length: {"roll": Roll.STREAM}),
@@ -67,7 +72,9 @@ def turned(values, by):
 
 
 def training_by_hand(kind, length, batch_size, segment_len, stride, *, seed, epoch):
-    """The (input, target) places that each row reads in an epoch, once each, in plain lists: B lists."""
+    """The (input, target) places that each row reads in an epoch, once each, in plain lists: B
+    lists.
+    """
     row_len = segment_len
     while row_len + stride <= (length - 1) // batch_size:
         row_len += stride
@@ -88,7 +95,9 @@ def training_by_hand(kind, length, batch_size, segment_len, stride, *, seed, epo
 
 
 def evaluation_by_hand(length, batch_size, segment_len, warmup):
-    """Inputs, targets and weights of each row, padded to whole segments: three nested lists [B, S * L]."""
+    """Inputs, targets and weights of each row, padded to whole segments: three nested lists [B, S *
+    L].
+    """
     n = -(-(length - 1) // batch_size)
     rows = []
     for b in range(batch_size):
@@ -121,7 +130,8 @@ def test_training_against_lists(kind, stride, seed, epoch, length, batch_size, s
 
 
 @given(**SIZES, warmup=st.integers(0, 30), beyond=st.integers(0, 20))
-@example(length=6, batch_size=4, segment_len=3, warmup=2, beyond=0)  # The last row has no target of its own.
+# The last row has no target of its own.
+@example(length=6, batch_size=4, segment_len=3, warmup=2, beyond=0)
 def test_evaluation_against_lists(warmup, beyond, length, batch_size, segment_len):
     reader = make("evaluation", length, batch_size, segment_len, warmup_tokens=warmup)
     got = reader.segments(0, reader.n_segments)
@@ -245,7 +255,9 @@ SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.
 
 
 class Recorder:
-    """Makes blocks that contain their number, and records which were begun; those from `hold_from` on wait for `go`."""
+    """Makes blocks that contain their number, and records which were begun; those from `hold_from`
+    on wait for `go`.
+    """
 
     def __init__(self, hold_from=None, fail_at=()):
         self.begun, self.calls, self.threads = queue.Queue(), [], set()

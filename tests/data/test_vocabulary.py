@@ -1,4 +1,6 @@
-"""Tests vocabularies against plain Python, and what all kinds share: foreign ids, names, starts, the saved form."""
+"""Tests vocabularies against plain Python, and what all kinds share: foreign ids, names, starts,
+the saved form.
+"""
 
 import base64
 import hashlib
@@ -185,7 +187,8 @@ def plain_words(texts, line_mark, *, lower_case=False):
     return [token for line in lines for token in line]
 
 
-# Known and unknown words, all kinds of white space, empty lines, and lines that are open at a file's end.
+# Known and unknown words, all kinds of white space, empty lines, and lines that are open at a
+# file's end.
 PARTS = ["the ", "cat ", "<S> ", "日本", "THE ", "unheard-of", " ", "\t", "\N{LINE SEPARATOR}", "\n", "\n", "\r\n"]
 LINES = st.lists(st.sampled_from(PARTS)).map("".join)
 
@@ -220,7 +223,8 @@ def test_characters_are_known_or_replaced_and_their_bytes_are_counted(characters
     assert vocabulary.count_bytes(ids) == (0 if UNKNOWN in seen else len(text.encode()))
 
 
-# Subwords: the package's own ids, the bytes of each token, what is trained, and files that cannot be used
+# Subwords: the package's own ids, the bytes of each token, what is trained, and files that cannot
+# be used
 
 
 END = "<|endoftext|>"
@@ -294,7 +298,9 @@ def test_training_has_all_bytes_and_frequent_words_and_any_text_comes_back():
 
 
 def test_hosts_learn_the_same_bytes():
-    """In other processes, on other threads and in other blocks; Python's and Rust's hashes differ between processes."""
+    """In other processes, on other threads and in other blocks; Python's and Rust's hashes differ
+    between processes.
+    """
     words = "import sys; from data.test_vocabulary import trained; sys.stdout.write(trained(block=77).content)"
     found = set()
     for threads in ("1", "2"):
@@ -408,7 +414,10 @@ ALPHABETS = {"DNA": "ACGT", "Chinese": "\u4e2d\u6587\u5b57", "digits": "0123", "
 
 @pytest.mark.parametrize("letters", ALPHABETS.values(), ids=ALPHABETS)
 def test_words_are_cut_for_training_if_they_are_very_long(letters):
-    """Training takes the square of a word's length. What remains is the whole text, and short words are not cut."""
+    """Training takes the square of a word's length.
+
+    What remains is the whole text, and short words are not cut.
+    """
     text = "a short word\n" + "".join(random.Random(0).choices(letters, k=5000)) + "b c"
     parts = list(subwords._cut_words(text))
     assert "".join(parts) == text

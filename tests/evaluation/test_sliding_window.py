@@ -1,4 +1,6 @@
-"""Tests sliding-window evaluation: which window scores what, values against a plain loop, totals, stopping."""
+"""Tests sliding-window evaluation: which window scores what, values against a plain loop, totals,
+stopping.
+"""
 
 import functools
 
@@ -16,7 +18,8 @@ from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step
 
 T, CLAMP = 14, 2
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
-# A, stride, batch: the published protocol; windows that end past the text; windows in batches; a text of one window.
+# A, stride, batch: the published protocol; windows that end past the text; windows in batches; a
+# text of one window.
 CASES = [(encoding, *sizes) for encoding in Encoding for sizes in ((4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3))]
 QUICK = [(Encoding.AL_RFOU, 4, 1, 1), (Encoding.RELATIVE, 5, 3, 2), (Encoding.VASWANI, 20, 2, 3)]
 
@@ -35,7 +38,8 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
     for target in range(1, T):
         # The first window that reaches the token before it.
         start = next(start for start in range(0, T, stride) if start + attention_len >= target)
-        # Tokens in the window after that one cannot matter; absolute codes count to the window's end.
+        # Tokens in the window after that one cannot matter; absolute codes count to the window's
+        # end.
         seen = TEXT[start:target]
         padding = 0 if encoding is Encoding.RELATIVE else attention_len - len(seen)
         window = np.pad(seen, (0, padding), constant_values=7)
@@ -65,7 +69,9 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
     shapes, calls = [], []
 
     def note(params, windows, targets):
-        """A substitute of the model: the nats of a target are its own number, and of padding nonsense."""
+        """A substitute of the model: the nats of a target are its own number, and of padding
+        nonsense.
+        """
         n = targets.shape[1]
         shapes.append((windows.shape, targets.shape))
         for row, wanted in zip(windows, targets, strict=True):
@@ -84,7 +90,8 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
     assert [made for made, _ in calls] == list(range(2, len(shapes) + 1)), "totals come along one call late"
     assert all(tokens == min(attention_len + (made - 2) * batch_size * stride, length - 1) for made, tokens in calls)
     assert shapes[0] == ((1, attention_len), (1, attention_len))
-    assert set(shapes[1:]) <= {((batch_size, attention_len), (batch_size, stride))}  # One compilation.
+    # One compilation.
+    assert set(shapes[1:]) <= {((batch_size, attention_len), (batch_size, stride))}
     assert len(shapes) - 1 == -(-max(-(-(length - 1 - attention_len) // stride), 0) // batch_size)
 
 

@@ -1,4 +1,6 @@
-"""Tests streaming evaluation against one long pass and a plain loop: scores, blocks, padding, rows, stopping."""
+"""Tests streaming evaluation against one long pass and a plain loop: scores, blocks, padding, rows,
+stopping.
+"""
 
 import functools
 
@@ -57,7 +59,9 @@ def totals(
 
 @pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (4, True)])
 def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
-    """As a loop over segments scores them, of which the last is shorter, without the code under test."""
+    """As a loop over segments scores them, of which the last is shorter, without the code under
+    test.
+    """
     encode = tiny.encoder(model(), clamp_len=clamp_len, same_length=same_length)
 
     def read(tokens, targets, memory):
@@ -103,7 +107,9 @@ def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per
 
 
 def test_padding_never_changes_the_totals():
-    """Of blocks, at the end of rows, as whole segments of another cut have none, and of a row that is empty."""
+    """Of blocks, at the end of rows, as whole segments of another cut have none, and of a row that
+    is empty.
+    """
     for padded, whole in (
         (totals(per_call=2), totals()),  # Five segments.
         (totals(per_call=8), totals()),

@@ -26,16 +26,20 @@ from txl_jax.training.step import make_train_step
 
 PRESETS = ROOT / "txl_jax" / "presets"
 
-ENWIK8, TEXT8, WT103, LM1B, PTB = 204, 27, 267_735, 793_470, 10_000  # Vocabularies; enwik8's without newlines.
+# Vocabularies; enwik8's without newlines.
+ENWIK8, TEXT8, WT103, LM1B, PTB = 204, 27, 267_735, 793_470, 10_000
 
 
 class Row(NamedTuple):
     """Expected facts of a flagfile."""
 
-    program: str  # Whose defaults it changes.
+    # Whose defaults it changes.
+    program: str
     vocab_size: int
-    parameters: float  # Counted from the original release's model (margin 0), or the number in the paper.
-    margin: float = 0.0  # Fraction by which the size may differ from that.
+    # Counted from the original release's model (margin 0), or the number in the paper.
+    parameters: float
+    # Fraction by which the size may differ from that.
+    margin: float = 0.0
 
 
 FLAGFILES = {

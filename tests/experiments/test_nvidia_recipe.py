@@ -1,4 +1,6 @@
-"""Tests that the optimizer of NVIDIA's flagfiles, scaled down, makes the updates of NVIDIA's own LAMB."""
+"""Tests that the optimizer of NVIDIA's flagfiles, scaled down, makes the updates of NVIDIA's own
+LAMB.
+"""
 
 import jax
 import numpy as np

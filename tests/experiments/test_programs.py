@@ -1,4 +1,6 @@
-"""Tests programs as a user starts them: their list, several hosts, prepared corpora, and folders given as URLs."""
+"""Tests programs as a user starts them: their list, several hosts, prepared corpora, and folders
+given as URLs.
+"""
 
 import runpy
 
@@ -34,7 +36,8 @@ JOIN = {
     *({published.program_of(name) for name in CorpusName} - {"quickstart"}),
     *("paper.ablation", "paper.context_length", "paper.continuation"),
 }
-# Folders may lie elsewhere on another host; that all reach the same workdir is checked when it is opened.
+# Folders may lie elsewhere on another host; that all reach the same workdir is checked when it is
+# opened.
 FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
 
 

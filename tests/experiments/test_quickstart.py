@@ -12,7 +12,9 @@ from txl_jax.runs.weights import load_parameters
 
 
 def test_bits_by_position_are_the_means_over_the_segments_of_the_same_bytes(tmp_path, monkeypatch):
-    """B divides the targets, so that each position of a segment counts as often as the rows' lengths say."""
+    """B divides the targets, so that each position of a segment counts as often as the rows'
+    lengths say.
+    """
     monkeypatch.setattr(quickstart, "CURVE_BYTES", 25)
     changes = {"eval.batch_size": 2, "eval.segment_len": 5, "eval.mem_len": 7}
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.letters(), **changes)

@@ -1,4 +1,6 @@
-"""Tests that a study or benchmark refuses settings that it cannot carry out, before a run or a text is read."""
+"""Tests that a study or benchmark refuses settings that it cannot carry out, before a run or a text
+is read.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Tests the program that compares runs, as a user starts it: its tables, its files and the lines of its figure."""
+"""Tests the program that compares runs, as a user starts it: its tables, its files and the lines of
+its figure.
+"""
 
 import csv
 import json

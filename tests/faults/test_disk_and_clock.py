@@ -1,7 +1,7 @@
 """Tests a disk that fills up, and a clock that jumps.
 
-A full disk gives one error, nothing that was there is lost, and with space again the same numbers. A time of day that
-jumps changes no number.
+A full disk gives one error, nothing that was there is lost, and with space again the same numbers.
+A time of day that jumps changes no number.
 """
 
 import math
@@ -14,9 +14,9 @@ from txl_jax.runtime.checkpoint import find_damage, find_steps
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.log import read_metrics
 
-# When the disk fills up: before which file operation, how large files may still become, and words of the error.
-# Arrays take more than LOG, and the lines of the rest of a run less. How long the log is by then depends on the number
-# of starts and the length of the paths in it.
+# When the disk fills up: before which file operation, how large files may still become, and words
+# of the error. Arrays take more than LOG, and the lines of the rest of a run less. How long the log
+# is by then depends on the number of starts and the length of the paths in it.
 LOG = {"more": 3_000}
 MOMENTS = {
     "records": ("os.mkdir *tfds*incomplete*", {"largest": 0}, ("Penn Treebank", "File too large", "--cache_dir")),
@@ -58,10 +58,11 @@ HOUR, DAY = 3600, 86400
 
 @pytest.mark.full
 def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
-    """Times of files jump with it, so that after the first jump the latest checkpoint is the oldest by them.
+    """Times of files jump with it, so that after the first jump the latest checkpoint is the oldest
+    by them.
 
-    The first jump comes while arrays are being written: Orbax gives a save 20 minutes by this clock, unless its options
-    have another limit.
+    The first jump comes while arrays are being written: Orbax gives a save 20 minutes by this
+    clock, unless its options have another limit.
     """
     forward = {"fault": "clock", "at": "* *latest/12.orbax-checkpoint-tmp*", "count": 8, "jump": DAY}
     back = {"fault": "clock", "at": "os.mkdir *best/24.orbax-checkpoint-tmp", "jump": -DAY - HOUR}

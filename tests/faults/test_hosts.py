@@ -1,7 +1,9 @@
-"""Tests a run on two hosts, each in a network namespace, whose workdir is on a server in a third one.
+"""Tests a run on two hosts, each in a network namespace, whose workdir is on a server in a third
+one.
 
-A host or the network fails once the run has saved a step. The processes that are left end with a sentence that names
-the host, within a time, or go on; the same command then ends with the numbers of an undisturbed run, to the last bit.
+A host or the network fails once the run has saved a step. The processes that are left end with a
+sentence that names the host, within a time, or go on; the same command then ends with the numbers
+of an undisturbed run, to the last bit.
 """
 
 import shutil
@@ -60,8 +62,12 @@ def undisturbed(start, tmp_path_factory):
 
 @pytest.fixture
 def run(request, start, storage, undisturbed):
-    """A run that has saved a step: its workdir and its two processes. At the end it has the undisturbed numbers."""
-    name = request.node.name.translate({ord("["): "-", ord("]"): None})  # With brackets no run resumes.
+    """A run that has saved a step: its workdir and its two processes.
+
+    At the end it has the undisturbed numbers.
+    """
+    # With brackets no run resumes.
+    name = request.node.name.translate({ord("["): "-", ord("]"): None})
     started = start(workdir := Remote(f"gs://{BUCKET}/{name}"))
     saved = f"{name}/checkpoints/latest/{SAVED}/digests.json"
     wait_for(lambda: saved in storage.names(), started, seconds=PATIENCE)
@@ -73,7 +79,9 @@ def run(request, start, storage, undisturbed):
 
 
 def assert_names(process, lost, began, seconds):
-    """A process ends within some seconds after `began`, with a sentence that names the other host, and code 75."""
+    """A process ends within some seconds after `began`, with a sentence that names the other host,
+    and code 75.
+    """
     _, err = process.communicate(timeout=seconds + MOMENT)
     took = time.monotonic() - began
     print(f"after {took:.1f} s: {err.splitlines()[-1]}", flush=True)

@@ -1,4 +1,6 @@
-"""Tests `kill -9` at chosen and random moments: the run resumes, every number is as if undisturbed."""
+"""Tests `kill -9` at chosen and random moments: the run resumes, every number is as if
+undisturbed.
+"""
 
 import functools
 import random
@@ -7,7 +9,8 @@ import pytest
 
 from support.faults import KILLED, assert_equal_runs, few_or_all, finished, result
 
-# File operations that a start is killed before. They follow one another, so that each start comes a little further.
+# File operations that a start is killed before. They follow one another, so that each start comes a
+# little further.
 MOMENTS = {
     "while records are written": "os.mkdir *tfds*incomplete*",
     "before the records have their name": "os.rename *tfds*incomplete*",
@@ -27,12 +30,15 @@ MOMENTS = {
     "before the test scores are written": "open */.results.json.*",
     "before results.json has its name": "os.rename *results.json*",
 }
-KILLS_PER_RUN = 6  # Then it is left to end, so that there are many ends to compare.
-OPERATIONS = 200  # What a whole run does in files; a start that goes on from a checkpoint does less.
+# Then it is left to end, so that there are many ends to compare.
+KILLS_PER_RUN = 6
+# What a whole run does in files; a start that goes on from a checkpoint does less.
+OPERATIONS = 200
 FAST = ("before the tokens have their name", "while arrays are written", "between a checkpoint and its digests")
 FAST += ("between the best parameters and their digests", "before the test scores are written")
 
-# Best parameters are written per member: the second's at step 8 only, the first's at steps 8, 16 and 24.
+# Best parameters are written per member: the second's at step 8 only, the first's at steps 8, 16
+# and 24.
 OF_ENSEMBLE = ["os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*", "open *best/seed=1/16/.digests.json.*"]
 OF_ENSEMBLE += ["open *latest/24/.digests.json*"]
 
@@ -59,7 +65,9 @@ def test_kills_of_an_ensemble(place):
 
 
 def assert_nothing_left_over(place, name):
-    """Asserts that files of killed training starts are removed; those of scoring may be of one that is under way."""
+    """Asserts that files of killed training starts are removed; those of scoring may be of one that
+    is under way.
+    """
     workdir = place.workdir(name)
     left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
     assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
@@ -67,7 +75,8 @@ def assert_nothing_left_over(place, name):
 
 @pytest.mark.parametrize("kills", few_or_all(2, 50))
 def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
-    """Runs are killed before random file operations until so many kills have landed; each run is then compared.
+    """Runs are killed before random file operations until so many kills have landed; each run is
+    then compared.
 
     Each is left to end after some kills, so this ends too. Scoring again is killed as well.
     """
@@ -77,7 +86,8 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
         runs += 1
         for act in (place.train, place.score):
             for _ in range(min(KILLS_PER_RUN, kills - landed)):
-                last = rng.choice([OPERATIONS // 5, OPERATIONS])  # Else hardly any would come while a text is prepared.
+                # Else hardly any would come while a text is prepared.
+                last = rng.choice([OPERATIONS // 5, OPERATIONS])
                 ended = act(name, fault="kill", at=f"*{name}/*", count=rng.randint(1, last)).end()
                 if ended.returncode != KILLED:  # It ended before.
                     assert ended.returncode == 0, ended.stderr

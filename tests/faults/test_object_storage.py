@@ -1,4 +1,5 @@
-"""Tests runs on object storage: killed between two writes, or with errors of the server, each curve is the same.
+"""Tests runs on object storage: killed between two writes, or with errors of the server, each curve
+is the same.
 
 In one process, and in two of four devices each, of which one is killed and both resume.
 """
@@ -14,8 +15,10 @@ from support.remote import Remote
 from support.waiting import wait_until
 
 pytestmark = NIGHTLY
-WRITES = 120  # Fewer than a whole run makes after its probe, so that most kills come before the end.
-STARTS = 6  # Of a run, at most, that are killed.
+# Fewer than a whole run makes after its probe, so that most kills come before the end.
+WRITES = 120
+# Of a run, at most, that are killed.
+STARTS = 6
 
 
 class Bucket(Place):
@@ -76,7 +79,10 @@ def start(tmp_path, storage):
 
 
 def test_one_of_two_processes_is_killed(start, storage, fault_seed, tmp_path):
-    """Each process once, at a drawn write; the third start ends. In a directory sums are made in the same order."""
+    """Each process once, at a drawn write; the third start ends.
+
+    In a directory sums are made in the same order.
+    """
     rng, workdir = random.Random(fault_seed), Remote(f"gs://{BUCKET}/two-processes")
     assert [code for code, _, _ in processes.finish(start(tmp_path / "undisturbed"))] == [0, 0]
     for victim in (1, 0):

@@ -1,4 +1,6 @@
-"""Tests SIGTERM and Ctrl-C in every phase: the exit code, one line, and a run that goes on to the same numbers."""
+"""Tests SIGTERM and Ctrl-C in every phase: the exit code, one line, and a run that goes on to the
+same numbers.
+"""
 
 import re
 import signal

@@ -1,7 +1,8 @@
-"""Tests that keys and values kept from segment to segment give the numbers of memory kept as hidden states.
+"""Tests that keys and values kept from segment to segment give the numbers of memory kept as hidden
+states.
 
-And of a temperature of evaluation, which divides logits with their biases, of each network; and generation: greedy text
-on a ring against one pass, and prompts of any length.
+And of a temperature of evaluation, which divides logits with their biases, of each network; and
+generation: greedy text on a ring against one pass, and prompts of any length.
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ from txl_jax.inference.scorer import make_scorer
 from txl_jax.modules.recurrent import RecurrentModel
 
 SEGMENTS = 10
-# L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and none; clamps below a
-# segment, inside the memory, above all distances.
+# L, M, clamp_len, same_length. Memories that L divides and does not, shorter than a segment, and
+# none; clamps below a segment, inside the memory, above all distances.
 LENGTHS = {
     "divides": (4, 8, None, False),
     "rounded up": (4, 10, None, True),
@@ -105,7 +106,9 @@ def test_both_memories_agree_over_ten_segments(model, lengths, x64):
 
 
 def test_the_query_is_scaled_before_it_is_rounded():
-    """The step scales its products: a query that is rounded twice moves every score by another part in 256."""
+    """The step scales its products: a query that is rounded twice moves every score by another part
+    in 256.
+    """
     model = tiny.make(dtype=DType.BFLOAT16)
     query = tiny.variables(model)["params"]["stack"]["layers"]["attention"]["query"][0]
     found = frozen(model, *LENGTHS["clamp"]).layers[0].query_key_value[:, 0]
@@ -123,7 +126,9 @@ def test_a_narrower_memory_is_read_in_the_compute_type(x64):
 @pytest.mark.parametrize("rows", [None, 1, 3])  # With one index, that of one row, and one per row.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
-    """Temporary memory of eight steps, beside the memory that they are given: the point of writing in place."""
+    """Temporary memory of eight steps, beside the memory that they are given: the point of writing
+    in place.
+    """
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
     weights, zeros = frozen(model, 1, 4096, 64), np.zeros(rows or 1, np.int32)
     cache = forward.init_cache(weights, batch_size=len(zeros), mem_len=4096, segment_len=1, dtype=dtype)
@@ -167,12 +172,16 @@ LONGEST = 60
 
 
 def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
-    """The most likely token after each position of a text read at once, where a query sees its last `window` keys."""
-    padded = np.zeros((1, LONGEST), np.int32)  # One program for all; no position sees what follows it.
+    """The most likely token after each position of a text read at once, where a query sees its last
+    `window` keys.
+    """
+    # One program for all; no position sees what follows it.
+    padded = np.zeros((1, LONGEST), np.int32)
     padded[0, : len(tokens)] = tokens
     model = tiny.make(dtype=DType.FLOAT64)
     variables = {"params": tiny_run.params(model)}
-    empty = model.init_memory(batch_size=1, mem_len=window)  # Whose length is the window; no slot is filled.
+    # Whose length is the window; no slot is filled.
+    empty = model.init_memory(batch_size=1, mem_len=window)
     hidden, _ = tiny.encoder(model, clamp_len=5, same_length=True)(variables, padded, empty)
     return np.argmax(model.apply(variables, hidden, method=model.log_probabilities)[0], axis=-1)[: len(tokens)].tolist()
 
@@ -182,7 +191,8 @@ def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
     [(12, 45, False, 8), (12, 45, True, 7), *((n, 6, False, 8) for n in (1, 3, 4, 10))],
 )
 def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(n, length, same_length, window, x64):
-    """Token for token, where the ring of 7 slots goes round eight times, and after prompts of any length.
+    """Token for token, where the ring of 7 slots goes round eight times, and after prompts of any
+    length.
 
     Shorter than a segment, whole segments, and both; beyond the ring's length.
     """

@@ -83,7 +83,9 @@ def test_a_narrow_cache_moves_scores_a_little(dtype, lengths, x64):
 
 @pytest.mark.full
 def test_generation_holds_no_wider_copy_of_its_weights():
-    """In the compiled step no floating-point array has the shape of a matrix, nor do parts of them add up to one."""
+    """In the compiled step no floating-point array has the shape of a matrix, nor do parts of them
+    add up to one.
+    """
     model = tiny.make(d_model=64, n_head=2, d_head=32, d_inner=256)
     sizes = {64 * 192, 64 * 64, 64 * 256}
 

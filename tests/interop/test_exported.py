@@ -1,4 +1,6 @@
-"""Tests of exported models: the numbers of the model in a process without this project, and what is refused."""
+"""Tests of exported models: the numbers of the model in a process without this project, and what is
+refused.
+"""
 
 import json
 import runpy
@@ -83,7 +85,9 @@ def test_another_process_computes_what_the_model_does(changes, tmp_path):
 
 
 def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
-    """Equal but for roundings to int8 and to 16 bits that fall on the other side; far nearer than float32 is."""
+    """Equal but for roundings to int8 and to 16 bits that fall on the other side; far nearer than
+    float32 is.
+    """
     target, int8 = tmp_path / "int8", {"weight_dtype": "int8", "cache_dtype": "int8"}
     export_model(workdir.path, target, **int8)
     models = [txl_jax.load(workdir.path, **types) for types in (int8, {})]

@@ -134,7 +134,8 @@ class Searches:
 def test_what_has_no_usable_words(tmp_path):
     found = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
     assert found.vocabulary is None and "unknown" in found.notes[0]
-    assert foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a").vocabulary is None  # No bytes.
+    # No bytes.
+    assert foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a").vocabulary is None
     assert foreign_vocabulary.find(tmp_path, 3).vocabulary is None
     (tmp_path / "vocab.txt").write_bytes(b"the\n\xff\n")
     with pytest.raises(UserError, match=r"vocab\.txt .*\b4\b"):

@@ -1,4 +1,6 @@
-"""Tests of reading other implementations' files: the parameters that were written, and the inferred configuration."""
+"""Tests of reading other implementations' files: the parameters that were written, and the inferred
+configuration.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""Tests of names of tensors behind what wrappers and frameworks put before and into them, in every kind of file."""
+"""Tests of names of tensors behind what wrappers and frameworks put before and into them, in every
+kind of file.
+"""
 
 import json
 

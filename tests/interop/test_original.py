@@ -1,6 +1,8 @@
-"""Tests of weights by the original's and Hugging Face's names: lazy reading, shared names, refusals, and its package.
+"""Tests of weights by the original's and Hugging Face's names: lazy reading, shared names,
+refusals, and its package.
 
-`test_formats.py` has the round trips of all kinds of models, `test_golden.py` the releases' own tensors.
+`test_formats.py` has the round trips of all kinds of models, `test_golden.py` the releases' own
+tensors.
 """
 
 import dataclasses
@@ -48,7 +50,10 @@ QUICK = [foreign.CONFIGS[name] for name in ("nothing tied", "div_val 1", "div_va
     ids=str,
 )
 def test_names_and_layouts_are_those_written_out_by_hand(format, changes):
-    """In both directions. Round trips alone would not notice a fault of the one table that writes and reads."""
+    """In both directions.
+
+    Round trips alone would not notice a fault of the one table that writes and reads.
+    """
     config, params = foreign.make("pytorch", **changes)
     expected = by_hand.tensors(params, config, format)
     found = original.from_flax(params, config, format=format)
@@ -186,7 +191,8 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     import transformers
 
     torch.set_num_threads(1)  # For matrices this small, more threads only wait for one another.
-    # Its attention casts to float32 and there writes the lowest number of float64, which is an error.
+    # Its attention casts to float32 and there writes the lowest number of float64, which is an
+    # error.
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
     span = dataclasses.replace(SPAN, **lengths)
     config, params = foreign.make("hf", dtype=DType.FLOAT64, **changes)
@@ -196,7 +202,8 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
     tokens = tiny.text(3 * L + 1)
-    tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1  # Each cluster, and one row only of the first.
+    # Each cluster, and one row only of the first.
+    tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1
     model = TransformerXL(dataclasses.replace(config, compat=tiny.compat_config("hf")), V)
     ours = list(our_segments(model, params, span, tokens))
     theirs = list(peer_segments(torch, peer, tokens))

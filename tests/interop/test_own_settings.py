@@ -1,4 +1,6 @@
-"""Tests of txl_jax.json, the settings next to weights in another format: what it has, and when it is ignored."""
+"""Tests of txl_jax.json, the settings next to weights in another format: what it has, and when it
+is ignored.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Tests of reading pickles without running them: the pickle module as oracle, and files that mean harm."""
+"""Tests of reading pickles without running them: the pickle module as oracle, and files that mean
+harm.
+"""
 
 import collections
 import contextlib
@@ -54,7 +56,9 @@ def test_plain_values_are_those_of_the_pickle_module(value, protocol):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_shared_values_stay_shared_and_circles_circles(protocol):
-    """A pickle of a tuple that holds itself takes values, or values and a mark, off the stack again."""
+    """A pickle of a tuple that holds itself takes values, or values and a mark, off the stack
+    again.
+    """
     shared = ["a"]
     found = load(pickle.dumps([shared, shared], protocol))
     assert found[0] is found[1]
@@ -105,7 +109,9 @@ class Calls:
 
 
 def harmful(marker) -> dict[str, bytes]:
-    """Pickles that would write the file `marker`, or run something else, by each way that there is."""
+    """Pickles that would write the file `marker`, or run something else, by each way that there
+    is.
+    """
     command = f"touch {marker}"
     text = command.encode()
     calls = {
@@ -163,7 +169,9 @@ def callable_of_a_reader(shape=(), *, is_kept=True):
 
 
 def test_a_state_changes_no_function_and_no_class_of_ours():
-    """The pickle module would set the defaults of a function by BUILD with the state (None, {name: value})."""
+    """The pickle module would set the defaults of a function by BUILD with the state (None, {name:
+    value}).
+    """
     reader = {"of.reader": callable_of_a_reader}
     ours = {**pickles._CALLS, **reader, "txl_jax.interop.pickles.Record": Record}
     change = {"__defaults__": ("of the file",), "__kwdefaults__": {"is_kept": "of the file"}, "attribute": 1}
@@ -186,9 +194,12 @@ def test_a_state_changes_no_function_and_no_class_of_ours():
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.",  # A text of 2^60 bytes.
-        b"\x80\x02\x8b\xff\xff\xff\x7fa.",  # An integer of 2^31 bytes.
-        b"\x80\x02\x8b\x00\x08\x00\x00" + b"\x01" * 2048 + b".",  # An integer that Python cannot print.
+        # A text of 2^60 bytes.
+        b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"a.",
+        # An integer of 2^31 bytes.
+        b"\x80\x02\x8b\xff\xff\xff\x7fa.",
+        # An integer that Python cannot print.
+        b"\x80\x02\x8b\x00\x08\x00\x00" + b"\x01" * 2048 + b".",
         b"L" + b"9" * (1 << 17) + b"L\n.",
         b"\x80\x02}(" + b")" + b"\x85" * 100_000 + b"K\x01u.",  # A key that nests 100,000 deep.
     ],
@@ -213,7 +224,8 @@ def text_op(text: str) -> bytes:
     return b"X" + len(text.encode()).to_bytes(4, "little") + text.encode()
 
 
-# Values of more than a few characters or parts, which a pickle could use again and again for two bytes each.
+# Values of more than a few characters or parts, which a pickle could use again and again for two
+# bytes each.
 REUSED = {
     "a long tuple as a key": b"}(" + b"N" * 11 + b"tNs.",
     "a long text as a key": b"}" + text_op("k" * (pickles.MAX_KEY_TEXT + 1)) + b"Ns.",
@@ -239,6 +251,6 @@ def test_keys_and_names_of_usual_lengths():
 
 def test_arguments_are_counted_before_they_are_looked_at():
     """A tuple of 100,000 values that is passed to 50,000 calls: 5e9 values from 350 kB."""
-    data = b"\x80\x02]" + b"ctorch\nparameter\nq\x010(" + b"N" * 100_000 + b"tq\x020" + b"h\x01h\x02R0" * 50_000 + b"."
+    data = b"\x80\x02]ctorch\nparameter\nq\x010(" + b"N" * 100_000 + b"tq\x020" + b"h\x01h\x02R0" * 50_000 + b"."
     with pytest.raises(UserError, match="larger than the file"):
         pickles.load(data, name="file.pt", calls={"torch.parameter": lambda *args: None})

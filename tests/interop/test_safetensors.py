@@ -1,4 +1,6 @@
-"""Tests of safetensors files: written and read again, by the package too, corrupted ones, and the memory it takes."""
+"""Tests of safetensors files: written and read again, by the package too, corrupted ones, and the
+memory it takes.
+"""
 
 import json
 import re
@@ -43,7 +45,8 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
     with pytest.raises(ValueError, match="read-only"):
         found["matrix"].read()[0] = 1
     np.testing.assert_array_equal(found["matrix"].part(1), TENSORS["matrix"][1])
-    theirs = {name: value.copy() for name, value in TENSORS.items() if name != "brain"}  # numpy has no such dtype.
+    # numpy has no such dtype.
+    theirs = {name: value.copy() for name, value in TENSORS.items() if name != "brain"}
     ours.write(path, leaves.from_tree({name: TENSORS[name] for name in theirs}))
     check_equal(load_file(path), theirs)
     save_file(theirs, path)
@@ -51,7 +54,10 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
 
 
 def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(tmp_path, monkeypatch):
-    """From Hugging Face's format and back. Losses, of the source and of the result, need all parameters."""
+    """From Hugging Face's format and back.
+
+    Losses, of the source and of the result, need all parameters.
+    """
     config, params = foreign.make("hf", d_model=512, n_head=8, d_head=64, d_inner=512)
     foreign.huggingface_folder(tmp_path / "theirs", config, params)
     whole, largest = (of([leaf.nbytes for leaf in jax.tree.leaves(params)]) for of in (sum, max))

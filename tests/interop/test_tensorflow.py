@@ -1,4 +1,6 @@
-"""Tests of the TensorFlow release's checkpoints: with a reader of the test's own, and with TensorFlow where it is."""
+"""Tests of the TensorFlow release's checkpoints: with a reader of the test's own, and with
+TensorFlow where it is.
+"""
 
 import dataclasses
 import itertools
@@ -33,7 +35,8 @@ by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 
 
 def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
-    """The variables of the release, which has matrices as [in, out] like us, and one bias for each cluster.
+    """The variables of the release, which has matrices as [in, out] like us, and one bias for each
+    cluster.
 
     Names are our reader's. `Oracle` has its own, so that its losses show which variable is which.
     """
@@ -89,10 +92,11 @@ def write_with_stub(prefix, variables, monkeypatch):
 
 
 class Oracle:
-    """The release's model in numpy, from its variables: the losses of one text, segment after segment.
+    """The release's model in numpy, from its variables: the losses of one text, segment after
+    segment.
 
-    Its memory begins with zeros that are attended to, a query sees M + 1 keys with same_length, the layer norm adds
-    1e-12 to the variance, and the tail clusters follow the head's tokens in order.
+    Its memory begins with zeros that are attended to, a query sees M + 1 keys with same_length, the
+    layer norm adds 1e-12 to the variance, and the tail clusters follow the head's tokens in order.
     """
 
     def __init__(self, variables, *, cutoffs, n_layer, mem_len, clamp_len, same_length):
@@ -117,7 +121,9 @@ class Oracle:
         return np.array(found)
 
     def clusters(self) -> tuple[list[oracles.Cluster], list[oracles.Cluster]]:
-        """The clusters of the embedding and of the softmax, whose projection is its own or the embedding's."""
+        """The clusters of the embedding and of the softmax, whose projection is its own or the
+        embedding's.
+        """
         v, embedding, softmax = self.variables, [], []
         for c, (begin, end) in enumerate(itertools.pairwise(self.bounds)):
             if "adaptive_embed/lookup_table" in v:
@@ -193,14 +199,17 @@ def test_a_first_cluster_without_projections_gets_identities(write, tmp_path, mo
 
 
 def test_the_published_layout(tmp_path, monkeypatch):
-    """Directories "model" and "data": the corpus gives vocabulary and lengths, and of two steps the last is read."""
+    """Directories "model" and "data": the corpus gives vocabulary and lengths, and of two steps the
+    last is read.
+    """
     config, params = foreign.make("tf", untie_r=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     other = jax.tree.map(lambda value: value + 1, params)
     write_with_stub(tmp_path / "model" / "model.ckpt-9", variables_of(config, other), monkeypatch)
     write_with_stub(tmp_path / "model" / "model.ckpt-10", variables_of(config, params), monkeypatch)
-    for name in ("weights1", "a-b1", "model.ckpt-\N{ARABIC-INDIC DIGIT THREE}"):  # They name no step.
+    # They name no step.
+    for name in ("weights1", "a-b1", "model.ckpt-\N{ARABIC-INDIC DIGIT THREE}"):
         (tmp_path / "model" / f"{name}.index").touch()
     corpus = {"dataset": "wt103", "vocab": {"idx2sym": list(foreign.WORDS), "lower_case": False}}
     (tmp_path / "data" / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))

@@ -1,4 +1,6 @@
-"""Tests of reading PyTorch's files without torch: files written by hand, and by torch where that is installed."""
+"""Tests of reading PyTorch's files without torch: files written by hand, and by torch where that is
+installed.
+"""
 
 import os
 import struct
@@ -111,7 +113,9 @@ def test_a_module_that_holds_itself_ends(tmp_path):
 
 
 def shared_module(count: int, *, child: str, names: int) -> bytes:
-    """A pickled module that is the child of `names` others' names and has, behind `child`, `count` tensors of None."""
+    """A pickled module that is the child of `names` others' names and has, behind `child`, `count`
+    tensors of None.
+    """
     code = torch_bytes.Writer(legacy=True).code
     start = b"ca\nB\n)\x81"
     parameters = {str(number): None for number in range(count)}
@@ -133,7 +137,9 @@ def test_names_of_shared_modules_are_not_longer_than_the_file(data, tmp_path):
 
 
 def test_tensors_share_numbers_a_few_times(tmp_path):
-    """A file of one matrix under 2,000 names, or in 2,000 views, would become 2,000 times as many numbers."""
+    """A file of one matrix under 2,000 names, or in 2,000 views, would become 2,000 times as many
+    numbers.
+    """
     base = np.arange(4096, dtype=np.float32)
     path = torch_bytes.write_zip(tmp_path / "a.pt", {f"layers.{k}": base for k in range(24)})
     assert len({id(leaf) for leaf in tensors(path).values()}) == 1
@@ -162,7 +168,10 @@ def test_a_persistent_id_is_short(tmp_path):
 
 
 def test_an_archive_whose_directory_was_moved(tmp_path):
-    """`zipfile` then takes an entry to begin before the file. From the end, there is a header in the comment."""
+    """`zipfile` then takes an entry to begin before the file.
+
+    From the end, there is a header in the comment.
+    """
     path = torch_bytes.write_zip(tmp_path / "a.pt", {"a": array(6)})
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,6 @@
-"""Tests of which files are weights: told by their first bytes, the same for `load` and for a conversion."""
+"""Tests of which files are weights: told by their first bytes, the same for `load` and for a
+conversion.
+"""
 
 import json
 import os

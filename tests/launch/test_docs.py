@@ -1,4 +1,6 @@
-"""Tests that the commands of docs/launch.md can be typed, and that shellcheck finds nothing in the shell scripts."""
+"""Tests that the commands of docs/launch.md can be typed, and that shellcheck finds nothing in the
+shell scripts.
+"""
 
 import re
 import shlex
@@ -31,7 +33,8 @@ def test_the_scripts_take_what_is_shown(words):
     asked = [*words[:flags_begin], "--dry_run", *words[flags_begin:]]
     done = subprocess.run(asked, cwd=ROOT, text=True, capture_output=True, check=False)
     assert done.returncode == 0 and done.stdout, done.stderr
-    if "--" in words and "launch.sweep" not in words:  # What the program is given is checked as for a run of a sweep.
+    # What the program is given is checked as for a run of a sweep.
+    if "--" in words and "launch.sweep" not in words:
         program = words[words.index("--") + 1 :]
         given = [word for word in program[3:] if not word.startswith("--workdir=")]
         sweep.config_of(program[2].removeprefix("experiments."), given)

@@ -1,4 +1,6 @@
-"""Tests that processes on one machine find each other, are stopped together, and get each signal once."""
+"""Tests that processes on one machine find each other, are stopped together, and get each signal
+once.
+"""
 
 import os
 import re
@@ -99,7 +101,9 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, e
     ],
 )
 def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected):
-    """Killed by a signal, a mistake, and then what comes of losing another; one that has not ended has not failed."""
+    """Killed by a signal, a mistake, and then what comes of losing another; one that has not ended
+    has not failed.
+    """
     assert local_module.first_cause([None, *codes]) == expected
 
 
@@ -118,7 +122,10 @@ def test_the_exit_code_is_that_of_a_shell(code, expected):
 
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
 def test_a_closed_terminal_never_kills_what_saves(first):
-    """The shell and the system both send SIGHUP. A second one of the others kills, as somebody is impatient."""
+    """The shell and the system both send SIGHUP.
+
+    A second one of the others kills, as somebody is impatient.
+    """
     sent = []
     group = object.__new__(local_module.ProcessGroup)
     group._signalled = False

@@ -56,7 +56,9 @@ def with_parameters(notebook, given):
 
 @pytest.fixture
 def in_this_process(monkeypatch, tmp_path):
-    """A function that runs a notebook's code here, which takes a third of a kernel's time; returns its variables."""
+    """A function that runs a notebook's code here, which takes a third of a kernel's time; returns
+    its variables.
+    """
 
     def run(name, given):
         variables = {"__name__": name}
@@ -157,7 +159,8 @@ def test_in_a_kernel(name, tmp_path):
 
     tiny = {**TINY, "train.batch_size": 8, "eval.batch_size": 8, "eval.segment_len": 64}
     notebook = with_parameters(read(name), {"TENSORBOARD": False, "SETTINGS": tiny})
-    folder = tmp_path / "one" / "two"  # Jupyter starts a kernel in the directory of its notebook, two below the clone.
+    # Jupyter starts a kernel in the directory of its notebook, two below the clone.
+    folder = tmp_path / "one" / "two"
     folder.mkdir(parents=True)
     for package in ("experiments", "launch", "txl_jax"):
         (tmp_path / package).symlink_to(ROOT / package)

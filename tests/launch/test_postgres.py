@@ -1,4 +1,6 @@
-"""Tests a study in PostgreSQL with workers in two network namespaces, as on two machines: kills, restarts, a cut."""
+"""Tests a study in PostgreSQL with workers in two network namespaces, as on two machines: kills,
+restarts, a cut.
+"""
 
 import contextlib
 import json
@@ -110,7 +112,9 @@ class Workers:
         self.processes[number] = self.start(number)
 
     def kill_all_in_the_middle_of_a_training(self):
-        """Waits until a run has trained for some steps, so that there is something to resume, and kills all workers."""
+        """Waits until a run has trained for some steps, so that there is something to resume, and
+        kills all workers.
+        """
         wait_until(lambda: any(is_training(folder) for folder in self.out.glob("*")), seconds=600)
         for number in range(len(self.processes)):
             self.kill(number)
@@ -132,7 +136,8 @@ class Workers:
     def losses(self):
         """Waits for the end; returns the loss of each run by name, None for one that was pruned."""
         codes = [process.wait(timeout=1800) for process in self.processes]
-        assert set(codes) <= {0, os.EX_TEMPFAIL}, self.log.read_text()  # 75: it was started during a restart.
+        # 75: it was started during a restart.
+        assert set(codes) <= {0, os.EX_TEMPFAIL}, self.log.read_text()
         found = trials(self.url)
         assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED", "FAIL"}
         done = [trial for trial in found if trial.state.name != "FAIL"]

@@ -95,7 +95,9 @@ def test_each_documented_flag_changes_its_lines_of_the_script():
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A folder with commands of Slurm: sbatch runs the script, and again for each time that it is queued again."""
+    """A folder with commands of Slurm: sbatch runs the script, and again for each time that it is
+    queued again.
+    """
     commands = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "scontrol": f'echo "$*" >>{tmp_path}/scontrol.log\ntouch {tmp_path}/again',

@@ -1,4 +1,6 @@
-"""Tests studies: workers that share a queue, die, are stopped, and take over from each other; made-up trainings."""
+"""Tests studies: workers that share a queue, die, are stopped, and take over from each other;
+made-up trainings.
+"""
 
 import collections
 import concurrent.futures
@@ -153,7 +155,9 @@ def test_arguments_of_a_pruner_arrive(monkeypatch):
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
 def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch):
-    """Learning rates above the best are pruned, and are saved; a pruned run is not started again."""
+    """Learning rates above the best are pruned, and are saved; a pruned run is not started
+    again.
+    """
     monkeypatch.setenv("STEP_SECONDS", "0.1")
     content = FILE + (
         "[random]\nsamples = 12\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n[grid]\nmodel.n_layer = [2, 3]\n"
@@ -292,7 +296,9 @@ def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
 def test_a_worker_that_seemed_to_be_dead_keeps_its_runs(out, monkeypatch):
-    """Its heartbeats do not arrive, as over a network that is cut; meanwhile its trials fail and are queued again."""
+    """Its heartbeats do not arrive, as over a network that is cut; meanwhile its trials fail and
+    are queued again.
+    """
     monkeypatch.setenv("STEP_SECONDS", "0.3")
     real, beaten = optuna.storages.RDBStorage.record_heartbeat, set()
 
@@ -328,7 +334,8 @@ def test_of_two_trials_for_a_run_the_first_one_trains_it(out, monkeypatch):
     assert [trial.state.name for trial in trials(out)] == ["COMPLETE", "FAIL"] * 2
 
 
-# Calls of a worker that has a trial: while it takes it (two), while it trains its run, and when that has ended.
+# Calls of a worker that has a trial: while it takes it (two), while it trains its run, and when
+# that has ended.
 MOMENTS = [
     (optuna.samplers.TPESampler, "before_trial"),
     (study._Storage, "set_trial_user_attr"),
@@ -340,7 +347,10 @@ MOMENTS = [
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment[1])
 def test_a_trial_that_another_worker_ends_is_left_to_it(out, monkeypatch, moment):
-    """Right before a call: the other one took this worker for dead. The next trial of the run takes its place."""
+    """Right before a call: the other one took this worker for dead.
+
+    The next trial of the run takes its place.
+    """
     owner, name = moment
     real = getattr(owner, name)
     ended = []

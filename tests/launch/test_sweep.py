@@ -1,4 +1,6 @@
-"""Tests sweeps: the runs of a file, random search, mistakes, tables, and a study of a real training."""
+"""Tests sweeps: the runs of a file, random search, mistakes, tables, and a study of a real
+training.
+"""
 
 import csv
 import json

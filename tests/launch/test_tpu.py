@@ -1,4 +1,5 @@
-"""Tests launch/tpu.sh: what it prints, and the script against a fake gcloud and hosts, scripts of tests/launch/fake.
+"""Tests launch/tpu.sh: what it prints, and the script against a fake gcloud and hosts, scripts of
+tests/launch/fake.
 
 `watch` meets preemptions, maintenance, stops, hosts that are replaced, and runs that break off.
 """
@@ -49,7 +50,9 @@ def is_running(cloud):
 
 
 def asked_of_gcloud(cloud):
-    """Verbs of the requests that change something; an installation that is tried again counts once."""
+    """Verbs of the requests that change something; an installation that is tried again counts
+    once.
+    """
     lines = (cloud / "gcloud.log").read_text().splitlines()
     commands = [line.split()[2:4] for line in lines]
     return [verb for verb, _ in itertools.groupby(verb for _, verb in commands if verb in ("create", "delete", "scp"))]
@@ -124,7 +127,8 @@ def test_each_documented_flag_changes_its_words_of_a_command(cloud):
 def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
     code, out, err = call(cloud, "watch", "one", "--zone=z", "--type=v5p-8", "--dry_run", *RUN)
     assert code == 0, err
-    commands = (word for word in shlex.split(out) if word.startswith("--command="))  # As a shell reads them.
+    # As a shell reads them.
+    commands = (word for word in shlex.split(out) if word.startswith("--command="))
     install, run, poll = (word.removeprefix("--command=") for word in commands)
     for script in (install, run, poll):
         assert not shell.findings(script)
@@ -197,7 +201,9 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
 
 @pytest.mark.full
 def test_watch_waits_while_a_host_is_maintained(cloud):
-    """The program has the same notice, saves and exits with 143; afterwards the host may have rebooted."""
+    """The program has the same notice, saves and exits with 143; afterwards the host may have
+    rebooted.
+    """
     program(cloud, "trap 'exit 143' TERM\nwhile [ ! -e \"$FAKE/over\" ]; do sleep 0.02; done\n")
     watching = watch(cloud, wait=False)
     wait_for(lambda: is_running(cloud), [watching])
@@ -261,7 +267,9 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
 @pytest.mark.nightly(part="faults")
 @pytest.mark.parametrize("end", ["exit 134", "kill -TERM $$"])
 def test_watch_starts_a_run_that_broke_off_again(cloud, end):
-    """One host loses the other and is aborted, a few times; or somebody else ends it, which systemd calls clean."""
+    """One host loses the other and is aborted, a few times; or somebody else ends it, which systemd
+    calls clean.
+    """
     program(cloud, f'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || {end}\nsleep 0.02\n')
     code, out, err = watch(cloud)
     assert code == 0, out + err
@@ -280,7 +288,9 @@ def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
 
 @pytest.mark.nightly(part="faults")
 def test_a_host_that_was_replaced_is_installed_again(cloud):
-    """One of two hosts comes back empty: the run is stopped on the other, and begins again on both."""
+    """One of two hosts comes back empty: the run is stopped on the other, and begins again on
+    both.
+    """
     program(cloud, 'trap "exit 143" TERM\nwhile [ ! -e "$FAKE/replaced" ]; do sleep 0.02; done\n')
     watching = watch(cloud, wait=False)
     wait_for(lambda: is_running(cloud), [watching])

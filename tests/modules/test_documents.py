@@ -1,4 +1,6 @@
-"""Tests documents that are kept apart: every loss is the one of the document read alone, from an empty memory."""
+"""Tests documents that are kept apart: every loss is the one of the document read alone, from an
+empty memory.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,16 @@ from txl_jax.inference import forward
 from txl_jax.ops.attention import Visibility, attention, choose
 
 END, SEGMENTS = 4, 9
-# L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is compiled.
+# L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is
+# compiled.
 LENGTHS = {"long": (3, 40, False), "cut": (3, 4, True)}
 MODELS = {"post": {}, "pre": {"layer_norm": NormPlace.PRE}}
 
 
 def text(segment_len):
-    """Rows with ends inside segments, at their first and last positions, side by side, and with none."""
+    """Rows with ends inside segments, at their first and last positions, side by side, and with
+    none.
+    """
     length = segment_len * SEGMENTS
     tokens = tiny.text(length + 1, rows=4, seed=2)
     tokens[tokens == END] = END + 1
@@ -41,7 +46,8 @@ def reader(model, variables, same_length):
 
 
 def alone(model, variables, tokens, lengths):
-    """Nats [B, T] of a loop over rows and documents, each read by itself from an empty memory, cut where segments end.
+    """Nats [B, T] of a loop over rows and documents, each read by itself from an empty memory, cut
+    where segments end.
 
     The model has no end token: nothing of what is tested is used.
     """

@@ -1,4 +1,6 @@
-"""Tests dropout: masks and who shares them, expectations, and rates that are traced; anchors have its places."""
+"""Tests dropout: masks and who shares them, expectations, and rates that are traced; anchors have
+its places.
+"""
 
 import functools
 
@@ -58,7 +60,9 @@ def model_of(network, **changes):
 
 @pytest.mark.parametrize("network", full_but([Network.QRNN], Network))
 def test_traced_rates_are_those_of_the_config(network, x64):
-    """Vmapped over models with other rates, each of all six: what each would give whose config has them."""
+    """Vmapped over models with other rates, each of all six: what each would give whose config has
+    them.
+    """
     model = model_of(network, dtype=DType.FLOAT64, dropout__rate=0.9)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
     params = tiny_run.params(model)

@@ -1,7 +1,9 @@
-"""Tests what an encoding declares, distances beyond its table, and that a new one needs a line of the registry only.
+"""Tests what an encoding declares, distances beyond its table, and that a new one needs a line of
+the registry only.
 
-Values and gradients are compared with the original's in tests/test_golden.py, inference with training in
-tests/inference/test_forward.py, and parameters are in tests/modules/test_transformer_xl.py.
+Values and gradients are compared with the original's in tests/test_golden.py, inference with
+training in tests/inference/test_forward.py, and parameters are in
+tests/modules/test_transformer_xl.py.
 """
 
 import itertools
@@ -61,7 +63,10 @@ def test_encodings_say_what_they_can_do(encoding, x64):
 
 
 class LogBias(PositionEncoding):
-    """Scores fall with the logarithm of the distance, in each head by another factor. It has no parameters."""
+    """Scores fall with the logarithm of the distance, in each head by another factor.
+
+    It has no parameters.
+    """
 
     generates_by_token = True
 
@@ -85,7 +90,9 @@ class LogBias(PositionEncoding):
 
 @pytest.fixture(name="model")
 def _model(monkeypatch, x64):
-    """A model whose encoding, under the name of another, is `LogBias`; its parameters are those of VASWANI."""
+    """A model whose encoding, under the name of another, is `LogBias`; its parameters are those of
+    VASWANI.
+    """
     monkeypatch.setitem(ENCODINGS, Encoding.VASWANI, LogBias)
     return tiny.make(encoding=Encoding.VASWANI, dtype=DType.FLOAT64)
 

@@ -34,7 +34,9 @@ def lstm_loop(params: dict, inputs: np.ndarray) -> np.ndarray:
 
 
 def qrnn_loop(params: dict, inputs: np.ndarray) -> np.ndarray:
-    """One QRNN layer from zeros, token by token: [B, L, D] -> [B, L, D]; the kernel's height is its window."""
+    """One QRNN layer from zeros, token by token: [B, L, D] -> [B, L, D]; the kernel's height is its
+    window.
+    """
     before, cell = np.zeros_like(inputs[:, 0]), np.zeros_like(inputs[:, 0])
     kernel, bias = params["gates"]["kernel"], params["gates"]["bias"]
     outputs = []
@@ -60,7 +62,9 @@ def test_segments_that_follow_each_other_match_a_loop_over_tokens(network, loop,
 
 
 def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
-    """1,000 steps that keep 99.9 %: in bfloat16 the gate would be 1, and the cell would never move."""
+    """1,000 steps that keep 99.9 %: in bfloat16 the gate would be 1, and the cell would never
+    move.
+    """
     layer = QRNNLayer(features=1, window=1, dtype=jnp.bfloat16, param_dtype=jnp.float32)
     bias = jnp.asarray([10.0, 6.9, 10.0])  # z = 1, f = .999, o = 1.
     params = {"gates": {"kernel": jnp.zeros((1, 3)), "bias": bias}}

@@ -21,7 +21,10 @@ L, M = 3, 8
 
 
 def loss_of(model: TransformerXL, *, deterministic: bool = True):
-    """(variables, rngs) -> (summed nll, (hidden, nll, memory)). Rows have different numbers of filled slots."""
+    """(variables, rngs) -> (summed nll, (hidden, nll, memory)).
+
+    Rows have different numbers of filled slots.
+    """
     empty = model.init_memory(batch_size=tiny.B, mem_len=M)
     states = np.random.default_rng(2).normal(size=empty.hidden.shape).astype(empty.hidden.dtype)
     filled = empty.replace(hidden=jnp.asarray(states), valid=jnp.asarray([0, 5, M], jnp.int32))
@@ -56,7 +59,8 @@ def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
 
 @pytest.mark.parametrize("remat", nightly_but([Remat.FULL], [Remat.DOTS, Remat.FULL]))
 def test_remat_changes_neither_values_nor_gradients(remat, x64):
-    traced, products, rngs = {}, {}, {"dropout": jax.random.key(3, impl="rbg")}  # Which compiles faster.
+    # Which compiles faster.
+    traced, products, rngs = {}, {}, {"dropout": jax.random.key(3, impl="rbg")}
     variables = tiny.variables(tiny.make(dtype=DType.FLOAT64))
     for of in Remat:
         model = tiny.make(dtype=DType.FLOAT64, remat=of, dropout__rate=0.3, dropout__attention=0.2)
@@ -78,7 +82,8 @@ def test_bfloat16_computes_close_to_float32():
     )
     (hidden, nll, _), (fast_hidden, fast_nll, memory) = expected[1], found[1]
     assert (fast_hidden.dtype, memory.hidden.dtype, fast_nll.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    # The distance of two bfloat16 numbers near 1 is 2**-7; some tens of roundings follow each other.
+    # The distance of two bfloat16 numbers near 1 is 2**-7; some tens of roundings follow each
+    # other.
     assert 0 < distance(fast_hidden, hidden) < 0.01
     assert 0 < distance(fast_nll, nll) < 0.005
     for (path, leaf), other in zip(jax.tree.leaves_with_path(fast_gradients), jax.tree.leaves(gradients), strict=True):
@@ -98,15 +103,17 @@ def products_of(jaxpr):
 
 
 def test_memory_and_segment_are_projected_apart():
-    """No product over all K rows: it would round otherwise, and compute a gradient of the memory, which has none."""
+    """No product over all K rows: it would round otherwise, and compute a gradient of the memory,
+    which has none.
+    """
     n_query, n_slot = 7, 9  # Sizes that nothing else has, and neither has their sum.
     model = tiny.make()
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=n_slot), tiny.variables(model)
     gradient = jax.grad(lambda variables: model.apply(variables, tiny.text(n_query), memory)[0].sum())
     sizes = [set(sum(shapes, ())) for shapes in products_of(jax.make_jaxpr(gradient)(variables))]
     projections = [each for each in sizes if {tiny.B, tiny.D, tiny.H, tiny.E} <= each]
-    # Of the memory keys and values, and their gradients for the weights. Of the segment queries and outputs too, and
-    # gradients for the states.
+    # Of the memory keys and values, and their gradients for the weights. Of the segment queries and
+    # outputs too, and gradients for the states.
     rows = {n: sum(n in each for each in projections) for n in (n_slot, n_query, n_query + n_slot)}
     assert rows == {n_slot: 2 + 2, n_query: 4 + 4 + 4, n_query + n_slot: 0}
 
@@ -120,8 +127,10 @@ def test_layer_norm_takes_the_variance_of_centred_values():
 
 # The memory: segmentation and causality.
 
-T = 5  # Every segment length is a compilation.
-SPLITS = {  # Changes of the model, options, memory length. A window needs no more memory than its own width.
+# Every segment length is a compilation.
+T = 5
+# Changes of the model, options, memory length. A window needs no more memory than its own width.
+SPLITS = {
     "post": ({}, {}, T),
     "pre": ({"layer_norm": NormPlace.PRE}, {}, T),
     "clamp": ({}, {"clamp_len": 3}, T),

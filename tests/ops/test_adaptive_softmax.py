@@ -1,6 +1,8 @@
-"""Tests of the adaptive input and softmax: against loops over tokens, and against their own log probabilities.
+"""Tests of the adaptive input and softmax: against loops over tokens, and against their own log
+probabilities.
 
-And of a function that is computed at selected positions, as a tail is, against the function at all of them.
+And of a function that is computed at selected positions, as a tail is, against the function at all
+of them.
 """
 
 import functools
@@ -51,7 +53,8 @@ def as_arrays(case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64):
     (clusters, tails), (arrays, entries) = make_clusters(case), as_arrays(case)
-    tokens = np.stack([np.arange(V), np.arange(V)[::-1]])[:, None]  # Any number of leading axes will do.
+    # Any number of leading axes will do.
+    tokens = np.stack([np.arange(V), np.arange(V)[::-1]])[:, None]
     hidden, tail_arrays = np.random.default_rng(4).normal(size=(2, 1, V, D)), tails or (None, None)
 
     @jax.jit
@@ -99,7 +102,9 @@ def through_all_log_probabilities(hidden, weights, targets):
 
 @hypothesis.given(data=st.data())
 def test_any_distribution_of_targets(data):
-    """Losses and gradients. Among them: no target in a tail, all in one tail, each cluster's first and last token.
+    """Losses and gradients.
+
+    Among them: no target in a tail, all in one tail, each cluster's first and last token.
 
     The gradients of other clusters are compared with the original's in tests/test_golden.py.
     """
@@ -116,7 +121,9 @@ def test_any_distribution_of_targets(data):
 
 
 def masked(name: str, chunk_size: int | None):
-    """The losses of targets, with 0 instead of those that are negative, by a mask outside of the softmax."""
+    """The losses of targets, with 0 instead of those that are negative, by a mask outside of the
+    softmax.
+    """
 
     def nll(hidden, weights, targets):
         tokens = jnp.maximum(targets, 0)
@@ -133,7 +140,10 @@ IGNORED = [("one cluster, projected", "float32"), ("mixed projections", "bfloat1
 
 @pytest.mark.parametrize(("name", "dtype"), full_but(IGNORED[:2], IGNORED))
 def test_negative_targets_are_ignored_and_targets_beyond_the_vocabulary_are_nan(name, dtype):
-    """Losses and gradients are those under a mask. -1 and -100 are the usual marks; -V counted from the end is 0."""
+    """Losses and gradients are those under a mask.
+
+    -1 and -100 are the usual marks; -V counted from the end is 0.
+    """
     targets = np.array([[-1, 2, 12, -100, 5], [0, -V, -(2**31), 9, 3]], np.int32)
     hidden = np.random.default_rng(4).normal(size=(B, L, D))
     args = jax.tree.map(lambda array: jnp.asarray(array, dtype), (hidden, as_arrays(CASES[name])))

@@ -34,7 +34,9 @@ def test_each_channel_has_its_own_steps(x64):
 
 @pytest.mark.parametrize("terms", [1, 36, 41])
 def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
-    """Whatever the number of terms is: those of the last slab that belong to the one before count once."""
+    """Whatever the number of terms is: those of the last slab that belong to the one before count
+    once.
+    """
     jitted = jax.jit(multiply)
     inputs, array = random(3, 1, terms), random(3, terms, 9, seed=1)
     for axis in (1, 2):
@@ -48,7 +50,9 @@ def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
 @pytest.mark.parametrize("axis", [1, 2])  # Each column has its own steps, or each row.
 @pytest.mark.parametrize("rows", [1, 5])
 def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(axis, rows, x64, monkeypatch):
-    """Beside the product with the same int8 numbers in float64; batched as in attention, one row as on a GPU or TPU."""
+    """Beside the product with the same int8 numbers in float64; batched as in attention, one row as
+    on a GPU or TPU.
+    """
     monkeypatch.setattr(matmul, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix))
     inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
     matrix = quantize(jnp.asarray(array), axis=axis)

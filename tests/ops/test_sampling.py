@@ -1,4 +1,6 @@
-"""Tests drawing with lazy tails against the full distribution: what may be drawn, how often, and what is computed."""
+"""Tests drawing with lazy tails against the full distribution: what may be drawn, how often, and
+what is computed.
+"""
 
 import functools
 import itertools
@@ -52,7 +54,9 @@ top_k_tokens = jax.jit(sampling.top_k_tokens, static_argnums=2)
 )
 @hypothesis.settings(max_examples=60)
 def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strength, layout):
-    """Of few words and of many, which are searched in groups, and with more asked for than a cluster has."""
+    """Of few words and of many, which are searched in groups, and with more asked for than a
+    cluster has.
+    """
     clusters, hidden = make_clusters(strength, *layout), hidden_states(rows, seed)
     log_p, tokens = top_k_tokens(hidden, clusters, k)
     full = np.asarray(all_log_p(hidden, clusters))
@@ -99,8 +103,8 @@ LIMITS = {
     "warm": {"temperature": 1.3, "top_k": None, "top_p": 1.0},
     "cold top-k": {"temperature": 0.7, "top_k": 7, "top_p": 1.0},
     "top-p": {"temperature": 1.0, "top_k": None, "top_p": 0.6},
-    # Without cutoffs these keep 2, 3 and 2 words. They would be 4, 2 and 6 if the temperature came after top-p, and 4
-    # of the second if top-k left the sum of the probabilities below 1.
+    # Without cutoffs these keep 2, 3 and 2 words. They would be 4, 2 and 6 if the temperature came
+    # after top-p, and 4 of the second if top-k left the sum of the probabilities below 1.
     "cold, top-k, then top-p": {"temperature": 0.5, "top_k": 7, "top_p": 0.8},
     "warm, top-k, then top-p": {"temperature": 1.3, "top_k": 4, "top_p": 0.7},
     "cold, then top-p": {"temperature": 0.5, "top_k": None, "top_p": 0.8},
@@ -110,7 +114,9 @@ ORDERS = tuple(name for name in LIMITS if ", " in name)  # Where the order of th
 
 
 def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
-    """Probabilities by a loop: divided by the temperature, cut to the k likeliest, then to those that reach p."""
+    """Probabilities by a loop: divided by the temperature, cut to the k likeliest, then to those
+    that reach p.
+    """
     order = np.argsort(-log_p)[:top_k]
     weights = np.exp(log_p[order].astype(np.float64) / temperature)
     weights /= weights.sum()

@@ -1,8 +1,9 @@
-"""Tests a run's implementations of attention: the record, which resumes keep, and the comparison before a run.
+"""Tests a run's implementations of attention: the record, which resumes keep, and the comparison
+before a run.
 
-In the first part tests choose what is there and what "auto" prefers; two tiles give other numbers in the last digits.
-In the second, wrong kernels are ours with a fault planted: a run names them, and is then the run of the reference to
-the last bit.
+In the first part tests choose what is there and what "auto" prefers; two tiles give other numbers
+in the last digits. In the second, wrong kernels are ours with a fault planted: a run names them,
+and is then the run of the reference to the last bit.
 """
 
 import dataclasses
@@ -110,7 +111,9 @@ def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stop
 
 
 def start_again(workdir, config, corpus):
-    """The part of a start that chooses, compares and records; returns the lines that it would log."""
+    """The part of a start that chooses, compares and records; returns the lines that it would
+    log.
+    """
     with Run.open(workdir.path) as run:
         components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
         run.begin(config, corpus, attention=components.attention)
@@ -137,7 +140,8 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
 
 
-# First contact: a path is compared with the reference before a run uses it, with interpreted TPU kernels
+# First contact: a path is compared with the reference before a run uses it, with interpreted TPU
+# kernels
 
 
 FUSED = Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True)
@@ -239,7 +243,8 @@ def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
     first_contact._findings.clear()
     not_compared = build(tiny_run.CONFIG, vocab_size=tiny.V, uses=["evaluation"])
     assert not_compared.attention.training[0] == FUSED
-    assert first_contact.compare(Implementation("stored"), SHORT).sentence == ""  # Of CPUs only interpreted kernels.
+    # Of CPUs only interpreted kernels.
+    assert first_contact.compare(Implementation("stored"), SHORT).sentence == ""
 
 
 def test_what_fails_on_one_host_is_used_on_none(on_tpu, monkeypatch):
@@ -283,7 +288,9 @@ def test_sound_paths_of_xla_are_within_the_tolerance(problem):
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
 def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
-    """At the sizes of published models, with fewer rows, heads and queries: the choice serves them as it is."""
+    """At the sizes of published models, with fewer rows, heads and queries: the choice serves them
+    as it is.
+    """
     compared = []
     monkeypatch.setattr(first_contact, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind))
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""Tests conversions: from and to each format, a bucket, refusals, and that an error leaves nothing."""
+"""Tests conversions: from and to each format, a bucket, refusals, and that an error leaves
+nothing.
+"""
 
 import functools
 import json
@@ -401,7 +403,9 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
 @THEIR_WARNINGS
 @pytest.mark.parametrize("changes", [drawn_run.WT103 | {"model.untie_r": True}, PRE_NORM], ids=["words", "pre-norm"])
 def test_a_run_with_its_preset_has_the_nats_of_transformers(library, tmp_path, changes):
-    """A run trained with --compat=hf, read by their class from the files that a conversion writes."""
+    """A run trained with --compat=hf, read by their class from the files that a conversion
+    writes.
+    """
     torch, transformers = library
     hf = {"model.compat.memory_start": MemoryStart.ZEROS, "model.compat.final_norm": False}
     made = drawn_run.of_words(tmp_path / "run", **(changes | hf))

@@ -1,4 +1,6 @@
-"""Tests what validation decides while a run goes on: when it ends early, and when the mean of the weights begins."""
+"""Tests what validation decides while a run goes on: when it ends early, and when the mean of the
+weights begins.
+"""
 
 import json
 
@@ -93,7 +95,8 @@ def test_evaluations_that_are_made_again_after_a_kill_count_once(given, whole, t
 
 def test_the_mean_begins_when_validation_stops_improving(given, tmp_path):
     """A run that is stopped right after goes on with the same mean."""
-    # The same program, in which the mean never begins: its numbers are equal bit for bit, however it is compiled.
+    # The same program, in which the mean never begins: its numbers are equal bit for bit, however
+    # it is compiled.
     whole = run(given, tmp_path / "never", average__nt_asgd_patience=10**6)[1]
     due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), whole)
     stopped, found = run(given, tmp_path / "begins", stop_at=due + 1, average__nt_asgd_patience=1)
@@ -110,7 +113,9 @@ def test_the_mean_begins_when_validation_stops_improving(given, tmp_path):
 
 
 def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path):
-    """The resumed run repeats the evaluation, and the mean begins as in a run that was never stopped."""
+    """The resumed run repeats the evaluation, and the mean begins as in a run that was never
+    stopped.
+    """
     config, corpus = given
     averaged = tiny.changed(config, average__nt_asgd_patience=1)
     _, losses = run((averaged, corpus), tmp_path / "whole")
@@ -125,7 +130,8 @@ def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path)
         if not questions:
             return False
         questions.append("asked")
-        # The first question comes before the next update, the others while the validation text is scored.
+        # The first question comes before the next update, the others while the validation text is
+        # scored.
         return len(questions) > 2
 
     hooks = [Hook(1, count)]
@@ -145,7 +151,9 @@ def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path)
 
 @pytest.mark.full
 def test_losses_of_other_settings_are_not_compared(given, tmp_path):
-    """Scored at another temperature they are worse than before, and so would end a run of little patience at once."""
+    """Scored at another temperature they are worse than before, and so would end a run of little
+    patience at once.
+    """
     stopped, before = run(given, tmp_path, stop_requested=stop_after(31))
     assert not stopped.finished and len(before) >= 2
     outcome, found = run(given, tmp_path, eval__temperature=10.0, train__patience=1)

@@ -1,4 +1,7 @@
-"""Tests ensembles: each member is the run that it would be by itself. How it resumes: tests/faults/test_kills.py."""
+"""Tests ensembles: each member is the run that it would be by itself.
+
+How it resumes: tests/faults/test_kills.py.
+"""
 
 import operator
 
@@ -65,7 +68,9 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     [(DType.FLOAT64, 1e-9, 1), pytest.param(DType.BFLOAT16, 2e-2, 2, marks=pytest.mark.full)],
 )
 def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_compared, x64):
-    """Seeds, rates of dropout and learning rates of its own; in bfloat16 a traced rate must widen nothing."""
+    """Seeds, rates of dropout and learning rates of its own; in bfloat16 a traced rate must widen
+    nothing.
+    """
     rates = ("model.dropout.embedding", "model.dropout.qkv", DROPOUT)
     config = config_tree.replace(tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2})
     configs = [

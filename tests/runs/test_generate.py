@@ -1,4 +1,6 @@
-"""Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and what is no stop."""
+"""Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and
+what is no stop.
+"""
 
 import contextlib
 import dataclasses
@@ -54,7 +56,8 @@ def whole(run):
 def test_each_sample_ends_with_its_first_stop(run, whole):
     """With a token, or with the text of several, here from one block to the next."""
     config, _, workdir = run
-    places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}  # Blocks are of 16 tokens.
+    # Blocks are of 16 tokens.
+    places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}
     stop = next(letter for letter, found in places.items() if 0 <= found[0] < 16 and not set(found) <= set(range(16)))
     for each in (whole[0][13:17], stop):
         texts, printed = write(run, stop=each)
@@ -106,7 +109,8 @@ def test_a_stop_is_a_token_or_the_text_of_several():
         (ByteVocabulary(b"\n a"), "", None),
         (ByteVocabulary(b"\n a"), "a", 2),
         (ByteVocabulary(b"\n\\n"), "\\\\", 1),
-        (ByteVocabulary(b"\n\xff"), "\udcff", 1),  # As Python takes a byte of the command line that is no UTF-8.
+        # As Python takes a byte of the command line that is no UTF-8.
+        (ByteVocabulary(b"\n\xff"), "\udcff", 1),
         (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}"), "a", 0),
         (words(LineMark.EOS), "<eos>", 0),
         (words(LineMark.DOUBLE_S), "\\n", 4),

@@ -1,4 +1,6 @@
-"""Tests `Run`: what is recorded and read back, other texts and settings, its lock; and runs that are read as rows."""
+"""Tests `Run`: what is recorded and read back, other texts and settings, its lock; and runs that
+are read as rows.
+"""
 
 import dataclasses
 import fcntl
@@ -61,7 +63,9 @@ def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
     [("e" * 64, WORDS.words, "own text"), (TEXT.digest, (*WORDS.words, "dog"), r"4\b.*\b5")],
 )
 def test_another_text_or_vocabulary_is_refused(folder, digest, words, named):
-    """The text's digest decides, whatever its description says; the vocabulary may be another file of words."""
+    """The text's digest decides, whatever its description says; the vocabulary may be another file
+    of words.
+    """
     with Run.open(folder) as run, pytest.raises(UserError, match=rf"\b{named}\b"):
         run.begin(CONFIG, TextInfo("text", "own text", digest, WordVocabulary(words)))
 
@@ -108,7 +112,8 @@ CHANGES = [{"attention": {"training": "tild 4x8"}}, {"members": 3}, {"warm_start
     [
         ("vocabulary.txt", None),
         ("vocabulary.txt", "the\ncat\n"),
-        ("vocabulary.txt", dumps(WordVocabulary(("<eos>", "the", "<unk>", "dog")))),  # Ids would mean other words.
+        # Ids would mean other words.
+        ("vocabulary.txt", dumps(WordVocabulary(("<eos>", "the", "<unk>", "dog")))),
         *(("config.json", text) for text in [*NOT_RECORDS, *CHANGES]),
     ],
 )
@@ -200,7 +205,8 @@ def test_a_folder_of_runs_and_folders_of_the_same_name(tmp_path):
 def test_a_run_that_diverged_says_so_and_its_scores_are_infinite(tmp_path):
     folder = recorded_run.make(tmp_path / "wild")
     results = json.loads((folder / "results.json").read_text())
-    for split, loss in (("best_valid", 20.8), ("test", 2154.0)):  # exp(20.8) is 1.1e9, and exp(2154) no number.
+    # exp(20.8) is 1.1e9, and exp(2154) no number.
+    for split, loss in (("best_valid", 20.8), ("test", 2154.0)):
         results[split]["loss"] = loss
     (folder / "results.json").write_text(json.dumps(results))
     [run] = read_runs([str(folder)])

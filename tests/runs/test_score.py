@@ -1,4 +1,6 @@
-"""Tests scores: of a text, of both splits in total and per token, and of the documents of a file."""
+"""Tests scores: of a text, of both splits in total and per token, and of the documents of a
+file.
+"""
 
 import csv
 import dataclasses
@@ -25,7 +27,9 @@ from txl_jax.runs.weights import Weights
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(config, corpus, workdir, components) of a run on all 256 bytes; the splits have 50 and 51."""
+    """(config, corpus, workdir, components) of a run on all 256 bytes; the splits have 50 and
+    51.
+    """
     folder = tmp_path_factory.mktemp("run")
     content = np.random.default_rng(0).integers(256, size=1011).astype(np.uint8).tobytes()
     config, corpus = drawn_run.on_text(folder, content)
@@ -202,7 +206,9 @@ def test_what_cannot_be_opened_is_named(tmp_path):
 
 
 def records(lines, *, per_token=False, params=None, written=None, vocabulary=tiny_model.VOCABULARY):
-    """The records of documents that are read in 3 rows; `written` gets the lines of those before a mistake too."""
+    """The records of documents that are read in 3 rows; `written` gets the lines of those before a
+    mistake too.
+    """
     model, written = tiny_model.make(eval__batch_size=3), [] if written is None else written
     weights = types.SimpleNamespace(vocabulary=vocabulary, build=lambda log: model.components)
     weights.params = lambda components, log: (7, params or model.params)

@@ -1,4 +1,6 @@
-"""Tests the training job: its parts, signals, samples, a bucket, refusals, a finished run, more or fewer steps."""
+"""Tests the training job: its parts, signals, samples, a bucket, refusals, a finished run, more or
+fewer steps.
+"""
 
 import itertools
 import json
@@ -42,7 +44,10 @@ STEPS = 24
 
 
 def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus):
-    """The first call takes a minute; then S updates take 3 s a call. Evaluations cost what their FLOPs do."""
+    """The first call takes a minute; then S updates take 3 s a call.
+
+    Evaluations cost what their FLOPs do.
+    """
     ticks = itertools.chain([0, 60], itertools.count(63, 3))
     steps, each = steps_in(1000, config, corpus, clock=lambda: next(ticks))
     assert each == 3 / config.train.segments_per_call and steps % config.train.segments_per_call == 0
@@ -82,7 +87,9 @@ def saved_steps(monkeypatch):
 
 
 def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tmp_path, monkeypatch):
-    """At the next progress line, of step 4; the other steps are those of `train.checkpoint_every`."""
+    """At the next progress line, of step 4; the other steps are those of
+    `train.checkpoint_every`.
+    """
     whole, outcome = run_once
     saved = saved_steps(monkeypatch)
     for name in ("_save_requested", "_watching"):
@@ -140,7 +147,9 @@ def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(run_once, c
 def test_samples_are_written_at_evaluations_and_change_nothing_else(
     run_once, config, corpus, tmp_path, capsys, monkeypatch
 ):
-    """The first start is stopped in the middle of the first evaluation: the next one repeats it, and samples."""
+    """The first start is stopped in the middle of the first evaluation: the next one repeats it,
+    and samples.
+    """
     values = {"train.sample_every": 8, "generate.length": 20, "generate.samples": 2, "generate.prompt": "one "}
     sampling, folder = config_tree.replace(config, values), tmp_path / "run"
     assert not runs.train(sampling, corpus, folder, stop_requested=stop_after(5)).finished
@@ -190,7 +199,9 @@ def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_re
 
 @pytest.mark.full
 def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made_again(finished, config, corpus):
-    """A run that goes on from an end leaves its results behind, if it is killed before the test scores."""
+    """A run that goes on from an end leaves its results behind, if it is killed before the test
+    scores.
+    """
     workdir, outcome = finished
     before, path = numbers(workdir), Path(workdir.path, "results.json")
     earlier = json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}).encode()
@@ -392,7 +403,8 @@ def test_a_finished_run_trains_on_by_the_schedule_of_the_new_total(run_once, lon
 def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(longer, finished, config, corpus):
     (folder, outcome), (workdir, _) = longer, finished
     more = tiny.changed(config, train__steps=MORE)
-    with pytest.raises(Killed):  # Before its first checkpoint: the record has the change, and the checkpoint not.
+    # Before its first checkpoint: the record has the change, and the checkpoint not.
+    with pytest.raises(Killed):
         runs.train(more, corpus, workdir, hooks=[kill_after(STEPS + 2)])
     assert Run.read(workdir.path).config.train.steps == MORE
     [row] = read_runs([workdir.path])

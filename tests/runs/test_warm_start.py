@@ -1,4 +1,6 @@
-"""Tests warm starts: weights, vocabulary and settings of a trained run, the record, resuming, and what is refused."""
+"""Tests warm starts: weights, vocabulary and settings of a trained run, the record, resuming, and
+what is refused.
+"""
 
 import dataclasses
 import json
@@ -70,7 +72,9 @@ CLUSTERS = {
 
 @pytest.mark.parametrize("name", full_but(["widths"], CLUSTERS))
 def test_words_are_matched_by_spelling(text_of, tmp_path, name):
-    """Each word's vectors are its own; a word that is new, or in a cluster of another width, has those of a new run."""
+    """Each word's vectors are its own; a word that is new, or in a cluster of another width, has
+    those of a new run.
+    """
     (old, old_corpus), (new, corpus) = (text_of(text, **WORDS | CLUSTERS[name]) for text in TEXTS)
     _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
     config = dataclasses.replace(new, init_from=str(tmp_path / "old"))
@@ -108,7 +112,9 @@ def rows(params, config, token):
 
 
 def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkeypatch):
-    """No collective is within another: a process that failed before the inner one would leave the others waiting."""
+    """No collective is within another: a process that failed before the inner one would leave the
+    others waiting.
+    """
     (old, old_corpus), (new, _) = (text_of(name, **WORDS) for name in TEXTS)
     drawn_run.make(tmp_path / "old", old, old_corpus)
     inside = []
@@ -135,7 +141,9 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkey
 
 @pytest.mark.full
 def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
-    """Later starts resume, even if the weights are gone; the numbers are those of a run without a stop."""
+    """Later starts resume, even if the weights are gone; the numbers are those of a run without a
+    stop.
+    """
     drawn_run.make(tmp_path / "old", *text_of("old"))
     config, corpus = text_of("new", init_from=str(tmp_path / "old"), model__dropout__rate=0.2)
     workdir = Run(tmp_path / "new")
@@ -156,7 +164,9 @@ def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
 
 @pytest.mark.full
 def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
-    """New words are drawn by the member's own seed, and a member that is split off keeps the record."""
+    """New words are drawn by the member's own seed, and a member that is split off keeps the
+    record.
+    """
     old, old_corpus = text_of("old", **WORDS)
     _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
     config, corpus = text_of("new", init_from=str(tmp_path / "old"), **WORDS)

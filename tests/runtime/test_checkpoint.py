@@ -1,4 +1,6 @@
-"""Tests checkpoints on disks and in buckets: what is saved comes back; damage ends in an older step or an error."""
+"""Tests checkpoints on disks and in buckets: what is saved comes back; damage ends in an older step
+or an error.
+"""
 
 import asyncio
 import os
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def make_state(seed=0):
-    """Every kind of leaf that a run has; the memory of a model without recurrence is the empty one."""
+    """Every kind of leaf that a run has; the memory of a model without recurrence is the empty
+    one.
+    """
     keys = jax.random.split(jax.random.key(seed), 3)
     return {
         "params": {"q": jax.random.normal(keys[0], (3, 5)), "layers": [jax.random.normal(keys[1], (2,)), jnp.ones(7)]},
@@ -104,12 +108,14 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
         assert (step, notes) == (7, {"loss": 0.5, "name": "run"})
         assert_equal(restored, state)
         assert checkpoints.notes() == notes
-        assert_equal(checkpoints.restore(make_state(8))[1], state)  # Arrays serve as well as their shapes.
+        # Arrays serve as well as their shapes.
+        assert_equal(checkpoints.restore(make_state(8))[1], state)
     assert lines == []
 
 
 def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(two_steps, open_checkpoints):
-    for name in ("300.orbax-checkpoint-tmp-1", "50.deleted"):  # The first one is also how a running job writes.
+    # The first one is also how a running job writes.
+    for name in ("300.orbax-checkpoint-tmp-1", "50.deleted"):
         shutil.copytree(two_steps / "100", two_steps / name)
     before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")}
     with open_checkpoints(keep=1) as checkpoints:
@@ -203,7 +209,8 @@ def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_c
 def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(two_steps, open_checkpoints, lines):
     for step in ("100", "200"):
         (two_steps / step / DIGESTS).unlink()
-    shutil.rmtree(two_steps / "200" / "state" / "d")  # Small arrays are here, not in ocdbt.process_0.
+    # Small arrays are here, not in ocdbt.process_0.
+    shutil.rmtree(two_steps / "200" / "state" / "d")
     with open_checkpoints() as checkpoints:
         assert_restores(checkpoints, 100)
     assert any(str(two_steps / "200") in line and "Orbax" in line for line in lines)

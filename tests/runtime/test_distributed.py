@@ -1,4 +1,6 @@
-"""Tests two processes: broadcasts of results and errors, arrays that are sharded over both, and the rows of each."""
+"""Tests two processes: broadcasts of results and errors, arrays that are sharded over both, and the
+rows of each.
+"""
 
 import json
 
@@ -74,7 +76,8 @@ found["rows"] = [own_rows(*sizes) for sizes in json.loads(sys.argv[1])]
 print("not for the terminal of the second")
 print(json.dumps(found), file=sys.stderr if me else sys.stdout)
 """
-# The sizes of the mesh's data and tensor axes, rows, whether the mesh is tiled, and each process's rows.
+# The sizes of the mesh's data and tensor axes, rows, whether the mesh is tiled, and each process's
+# rows.
 ROWS = [
     ((8, 1, 16, True), [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]),
     ((1, 8, 4, False), [[0, 1, 2, 3]] * 2),  # Both processes' devices hold all rows.

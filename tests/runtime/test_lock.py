@@ -1,4 +1,6 @@
-"""Tests locks of workdirs on object storage: one holder, renewed, taken over only if nobody renews it."""
+"""Tests locks of workdirs on object storage: one holder, renewed, taken over only if nobody renews
+it.
+"""
 
 import os
 import socket
@@ -33,7 +35,10 @@ def elsewhere(bucket):
 
 
 def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
-    """Here while the process lives, and elsewhere for as long as it renews the lock. A sweep asks for the same."""
+    """Here while the process lives, and elsewhere for as long as it renews the lock.
+
+    A sweep asks for the same.
+    """
     assert not is_held(str(bucket))
     monkeypatch.setattr(lock_lib, "STALE_SECONDS", 60.0)  # A busy machine may renew late.
     for lock, named in ((RunLock(bucket), f"process {os.getpid()} on {socket.gethostname()}"), (elsewhere, "another")):
@@ -54,9 +59,11 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
 
 @pytest.mark.parametrize("wakes", ["in a beat", "in a save"])
 def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(wakes, bucket, elsewhere, monkeypatch, capsys):
-    """After a minute; when it goes on it finds out before it writes, and leaves the other's lock alone.
+    """After a minute; when it goes on it finds out before it writes, and leaves the other's lock
+    alone.
 
-    It need not know how long it was paused: the clock of a machine that is suspended may stand still.
+    It need not know how long it was paused: the clock of a machine that is suspended may stand
+    still.
     """
     monkeypatch.setattr(lock_lib, "BEAT_SECONDS", 3600.0)  # Its thread is paused too.
     elsewhere.acquire()

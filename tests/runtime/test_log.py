@@ -1,4 +1,6 @@
-"""Tests what a run writes about itself: its origin, no step twice after a resume, valid JSON, events, sinks."""
+"""Tests what a run writes about itself: its origin, no step twice after a resume, valid JSON,
+events, sinks.
+"""
 
 import contextlib
 import math
@@ -42,8 +44,10 @@ def test_records_come_back_in_order(tmp_path):
     assert read_metrics(tmp_path) == []
     with RunLog(tmp_path / "new" / "run").open() as log:
         log.record("train", 1, {"loss": np.float32(0.5), "rate": 1e-9})
-        log.record("valid", np.int64(1), {"bpc": 2, "a": math.nan, "b": -math.inf})  # JSON cannot hold these.
-        first = read_metrics(tmp_path / "new" / "run")  # Each line is with the system before the next.
+        # JSON cannot hold these.
+        log.record("valid", np.int64(1), {"bpc": 2, "a": math.nan, "b": -math.inf})
+        # Each line is with the system before the next.
+        first = read_metrics(tmp_path / "new" / "run")
         with pytest.raises(ValueError, match=r"kind.*member.*step"):
             log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
     assert first == read_metrics(tmp_path / "new" / "run")
@@ -115,7 +119,9 @@ def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
 
 
 def read_events(folder):
-    """Events of all files in the order written: each record is a length, its checksum, the bytes, their checksum."""
+    """Events of all files in the order written: each record is a length, its checksum, the bytes,
+    their checksum.
+    """
     events = []
     for data in (path.read_bytes() for path in sorted(folder.iterdir())):
         while data:
@@ -126,7 +132,9 @@ def read_events(folder):
 
 
 def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, monkeypatch):
-    """TensorBoard reads files in the order of their names, which is that of writing though the clock goes back."""
+    """TensorBoard reads files in the order of their names, which is that of writing though the
+    clock goes back.
+    """
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
     log_steps(tmp_path, [10, 20, 30])
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
@@ -147,7 +155,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 @pytest.fixture
 def full_log(tmp_path):
-    """An open log whose log.txt may not grow. Closing it tries again to write a line that could not be written."""
+    """An open log whose log.txt may not grow.
+
+    Closing it tries again to write a line that could not be written.
+    """
     (tmp_path / "log.txt").write_bytes(bytes(20_000))
     with largest_file(20_000):
         log = RunLog(tmp_path).open()

@@ -1,4 +1,6 @@
-"""Tests that standard output may go away, be full, be missing or lack letters, and that nothing acts on a terminal."""
+"""Tests that standard output may go away, be full, be missing or lack letters, and that nothing
+acts on a terminal.
+"""
 
 import errno
 import io

@@ -1,4 +1,6 @@
-"""Tests profiles of a few steps: which are profiled, the names in the trace, and that a failure ends nothing."""
+"""Tests profiles of a few steps: which are profiled, the names in the trace, and that a failure
+ends nothing.
+"""
 
 import re
 import warnings
@@ -22,7 +24,9 @@ def add_one(state, segments):
 
 
 def profiled(folder, window, *, first_step=0, per_call=5, calls=4):
-    """The lines of a run whose steps from first_step on are profiled in a window, and the excluded seconds."""
+    """The lines of a run whose steps from first_step on are profiled in a window, and the excluded
+    seconds.
+    """
     lines, seconds, state = [], [], jnp.zeros(())
     sizes = {"done": first_step, "segments_per_call": per_call, "profile_steps": window}
     with StepProfiler(add_one, str(folder), **sizes, log=lines.append, exclude=seconds.append) as step:
@@ -40,7 +44,8 @@ def step_markers(path):
     data = jax.profiler.ProfileData.from_file(str(path))
     events = (event for plane in data.planes for line in plane.lines for event in line.events)
     with warnings.catch_warnings():
-        # jaxlib 0.7.2 warns of its own types in Python 3.13, and ends the process if that is an error.
+        # jaxlib 0.7.2 warns of its own types in Python 3.13, and ends the process if that is an
+        # error.
         warnings.simplefilter("ignore", DeprecationWarning)
         return sorted({dict(event.stats)["step_num"] for event in events if event.name == "train"})
 

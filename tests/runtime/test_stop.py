@@ -1,4 +1,6 @@
-"""Tests signals and notices: what they stop or save, in one process and in two, and that handlers come back."""
+"""Tests signals and notices: what they stop or save, in one process and in two, and that handlers
+come back.
+"""
 
 import os
 import queue
@@ -57,7 +59,9 @@ def hangups():
 @pytest.mark.usefixtures("arrivals")
 @pytest.mark.parametrize("first", [*SIGNALS, signal.SIGHUP])
 def test_a_closed_terminal_stops_once_and_never_ends_a_run_that_saves(hangups, first):
-    """The shell and the system both send SIGHUP, and service managers send it right after SIGTERM."""
+    """The shell and the system both send SIGHUP, and service managers send it right after
+    SIGTERM.
+    """
     with StopRequest() as stop:
         send(first)
         assert stop and stop.signal_number == first
@@ -104,7 +108,9 @@ def test_in_another_thread_no_handler_is_replaced():
 
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
-    """The SIGTERM of a machine that is shut down after the notice is the first one, and the next acts as before."""
+    """The SIGTERM of a machine that is shut down after the notice is the first one, and the next
+    acts as before.
+    """
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     if when == "before":
         stop.request_stop("preempted=TRUE")
@@ -220,7 +226,10 @@ cli.main(work, cli.Plan, hosts="join")
 @pytest.mark.full
 @pytest.mark.parametrize("watching", [{1}, {0, 1}], ids=["one", "both"])
 def test_notices_reach_both_processes_at_the_same_step(watching):
-    """A preemption of one stops both. Before maintenance, which both must wait for, both save and go on."""
+    """A preemption of one stops both.
+
+    Before maintenance, which both must wait for, both save and go on.
+    """
     with MetadataServer(**CALM) as server:
         words = [("false",) if number in watching else ("true",) for number in range(2)]
         started = processes.start("-c", SCRIPT, devices=1, of_process=words.__getitem__, GCE_METADATA_HOST=server.host)

@@ -1,4 +1,6 @@
-"""Tests files and objects: paths as users give them, what is written and read, errors, tries, locks, remote texts."""
+"""Tests files and objects: paths as users give them, what is written and read, errors, tries,
+locks, remote texts.
+"""
 
 import asyncio
 import errno
@@ -155,7 +157,9 @@ class FakeGcs:
 
 
 def patience_of(system, monkeypatch):
-    """Returns how often a request is tried after `make_gcsfs_patient`, by a clock that each pause moves."""
+    """Returns how often a request is tried after `make_gcsfs_patient`, by a clock that each pause
+    moves.
+    """
     now = iter(range(1000))
 
     async def pause(seconds):
@@ -267,7 +271,10 @@ def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, 
 
 
 def test_tokens_are_written_on_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """As on some network drives. Nobody knows then whether a half-written store belongs to a process that runs."""
+    """As on some network drives.
+
+    Nobody knows then whether a half-written store belongs to a process that runs.
+    """
 
     def flock(handle, kind):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

@@ -1,4 +1,6 @@
-"""Tests that a checkpoint with a missing part is noticed when it is written, and that it is whole in any directory."""
+"""Tests that a checkpoint with a missing part is noticed when it is written, and that it is whole
+in any directory.
+"""
 
 import contextlib
 import os
@@ -74,7 +76,8 @@ def test_all_arrays_open_and_none_that_was_not_saved(saved):
 
 def test_values_that_are_missing_are_noticed(saved, tmp_path):
     """The index is whole, and names a file that is not there."""
-    state = {"large": np.random.default_rng(0).random(1000)}  # TensorStore keeps up to 1 KiB in the index.
+    # TensorStore keeps up to 1 KiB in the index.
+    state = {"large": np.random.default_rng(0).random(1000)}
     with Checkpointer(tmp_path, keep=1, log=print) as checkpoints:
         checkpoints.save(1, state, {})
     folder = tmp_path / "1" / "state"

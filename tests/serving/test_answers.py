@@ -1,4 +1,6 @@
-"""Tests how answers are written: what they cost, in pieces, with names that are kept, only while somebody waits."""
+"""Tests how answers are written: what they cost, in pieces, with names that are kept, only while
+somebody waits.
+"""
 
 import concurrent.futures
 import importlib.resources
@@ -42,7 +44,9 @@ def vocabulary():
 
 
 def pieces(count, *, size=64):
-    """Pieces of random bytes, most of them no characters by themselves, with scores but for the first token."""
+    """Pieces of random bytes, most of them no characters by themselves, with scores but for the
+    first token.
+    """
     random = np.random.default_rng(0)
     found = [Piece("", np.asarray([97], np.int32), None, is_prompt=True)]
     for _ in range(count):
@@ -174,7 +178,10 @@ def test_a_large_answer_is_cut_off_with_the_server(written):
 
 
 def test_the_page_knows_what_the_server_answers():
-    """A lost session is forgotten, so that the next text begins anew. One in use is waited for, but not forever."""
+    """A lost session is forgotten, so that the next text begins anew.
+
+    One in use is waited for, but not forever.
+    """
     page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text()
     with pytest.raises(RequestError) as raised:
         SessionStore(limit=1, limit_per_owner=1, seconds=1).get("5f00", "")

@@ -23,7 +23,8 @@ def harness():
 
     with server() as (port, _):
         options = {"base_url": f"http://127.0.0.1:{port}/v1/completions", "tokenizer_backend": "remote"}
-        options |= {"custom_prefix_token_id": 0, "max_gen_toks": 9}  # It reads the id 0 of `bos_token` as none.
+        # It reads the id 0 of `bos_token` as none.
+        options |= {"custom_prefix_token_id": 0, "max_gen_toks": 9}
         yield LocalCompletionsAPI(model="tiny", batch_size=2, max_length=10_000, **options)
 
 

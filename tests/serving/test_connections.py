@@ -1,4 +1,6 @@
-"""Tests connections: silent ones, too many, unread bodies and answers, pages of other sites, strange requests."""
+"""Tests connections: silent ones, too many, unread bodies and answers, pages of other sites,
+strange requests.
+"""
 
 import contextlib
 import http.client
@@ -39,7 +41,9 @@ def connect(port, content=b""):
 
 
 def is_closed(connection):
-    """Returns whether the server closes a connection to which it sends nothing, within the time that tests wait."""
+    """Returns whether the server closes a connection to which it sends nothing, within the time
+    that tests wait.
+    """
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(1) == b""
     return True
@@ -76,7 +80,8 @@ def test_a_header_that_does_not_come_ends_its_connection():
         assert is_closed(kept)
 
 
-WAITING = WITHOUT_BODY[:-2] + b"Expect: 100-continue\r\n\r\n"  # The server says when it begins to read the body.
+# The server says when it begins to read the body.
+WAITING = WITHOUT_BODY[:-2] + b"Expect: 100-continue\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,10 @@ def test_a_client_that_takes_nothing_is_disconnected():
 
 
 def send_endlessly(connection, content):
-    """Sends content again and again, at most 8 GB. Raises `ConnectionError` when the server closes the connection."""
+    """Sends content again and again, at most 8 GB.
+
+    Raises `ConnectionError` when the server closes the connection.
+    """
     for _ in range((1 << 33) // len(content)):
         connection.sendall(content)
 
@@ -159,7 +167,9 @@ def test_what_is_sent_after_an_answer_is_read_up_to_a_limit(port, monkeypatch, s
 
 
 def test_a_body_that_is_sent_to_its_end_leaves_its_answer(port):
-    """With the largest body, a client that only reads after it has sent all of it still gets its answer."""
+    """With the largest body, a client that only reads after it has sent all of it still gets its
+    answer.
+    """
     for size in (10, 300_000, 3 << 20):
         status, found = ask(port, "/v1/completions", b" " * size, headers={"Content-Type": "text/plain"}, key="secret")
         assert (status, found["error"]["code"]) == (415, "unsupported_media_type")

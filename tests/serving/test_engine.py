@@ -1,4 +1,6 @@
-"""Tests the engine without HTTP: many jobs against each alone, stop strings, jobs that are ended, old sessions."""
+"""Tests the engine without HTTP: many jobs against each alone, stop strings, jobs that are ended,
+old sessions.
+"""
 
 import asyncio
 import dataclasses
@@ -55,7 +57,9 @@ def test_many_jobs_get_what_each_gets_alone(made):
 
 @pytest.mark.parametrize("length", [1, 130])
 def test_a_prompt_is_read_once_for_all_its_samples(made, length):
-    """Six of them in four rows, which draw what the library draws; scores of the prompt are those of one alone."""
+    """Six of them in four rows, which draw what the library draws; scores of the prompt are those
+    of one alone.
+    """
     prompt = Prompt(ids(length), 12, n=6, seed=3, logprobs=True, echo=True)
     before = made.counters.read
     results = [result.wait() for result in submit_all(made, prompt)[1]]
@@ -72,7 +76,9 @@ def test_a_prompt_is_read_once_for_all_its_samples(made, length):
 
 
 def test_reading_yields_to_rows_that_write(made, monkeypatch):
-    """Two segments of a tenth of a second are read between two calls that write, of three prompts in turn."""
+    """Two segments of a tenth of a second are read between two calls that write, of three prompts
+    in turn.
+    """
     calls, read, write = [], made.step.read, made.step.write
 
     def slow_read(weights, cache, number, *given, **named):
@@ -135,7 +141,9 @@ def test_what_fails_in_one_row_ends_its_request_alone(made, place, monkeypatch, 
 
 @pytest.mark.full
 def test_a_row_that_reads_is_not_overwritten_by_those_that_write():
-    """With a memory that is longer than the segments, so that the first slots are seen while more is read."""
+    """With a memory that is longer than the segments, so that the first slots are seen while more
+    is read.
+    """
     with engine(tiny_model.make(eval__mem_len=200)) as made:
         reader = Prompt(ids(190, seed=1), 0, logprobs=True, echo=True)
         alone = content(run(made, reader))
@@ -181,7 +189,8 @@ def test_a_late_job_leaves_its_session(made):
 
 def test_too_many_jobs_are_refused_and_the_end_is_answered():
     with engine(limits=Limits(waiting=2)) as made:
-        refused(400, made.submit, [Job(Prompt(ids(5), 1, n=7), print, 0)])  # However long one waits.
+        # However long one waits.
+        refused(400, made.submit, [Job(Prompt(ids(5), 1, n=7), print, 0)])
         results = [submit(made, Prompt(ids(5), 4000))[1] for _ in range(6)]
         refused(429, submit, made, Prompt(ids(5), 1))
         results[0].next()
@@ -239,7 +248,9 @@ def test_the_session_idle_longest_makes_room_first_its_owners():
 
 @pytest.mark.nightly(part="long")
 def test_a_session_of_100_000_tokens():
-    """200 requests of 500 tokens, 400 of which are read; the last 60 in turn with the first of new sessions."""
+    """200 requests of 500 tokens, 400 of which are read; the last 60 in turn with the first of new
+    sessions.
+    """
     sizes, seconds = set(), {"beginning": [], "end": []}
     with engine() as made:
 

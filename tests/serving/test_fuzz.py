@@ -1,4 +1,6 @@
-"""Fuzzes the HTTP surface: no answer of 500, no hang, nothing left in rows, no memory and no file left."""
+"""Fuzzes the HTTP surface: no answer of 500, no hang, nothing left in rows, no memory and no file
+left.
+"""
 
 import collections
 import http.client
@@ -18,7 +20,8 @@ from support.serving import SECONDS
 from txl_jax.serving.engine import Limits
 
 FEW, SESSIONS = Limits(body_bytes=5000, tokens=100, new_tokens=20, choices=6), 3
-TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # Halves of surrogate pairs among them.
+# Halves of surrogate pairs among them.
+TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -66,7 +69,9 @@ def check(method, path, status, content):
 
 
 def fuzz(port, examples):
-    """Sends requests, and waits until all rows are free; returns the number of answers of each status."""
+    """Sends requests, and waits until all rows are free; returns the number of answers of each
+    status.
+    """
     sessions, statuses = [], collections.Counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
 
@@ -80,7 +85,8 @@ def fuzz(port, examples):
             response = connection.getresponse()
             content = response.read()
         except (http.client.HTTPException, OSError):
-            connection.close()  # So that the same request fails in the same way when it is sent again.
+            # So that the same request fails in the same way when it is sent again.
+            connection.close()
             raise
         statuses[response.status] += 1
         check(method, path, response.status, content)
@@ -112,7 +118,8 @@ def test_many_requests_at_random():
         check_as_before(process, before)
 
 
-# Its own list of statuses that reject a request lacks 413: a body beyond the limit is not compared with the schema.
+# Its own list of statuses that reject a request lacks 413: a body beyond the limit is not compared
+# with the schema.
 SCHEMATHESIS = """
 [checks.negative_data_rejection]
 expected-statuses = ["400", "404", "405", "409", "413", "415", "422", "429", "5xx"]
@@ -121,7 +128,10 @@ expected-statuses = ["400", "404", "405", "409", "413", "415", "422", "429", "5x
 
 @pytest.mark.nightly(part="long")
 def test_requests_made_from_its_schema(tmp_path):
-    """By schemathesis. Data that the schema allows may be refused: an id that the vocabulary lacks, too many tokens."""
+    """By schemathesis.
+
+    Data that the schema allows may be refused: an id that the vocabulary lacks, too many tokens.
+    """
     (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS)
     checks = "not_a_server_error,content_type_conformance,negative_data_rejection"
     program = Path(sys.executable).with_name("schemathesis")

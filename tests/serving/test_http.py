@@ -73,7 +73,9 @@ def test_a_stream_is_the_same_text_in_pieces(port):
 
 
 def test_scores_of_prompts_are_those_of_the_library(port):
-    """As lm-evaluation-harness asks for them: ids, echo, one token or none, and the most likely tokens."""
+    """As lm-evaluation-harness asks for them: ids, echo, one token or none, and the most likely
+    tokens.
+    """
     model = tiny_model.make()
     prompts = [ids(40).tolist(), ids(70, seed=1).tolist()]
     for max_tokens in (0, 1):
@@ -224,7 +226,9 @@ def test_a_session_is_free_after_whatever_fails(running, monkeypatch):
 
 
 def test_a_session_is_deleted_while_a_request_continues_it(running):
-    """As by a page that is closed while a text is written: the server may not have noticed that its reader has left."""
+    """As by a page that is closed while a text is written: the server may not have noticed that its
+    reader has left.
+    """
     port, made = running
     expected = complete(port, max_tokens=20, temperature=0)[1]["choices"]
     name = ask(port, "/v1/sessions", {})[1]["id"]

@@ -1,4 +1,6 @@
-"""Tests clients that leave early: before their first piece, while their prompt is read, before they are understood."""
+"""Tests clients that leave early: before their first piece, while their prompt is read, before they
+are understood.
+"""
 
 import asyncio
 import concurrent.futures
@@ -28,7 +30,10 @@ def running():
 
 @pytest.fixture
 def session(running):
-    """A session with a text. At the end one request was ended, and the session is as before and can be used."""
+    """A session with a text.
+
+    At the end one request was ended, and the session is as before and can be used.
+    """
     port, made = running
     name = ask(port, "/v1/sessions", {})[1]["id"]
     assert complete(port, session=name, max_tokens=5)[0] == 200

@@ -1,4 +1,6 @@
-"""Tests many clients at once: every answer is the one that its request gets alone, nothing is left behind."""
+"""Tests many clients at once: every answer is the one that its request gets alone, nothing is left
+behind.
+"""
 
 import concurrent.futures
 import random
@@ -51,7 +53,10 @@ def answer(port, body):
 
 
 def talk(port, number, *, until):
-    """Asks until the time is over, every tenth client in a session. Returns its name, and what was asked and found."""
+    """Asks until the time is over, every tenth client in a session.
+
+    Returns its name, and what was asked and found.
+    """
     asked, session = [], ask(port, "/v1/sessions", {})[1]["id"] if number % 10 == 0 else None
     for body in bodies(random.Random(number)):
         if session:
@@ -88,7 +93,10 @@ def run_clients(port, *, seconds):
 
 @pytest.mark.nightly(part="long")
 def test_200_clients_for_two_minutes():
-    """Sessions among them; a fifth leave in the middle. Then all again alone; memory and open files are as before."""
+    """Sessions among them; a fifth leave in the middle.
+
+    Then all again alone; memory and open files are as before.
+    """
     with in_its_own_process(num_sessions=64, limits=Limits(waiting=2000)) as (port, process):
         check(port, run_clients(port, seconds=5))
         before = resources(process)

@@ -1,4 +1,6 @@
-"""Tests pages in a browser: the server's own writes texts, and a page of another site gets nothing from the server."""
+"""Tests pages in a browser: the server's own writes texts, and a page of another site gets nothing
+from the server.
+"""
 
 import contextlib
 import shutil
@@ -59,7 +61,9 @@ def page(browser, port):
 
 
 def until(page, condition):
-    """Waits for a condition in JavaScript; the page's policy allows no polling of strings in itself."""
+    """Waits for a condition in JavaScript; the page's policy allows no polling of strings in
+    itself.
+    """
     end = time.monotonic() + MILLISECONDS / 1000
     while not page.evaluate(condition):
         assert time.monotonic() < end, page.text_content("#state")
@@ -75,7 +79,10 @@ def write(page, prompt, **settings):
 
 @contextlib.contextmanager
 def writing(page, made):
-    """Writes a text that waits in the engine after its first pieces, which the page shows. It continues at the end."""
+    """Writes a text that waits in the engine after its first pieces, which the page shows.
+
+    It continues at the end.
+    """
     with gate(made.step, "write", call=3) as (reached, through):
         write(page, "abc", max_tokens=4000, temperature=1)
         until(page, "document.querySelectorAll('.written').length > 0")
@@ -140,7 +147,10 @@ def test_a_new_text_and_a_page_that_is_left_keep_no_session(page, running, end, 
 
 
 def test_a_stopped_text_and_a_lost_session_do_not_hinder_the_next_text(page, running):
-    """The server may not have noticed yet that the text was stopped. It may have evicted the session."""
+    """The server may not have noticed yet that the text was stopped.
+
+    It may have evicted the session.
+    """
     port, made = running
     with writing(page, made) as through:
         [name] = sessions(port)
@@ -230,7 +240,9 @@ def test_another_page_cannot_show_the_page_in_a_frame(browser, port):
 
 
 def test_a_page_of_another_site_gets_nothing(browser):
-    """From the server's address and a name for it, and as a page whose own name now means the server's address."""
+    """From the server's address and a name for it, and as a page whose own name now means the
+    server's address.
+    """
     with server() as (port, made):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/")

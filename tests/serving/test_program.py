@@ -200,7 +200,9 @@ def test_keys_of_which_there_are_none_are_an_error(monkeypatch, keys):
 
 
 def test_small_parts_of_answers_are_sent_at_once():
-    """Else each answer on a kept connection waits for the client's delayed acknowledgement, 40 ms."""
+    """Else each answer on a kept connection waits for the client's delayed acknowledgement, 40
+    ms.
+    """
 
     async def option():
         accepted = asyncio.get_running_loop().create_future()
@@ -264,7 +266,10 @@ def test_what_takes_too_long_is_cut_off(run, compiled):
 
 @pytest.mark.full
 def test_an_answer_that_is_written_is_cut_off(run, compiled):
-    """Its choices have ended, so that the engine has nothing to end. Its client takes nothing of another answer."""
+    """Its choices have ended, so that the engine has nothing to end.
+
+    Its client takes nothing of another answer.
+    """
     flags = ("--drain_seconds=0.5", "--max_request_tokens=100000000")
     slow = "json_of = Writer.json_of; Writer.json_of = lambda *given: time.sleep(0.1) or json_of(*given)"
     change = f"import time; from txl_jax.serving.protocol import ChoiceWriter as Writer; {slow}"
@@ -277,7 +282,8 @@ def test_an_answer_that_is_written_is_cut_off(run, compiled):
         assert server.end(signal.SIGTERM)[0] == 0
         seconds = time.monotonic() - began
     assert found.result()[1]["error"]["code"] == "unavailable"
-    assert seconds < 15  # On a busy machine. The writing alone takes 100 s, and the other client stays.
+    # On a busy machine. The writing alone takes 100 s, and the other client stays.
+    assert seconds < 15
 
 
 @contextlib.contextmanager

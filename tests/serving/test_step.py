@@ -1,4 +1,6 @@
-"""Tests the compiled programs of serving against the library's own scoring and generation, and rows against rows."""
+"""Tests the compiled programs of serving against the library's own scoring and generation, and rows
+against rows.
+"""
 
 import dataclasses
 import functools
@@ -38,7 +40,9 @@ def read(step, weights, rings, row, tokens, *, position=0):
 
 
 def write(step, weights, rings, row, last, position, length, *, others=None, seed=5, temperature=1.0, top_p=1.0):
-    """The rings, `length` tokens that the row draws, and their nats; `others` changes the arguments of other rows."""
+    """The rings, `length` tokens that the row draws, and their nats; `others` changes the arguments
+    of other rows.
+    """
     tokens, nats = [], []
     while len(tokens) < length:
         rows = Rows.idle(ROWS)
@@ -97,7 +101,8 @@ def test_int8_has_the_scores_of_the_library():
     step, weights, _ = programs(eval__cache_dtype=CacheDType.INT8)
     rings, position, found = read(step, weights, step.init_cache(weights), 1, PROMPT)
     rings, drawn, nats = write(step, weights, rings, 1, PROMPT[-1], position, 12, temperature=0.0)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(step.take(rings, 1).keys)} == {"int8", "float32"}  # And scales.
+    # And scales.
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(step.take(rings, 1).keys)} == {"int8", "float32"}
     whole = programs()[2].score([np.concatenate([PROMPT, drawn])], per_token=True)[0]
     assert 1e-4 < np.abs(np.concatenate([*(each.nats for each in found), nats]) - whole).max() < 0.2
 
@@ -121,7 +126,9 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
 
 
 def test_a_row_that_goes_back_draws_the_same_again():
-    """To the first token of a call, after one in which the row was idle; the ring has no slot more than that needs."""
+    """To the first token of a call, after one in which the row was idle; the ring has no slot more
+    than that needs.
+    """
     step, weights, _ = programs(eval__mem_len=11, eval__same_length=False)
     assert step.capacity == step.mem_len + step.block
     rings, position, _ = read(step, weights, step.init_cache(weights), 0, PROMPT)

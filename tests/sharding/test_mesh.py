@@ -1,7 +1,8 @@
-"""Tests the table from logical axes to the mesh, that eight devices give one device's numbers, and meshes over slices.
+"""Tests the table from logical axes to the mesh, that eight devices give one device's numbers, and
+meshes over slices.
 
-A mesh over several slices of TPUs crosses them along its outermost axis only. The ambient mesh constrains a layer's
-activations to where rows, heads and inner width belong.
+A mesh over several slices of TPUs crosses them along its outermost axis only. The ambient mesh
+constrains a layer's activations to where rows, heads and inner width belong.
 """
 
 import collections
@@ -57,12 +58,17 @@ def computed(on_eight_devices):
 
 @pytest.fixture(scope="module", params=["few", pytest.param("exact", marks=EVERY_CASE)])
 def pairs(request, computed):
-    """Two meshes with the adaptive softmax; nightly four, with the full one too. Each with the run on one device."""
+    """Two meshes with the adaptive softmax; nightly four, with the full one too.
+
+    Each with the run on one device.
+    """
     return named_pairs(computed(request.param)["runs"])
 
 
 def named_pairs(runs):
-    """(name of the mesh, the run on one device, the run on the mesh) of all runs on several devices."""
+    """(name of the mesh, the run on one device, the run on the mesh) of all runs on several
+    devices.
+    """
     split = {name: name.split(", ") for name in runs}
     return [(mesh, runs[f"{kind}, one"], runs[name]) for name, (kind, mesh) in split.items() if mesh != "one"]
 
@@ -71,7 +77,10 @@ SIZES = {"data": [8, 1, 1], "mixed": [2, 2, 2], "fsdp": [1, 8, 1], "tensor": [1,
 
 
 def test_a_mesh_trains_as_one_device_does(pairs):
-    """Twenty updates with dropout, past the end of an epoch. In float64, where a wrong factor has nowhere to hide."""
+    """Twenty updates with dropout, past the end of an epoch.
+
+    In float64, where a wrong factor has nowhere to hide.
+    """
     assert len(pairs) in (2, 8)
     for name, one, many in pairs:
         assert list(one["mesh"].values()) == [1, 1, 1] and list(many["mesh"].values()) == SIZES[name]
@@ -83,7 +92,9 @@ def test_a_mesh_trains_as_one_device_does(pairs):
 
 @pytest.mark.full
 def test_a_run_goes_on_from_its_checkpoint_on_other_devices_or_in_parts_of_its_rows(computed):
-    """Fully sharded over eight, then over four that share heads too, then one: the curve is that of one alone."""
+    """Fully sharded over eight, then over four that share heads too, then one: the curve is that of
+    one alone.
+    """
     found = computed("rest")
     np.testing.assert_allclose(found["moved"], found["runs"]["adaptive, one"]["losses"], rtol=1e-10)
     one, chunks = found["microbatches"]
@@ -97,18 +108,21 @@ def test_rows_are_scored_on_eight_devices(computed, kind):
     assert len(found) == {"rest": 1, "exact": 4}[kind]
     for name, one, many in found:
         rows, heads = {"mixed": (4, 4), "fsdp": (2, 8), "tensor": (16, 1)}[name]
-        shapes = {"one row": [1, heads, 5, 12], "sixteen rows": [rows, heads, 5, 12]}  # [B, H, E, R]
+        # [B, H, E, R]
+        shapes = {"one row": [1, heads, 5, 12], "sixteen rows": [rows, heads, 5, 12]}
         assert many["keys_per_device"] == shapes
         assert many["scored"] == one["scored"] == 49
         for score in ("score", "score_of_rows"):
             assert many[score] == pytest.approx(one[score], rel=1e-10)
         assert one["score"] != one["score_of_rows"]
-        # int8 moves the score of a model that is hardly trained by some 1e-7 nats, so a mesh must agree more closely.
+        # int8 moves the score of a model that is hardly trained by some 1e-7 nats, so a mesh must
+        # agree more closely.
         assert 5e-8 < abs(one["score_in_int8"] - one["score_of_longer"]) < 1e-2
         assert many["score_in_int8"] == pytest.approx(one["score_in_int8"], rel=0, abs=5e-9)
 
 
-# What a device has of the queries [N, D, H, E], the tables of the clusters [V, D], and the memory [N, B, M, D].
+# What a device has of the queries [N, D, H, E], the tables of the clusters [V, D], and the memory
+# [N, B, M, D].
 PARTS = {
     "one": ([3, 16, 8, 5], [[16, 16], [11, 8], [14, 4]], [3, 16, 9, 16]),
     "data": ([3, 16, 8, 5], [[16, 16], [11, 8], [14, 4]], [3, 2, 9, 16]),
@@ -135,9 +149,12 @@ def test_parameters_moments_and_memory_are_spread(pairs):
 
 
 def test_what_is_gathered_is_one_matrix_of_a_layer_or_one_cluster_at_a_time(pairs):
-    """Matrices of all three layers, gathered outside of their loop, would have 3 * 384 numbers and more."""
+    """Matrices of all three layers, gathered outside of their loop, would have 3 * 384 numbers and
+    more.
+    """
     for name, _, many in pairs:
-        # A matrix of a layer has at most 16 * 40, the table of 42 tokens is padded to 48 rows of 16.
+        # A matrix of a layer has at most 16 * 40, the table of 42 tokens is padded to 48 rows of
+        # 16.
         assert all(math.prod(each["shape"]) <= 48 * 16 for each in many["gathered"]), name
         in_layers = [each for each in many["gathered"] if each["in_stack"]]
         # Forward and again backward; without fsdp none.
@@ -159,7 +176,9 @@ def test_tails_of_the_softmax_on_eight_devices(computed):
 
 
 def test_ignored_targets_and_targets_beyond_the_vocabulary_on_eight_devices(computed):
-    """Of 41 tokens: -1 and -100 are ignored; 41, 47 (a padded row) and 1000 are nan, which the program writes as -1."""
+    """Of 41 tokens: -1 and -100 are ignored; 41, 47 (a padded row) and 1000 are nan, which the
+    program writes as -1.
+    """
     found = computed("few")["odd"]
     for mesh in ("one", "mixed", "tensor"):
         np.testing.assert_allclose(found[mesh], found["one"], rtol=1e-12, err_msg=mesh)
@@ -184,7 +203,9 @@ ALL_PATHS = ("data", "mixed", "tensor", "reference", "tiled", "stored", "tpu")
 
 @pytest.mark.parametrize("parts", [FEW_PATHS, pytest.param(ALL_PATHS, marks=EVERY_CASE)], ids=["few", "all"])
 def test_a_mesh_attends_as_one_device_does(parts, on_eight_devices):
-    """Values and six gradients, with the dropout mask of the whole batch; kernels are interpreted."""
+    """Values and six gradients, with the dropout mask of the whole batch; kernels are
+    interpreted.
+    """
     found = on_eight_devices("-m", "support.attention_on_meshes", *parts)
     assert len(found) == {FEW_PATHS: 8, ALL_PATHS: 24}[parts]
     for name, differences in found.items():
@@ -250,14 +271,18 @@ FLAGS = {"clamp_len": None, "same_length": False, "deterministic": True}
 
 
 def constrained(function, *arguments):
-    """The mesh axes that a traced program constrains arrays to, loops included, and how many arrays."""
+    """The mesh axes that a traced program constrains arrays to, loops included, and how many
+    arrays.
+    """
     found = tiny.equations(jax.make_jaxpr(function)(*arguments))
     specs = (each.params["sharding"].spec for each in found if each.primitive.name == "sharding_constraint")
     return collections.Counter(map(tuple, specs))
 
 
 def expected(rows, *, outputs=1, heads=4, inner=1):
-    """Outputs [B, L, D]; queries, keys, values and what is attended [B, H, L, E]; inner states [B, L, F]."""
+    """Outputs [B, L, D]; queries, keys, values and what is attended [B, H, L, E]; inner states [B,
+    L, F].
+    """
     return {(rows, None, None): outputs, (rows, "tensor", None, None): heads, (rows, None, "tensor"): inner}
 
 

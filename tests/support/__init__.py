@@ -4,5 +4,7 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ON_PATH = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}  # For processes that import the support of tests.
-BUCKET = "bucket-one"  # Of the object storage that tests start.
+# For processes that import the support of tests.
+ON_PATH = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+# Of the object storage that tests start.
+BUCKET = "bucket-one"

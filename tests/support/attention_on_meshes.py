@@ -1,8 +1,9 @@
-"""Computes attention on meshes of eight fake CPU devices; run as a program by tests/sharding/test_mesh.py.
+"""Computes attention on meshes of eight fake CPU devices; run as a program by
+tests/sharding/test_mesh.py.
 
-Its words name meshes and implementations. It prints JSON: for each pair the largest difference from the reference on
-one device, of the values, of each gradient, and of inference with a KV cache. B = 8, H = 8, L = 6, M = 10, E = 5,
-R = 12.
+Its words name meshes and implementations. It prints JSON: for each pair the largest difference from
+the reference on one device, of the values, of each gradient, and of inference with a KV cache. B =
+8, H = 8, L = 6, M = 10, E = 5, R = 12.
 """
 
 import json
@@ -29,7 +30,9 @@ B, H, L, M, E, R = 8, 8, 6, 10, 5, 12
 
 
 def training(implementation):
-    """The function of arrays to values and gradients, with dropout; 5 rows have less memory than M."""
+    """The function of arrays to values and gradients, with dropout; 5 rows have less memory than
+    M.
+    """
     dropout = Dropout(0.3, jnp.uint32(7), n_head=H)
     options = {"visibility": VISIBILITY, "dropout": dropout, "implementation": implementation}
 

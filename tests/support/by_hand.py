@@ -1,4 +1,5 @@
-"""A model's tensors by other implementations' names, written out without the table of `txl_jax.interop.original`.
+"""A model's tensors by other implementations' names, written out without the table of
+`txl_jax.interop.original`.
 
 A fault in that table cancels out where one and the same table writes a file and reads it.
 """
@@ -24,7 +25,10 @@ def tensors(params: dict, config: ModelConfig, format: Format) -> dict[str, np.n
 
 
 def _of_layer(layers: dict, layer: int, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Matrices are [out, in]. Queries, keys and values are stacked in this order, with the heads of each together."""
+    """Matrices are [out, in].
+
+    Queries, keys and values are stacked in this order, with the heads of each together.
+    """
     attention = {name: value[layer] for name, value in layers["attention"].items() if name != "positions"}
 
     def heads_first(name: str) -> np.ndarray:

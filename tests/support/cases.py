@@ -7,7 +7,10 @@ import pytest
 
 
 def nightly_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Returns the cases as parameters of a test. Those that are not among the quick ones run nightly."""
+    """Returns the cases as parameters of a test.
+
+    Those that are not among the quick ones run nightly.
+    """
     return full_but(quick, cases, pytest.mark.nightly(part="cases"))
 
 

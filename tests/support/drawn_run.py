@@ -1,4 +1,6 @@
-"""Runs in place of trained ones: workdirs with parameters that were drawn, in a second instead of a minute."""
+"""Runs in place of trained ones: workdirs with parameters that were drawn, in a second instead of a
+minute.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from txl_jax.runtime.checkpoint import Checkpointer
 STEP = 7
 SENTENCE = b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
 TEXT = b"\n".join(b" ".join(SENTENCE.split()[k % 7 : k % 7 + 5 + k % 11]) for k in range(300))
-# wt103_large's structure, scaled down: three tails of width d_embed / 4**c, all projections but the head's shared.
+# wt103_large's structure, scaled down: three tails of width d_embed / 4**c, all projections but the
+# head's shared.
 WT103 = {"model.cutoffs": (5, 8, 14), "model.div_val": 4, "model.d_embed": 64, "model.d_model": 64}
 WT103 |= {"model.tie_projs": (False, True, True, True), "model.compat.final_norm": False}
 

@@ -1,7 +1,9 @@
-"""Trains and scores on meshes of eight fake CPU devices; a program of tests/sharding and tests/runs, prints JSON.
+"""Trains and scores on meshes of eight fake CPU devices; a program of tests/sharding and
+tests/runs, prints JSON.
 
-B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16 and 27: 16, 11 and 14
-tokens, of which the second and third divide among neither 8 devices nor (the second) 2.
+B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16
+and 27: 16, 11 and 14 tokens, of which the second and third divide among neither 8 devices nor (the
+second) 2.
 """
 
 import dataclasses
@@ -78,7 +80,9 @@ def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: r
 
 
 def run(parts: Built, *, scores: bool) -> dict:
-    """Losses of each update, parameters after the last, bytes per device, and what devices gather."""
+    """Losses of each update, parameters after the last, bytes per device, and what devices
+    gather.
+    """
     train_step = parts.compile_step().program
     state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
     found = {
@@ -100,7 +104,9 @@ def run(parts: Built, *, scores: bool) -> dict:
 
 
 def gathered(text: str) -> list[dict]:
-    """The shapes of arrays that a program, as XLA's text, gathers from other devices, and whether a layer does."""
+    """The shapes of arrays that a program, as XLA's text, gathers from other devices, and whether a
+    layer does.
+    """
     found = []
     for line in text.splitlines():
         if instruction := re.search(r"= (.*?) all-gather\(", line):
@@ -119,7 +125,9 @@ def shard_of(array: jax.Array) -> tuple[int, ...]:
 
 
 def scored(parts: Built, params: Any) -> dict:
-    """Scores of a short text in one row and in sixteen, and of a longer one in sixteen, with an int8 cache too."""
+    """Scores of a short text in one row and in sixteen, and of a longer one in sixteen, with an
+    int8 cache too.
+    """
 
     def with_settings(**changes: Any) -> Built:
         changes = {f"eval__{name}": value for name, value in changes.items()}
@@ -149,10 +157,12 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
 
 
 def host_time() -> dict[str, float]:
-    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50. Rows grow with the devices.
+    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50.
 
-    As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the metrics of the one
-    before. Other threads' time, such as the devices', does not count.
+    Rows grow with the devices.
+
+    As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the
+    metrics of the one before. Other threads' time, such as the devices', does not count.
     """
     found = {}
     for name, mesh in MESHES.items():
@@ -171,7 +181,9 @@ def host_time() -> dict[str, float]:
 
 
 def moved() -> list[float]:
-    """The losses of a run that resumes on other devices: on eight, then on four with another mesh, then on one."""
+    """The losses of a run that resumes on other devices: on eight, then on four with another mesh,
+    then on one.
+    """
     losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
     meshes = ("fsdp", MeshConfig(data=1, fsdp=2, tensor=2), "one")
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
@@ -186,7 +198,9 @@ def moved() -> list[float]:
 
 
 def tail_work() -> dict:
-    """Positions of a tail's logits on a device, which should be its own 16, and the number of all-gathers."""
+    """Positions of a tail's logits on a device, which should be its own 16, and the number of
+    all-gathers.
+    """
     rows, mesh = 15_000, make_mesh(MESHES["data"])
     array = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     clusters = [adaptive_softmax.Cluster(array((n, 6)), array((n,)), None) for n in (10, rows)]
@@ -206,7 +220,9 @@ def tail_work() -> dict:
 
 
 def odd_targets() -> dict[str, list[float]]:
-    """Losses of ignored targets, of tokens, and of targets beyond the vocabulary, by mesh. nan is -1 here: no JSON."""
+    """Losses of ignored targets, of tokens, and of targets beyond the vocabulary, by mesh. nan is
+    -1 here: no JSON.
+    """
     targets = np.array([[-1, 0, 40, 41], [-100, 20, 47, 1000]] * (B // 2), np.int32)
     found = {}
     for mesh in ("one", "mixed", "tensor"):
@@ -220,7 +236,9 @@ def odd_targets() -> dict[str, list[float]]:
 
 
 def optimizers() -> dict[str, Any]:
-    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device; and their state."""
+    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device;
+    and their state.
+    """
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
     found: dict[str, Any] = {}
     for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
@@ -238,7 +256,9 @@ def optimizers() -> dict[str, Any]:
 
 
 def updated(parts: Built) -> tuple[Any, Any, Any]:
-    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's state."""
+    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's
+    state.
+    """
     abstract, rng = parts.abstract_state, np.random.default_rng(0)
 
     def draw() -> Any:
@@ -286,9 +306,11 @@ def rest() -> dict[str, Any]:
 
 
 def warm_start() -> list[dict]:
-    """What is recorded of warm starts on one device and on eight, and the sha256 of the parameters after them.
+    """What is recorded of warm starts on one device and on eight, and the sha256 of the parameters
+    after them.
 
-    From a portable folder to another vocabulary: 13 words in clusters cut at 3 and 7, of a trained run with 11.
+    From a portable folder to another vocabulary: 13 words in clusters cut at 3 and 7, of a trained
+    run with 11.
     """
     words, folder = [f"w{i}" for i in range(9)], Path(tempfile.mkdtemp())
     clusters = {"cutoffs": (3, 7), "div_val": 2, "tie_projs": (False,) * 3}

@@ -1,7 +1,9 @@
-"""Starts programs with injected faults and compares the files of their runs: support of `tests/faults`.
+"""Starts programs with injected faults and compares the files of their runs: support of
+`tests/faults`.
 
-The run is one of all kinds of work: the records and tokens of a miniature of the Penn Treebank are made, a model is
-trained, evaluated and saved, and the test text is scored. Its numbers are compared bit for bit.
+The run is one of all kinds of work: the records and tokens of a miniature of the Penn Treebank are
+made, a model is trained, evaluated and saved, and the test text is scored. Its numbers are compared
+bit for bit.
 """
 
 import dataclasses
@@ -88,7 +90,9 @@ class Place:
     environment: dict[str, str]
 
     def train(self, name, *faults, program="ptb", **fault):
-        """Starts the run `name`, or resumes it; faults are objects of `victim.py`, or one is given by its parts."""
+        """Starts the run `name`, or resumes it; faults are objects of `victim.py`, or one is given
+        by its parts.
+        """
         members = ("--data.corpus=ptb", *(f"--ensemble_member={member}" for member in MEMBERS))
         more = members if program == "ensemble" else ()
         return self._start(name, *FLAGS, *more, faults=[*faults, *([fault] if fault else [])], program=program)
@@ -136,7 +140,9 @@ def arrays(folder):
 
 
 def assert_equal_runs(workdir, undisturbed):
-    """The curve, the scores, and everything in the newest checkpoints are the same to the last bit."""
+    """The curve, the scores, and everything in the newest checkpoints are the same to the last
+    bit.
+    """
     assert numbers(workdir) == numbers(undisturbed)
     assert result(workdir) == result(undisturbed)
     folders = {path.parents[1] for path in (undisturbed / "checkpoints").rglob("digests.json")}

@@ -17,7 +17,8 @@ from txl_jax.interop.original import Format
 
 V = tiny.V
 CUTOFFS = (4, 9)
-# Combinations of what decides on names; all but tie_projs, which a file without projections does not have.
+# Combinations of what decides on names; all but tie_projs, which a file without projections does
+# not have.
 CONFIGS = {
     "full softmax": {},
     "nothing tied": {"tie_weight": False, "untie_r": True},
@@ -39,7 +40,9 @@ def to_tree(found: leaves.Leaves) -> dict:
 
 
 def to_flax(tensors: dict[str, np.ndarray], config: ModelConfig, **options) -> dict:
-    """The nested parameters of tensors by the names of a release; `options` are those of `to_leaves`."""
+    """The nested parameters of tensors by the names of a release; `options` are those of
+    `to_leaves`.
+    """
     return to_tree(original.to_leaves(leaves.from_tree(tensors), config, **options))
 
 
@@ -50,7 +53,9 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
 
 
 def check(found: Model, config: ModelConfig, params: dict) -> None:
-    """The parameters, and what of the config has to do with them, are those that were written; not `compat`."""
+    """The parameters, and what of the config has to do with them, are those that were written; not
+    `compat`.
+    """
     assert_equal(to_tree(found.leaves), params)
     drawn, inferred = {"dropout", "init_std", "projection_init_std", "compat"}, found.info.config.model
     for field in dataclasses.fields(ModelConfig):
@@ -59,7 +64,9 @@ def check(found: Model, config: ModelConfig, params: dict) -> None:
 
 
 def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy) -> Path:
-    """The folder of `save_pretrained`, with its weights as torch writes them; shared tensors share storages."""
+    """The folder of `save_pretrained`, with its weights as torch writes them; shared tensors share
+    storages.
+    """
     folder.mkdir(exist_ok=True)
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     arguments = huggingface.config_of(config, LENGTHS, vocab_size=V)

@@ -1,8 +1,10 @@
-"""Fuzzes the readers of strangers' files with atheris: `python fuzz_readers.py TARGET FOLDER SECONDS [FLAGS]`.
+"""Fuzzes the readers of strangers' files with atheris: `python fuzz_readers.py TARGET FOLDER
+SECONDS [FLAGS]`.
 
-An input is a byte, which chooses one of the target's whole files, and what that file holds in its place. A reader must
-return or raise `UserError`, in a second and little memory, and may write, run and reach nothing. The first input for
-which it does anything else ends the program, which keeps it in FOLDER.
+An input is a byte, which chooses one of the target's whole files, and what that file holds in its
+place. A reader must return or raise `UserError`, in a second and little memory, and may write, run
+and reach nothing. The first input for which it does anything else ends the program, which keeps it
+in FOLDER.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ from typing import Any
 
 import atheris
 
-with atheris.instrument_imports(  # Files that reach other lines of these are kept, and changed further.
+# Files that reach other lines of these are kept, and changed further.
+with atheris.instrument_imports(
     include=[f"txl_jax.{name}" for name in ("interop", "data", "runs", "config", "runtime")]
     + ["json", "pickletools", "tarfile", "zipfile", "numpy.lib"],
     enable_loader_override=False,
@@ -205,7 +208,9 @@ def vocabularies(folder: Path) -> list[Seed]:
 
 
 def manifests(folder: Path) -> list[Seed]:
-    """Records, indices and manifests: the small files of a directory that name and describe the others."""
+    """Records, indices and manifests: the small files of a directory that name and describe the
+    others.
+    """
     workdir = Path(drawn_run.of_words(folder / "run", **drawn_run.WT103).path)
     convert_quietly(workdir, folder / "portable")
     convert_quietly(workdir, folder / "theirs", to_format=TargetFormat.HUGGINGFACE)
@@ -274,7 +279,9 @@ def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def change_json(data: bytes, draw: random.Random) -> bytes:
-    """Puts odd values, or others of its own, in places of a JSON value; removes, renames and nests some."""
+    """Puts odd values, or others of its own, in places of a JSON value; removes, renames and nests
+    some.
+    """
     value = json.loads(data)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         places = _places(value, [])
@@ -308,7 +315,9 @@ def json_in(path: Path, data: bytes, draw: random.Random) -> tuple[int, int]:
 
 
 def change(data: bytes, limit: int, seed: int) -> bytes:
-    """Changes bytes as libFuzzer does, or JSON's values, or what is compressed below the compression."""
+    """Changes bytes as libFuzzer does, or JSON's values, or what is compressed below the
+    compression.
+    """
     draw, start, rest = random.Random(seed), data[:1] or b"\0", data[1:]
     with contextlib.suppress(Exception):
         if rest[:2] == b"\x1f\x8b" and draw.randrange(8):

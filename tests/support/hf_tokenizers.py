@@ -1,4 +1,6 @@
-"""Small tokenizer.json files of several kinds, made by the package tokenizers without a file or a network."""
+"""Small tokenizer.json files of several kinds, made by the package tokenizers without a file or a
+network.
+"""
 
 import functools
 

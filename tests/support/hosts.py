@@ -1,6 +1,7 @@
 """Two hosts and a server as network namespaces of this machine: links can be cut, packets lost.
 
-It needs root, `ip` (iproute2), `nsenter` and `unshare` (util-linux), and `nft` (nftables) to lose packets.
+It needs root, `ip` (iproute2), `nsenter` and `unshare` (util-linux), and `nft` (nftables) to lose
+packets.
 """
 
 import contextlib
@@ -72,7 +73,9 @@ class Hosts:
         threading.Thread(target=accept, daemon=True).start()
 
     def start(self, *words, **variables):
-        """Starts Python with these words on both hosts, as two processes of one run with a CPU device each."""
+        """Starts Python with these words on both hosts, as two processes of one run with a CPU
+        device each.
+        """
         several = {"JAX_COORDINATOR_ADDRESS": f"{ADDRESSES[0]}:7000", "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
         several |= {"XLA_FLAGS": xla_flags(devices=1)} | variables
         started = []

@@ -1,6 +1,8 @@
-"""A server over the tiny model in a thread of the test or in a process of its own, and plain requests to it.
+"""A server over the tiny model in a thread of the test or in a process of its own, and plain
+requests to it.
 
-`python -m support.http_server SESSIONS LIMITS`, with tests/ on the path, prints its port, and ends when its input does.
+`python -m support.http_server SESSIONS LIMITS`, with tests/ on the path, prints its port, and ends
+when its input does.
 """
 
 import asyncio
@@ -38,7 +40,10 @@ def server(
     most: int = 1000,
     **times: float,
 ) -> Iterator[tuple[int, Engine]]:
-    """The port of a server over the tiny model, and its engine. `most` and `times` are those of `Connections`."""
+    """The port of a server over the tiny model, and its engine.
+
+    `most` and `times` are those of `Connections`.
+    """
     # A client of a busy machine may take long to its next request.
     options = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5, "port": 0, "log_level": "warning"}
     times = {"header_seconds": SECONDS, "stalled_seconds": SECONDS, "sweep_seconds": 0.05} | times
@@ -61,7 +66,9 @@ def complete(port: int, **body: Any) -> tuple[int, Any]:
 
 
 def ask(port: int, path: str, body: Any = None, *, method=None, key=None, headers=None) -> tuple[int, Any]:
-    """Status and body of a response, as JSON where it is; a body that is no bytes is sent as JSON."""
+    """Status and body of a response, as JSON where it is; a body that is no bytes is sent as
+    JSON.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     sent = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}) | (headers or {})
@@ -89,7 +96,9 @@ def events(text: str) -> list[Any]:
 
 
 def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
-    """The text, the reason of the end, and the tokens with their logprobs of each choice in the parts of an answer."""
+    """The text, the reason of the end, and the tokens with their logprobs of each choice in the
+    parts of an answer.
+    """
     found: dict[int, tuple] = collections.defaultdict(lambda: ("", None, []))
     for choice in (choice for part in parts for choice in part["choices"]):
         text, _, scores = found[choice["index"]]
@@ -156,7 +165,9 @@ def resources(process: subprocess.Popen) -> tuple[int, int]:
 
 
 def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
-    """Asserts that a server has given back the files and nearly all of the memory that it used since."""
+    """Asserts that a server has given back the files and nearly all of the memory that it used
+    since.
+    """
     wait_until(lambda: resources(process)[1] <= before[1])
     memory, files = resources(process)
     print(f"the server's memory {before[0]} MiB, then {memory} MiB; open files {before[1]}, then {files}")

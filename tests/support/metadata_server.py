@@ -31,7 +31,8 @@ class MetadataServer(http.server.ThreadingHTTPServer):
 
     def __exit__(self, *unused):
         with self.changed:
-            self.values.clear()  # A thread that waits is answered 404 and ends; the port may be another test's next.
+            # A thread that waits is answered 404 and ends; the port may be another test's next.
+            self.values.clear()
             self.changed.notify_all()
         self.shutdown()
         self.server_close()

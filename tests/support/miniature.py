@@ -1,4 +1,6 @@
-"""Miniatures of the published corpora: the official layout, a few hundred kilobytes, and a table that fits them."""
+"""Miniatures of the published corpora: the official layout, a few hundred kilobytes, and a table
+that fits them.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,8 @@ R13 = "1-billion-word-language-modeling-benchmark-r13output"
 CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
 _SHIPPED = dict(published.CORPORA)
 NAMES = tuple(_SHIPPED)
-# The first source that is one file: an archive, or the text itself. A corpus without one gets an archive of its own.
+# The first source that is one file: an archive, or the text itself. A corpus without one gets an
+# archive of its own.
 OFFICIAL = {
     name: next((source[0].file for source in row.sources if len(source) == 1), f"{name}.zip")
     for name, row in _SHIPPED.items()

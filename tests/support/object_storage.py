@@ -1,7 +1,9 @@
-"""Object storage on this machine: the packages' emulator of Google Cloud Storage, with preconditions and faults.
+"""Object storage on this machine: the packages' emulator of Google Cloud Storage, with
+preconditions and faults.
 
-The emulator ignores `ifGenerationMatch`; here it is answered with 412 where it does not fit, as by Google, and what is
-read has its generation. Faults are answered before the emulator sees the request, or kill a process between two writes.
+The emulator ignores `ifGenerationMatch`; here it is answered with 412 where it does not fit, as by
+Google, and what is read has its generation. Faults are answered before the emulator sees the
+request, or kill a process between two writes.
 """
 
 import contextlib
@@ -21,13 +23,17 @@ from gcp_storage_emulator.exceptions import NotFound
 
 from support import BUCKET
 
-logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # An object that is missing is no error here.
+# An object that is missing is no error here.
+logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
 _read_data = emulator._read_data
 _OBJECT = re.compile(r"(?:/upload|/download)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 
 
 def _read_upload(handler, query):
-    """Reads a request's body. The emulator reads gcsfs's uploads as e-mail, and drops a final carriage return."""
+    """Reads a request's body.
+
+    The emulator reads gcsfs's uploads as e-mail, and drops a final carriage return.
+    """
     if "multipart/related" not in handler.headers.get("Content-Type", ""):
         return _read_data(handler, query)
     body = emulator._read_raw_data(handler)
@@ -56,13 +62,16 @@ class _Handler(emulator.RequestHandler):
                 self.end_headers()
                 self.wfile.write(body)
                 return
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The client was killed.
+            # The client was killed.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 serve()
             if method != "GET":
                 time.sleep(0.001)  # The emulator numbers generations by the clock.
 
     def end_headers(self):
-        """Adds the generation of what is read, which TensorStore relies on and the emulator leaves out."""
+        """Adds the generation of what is read, which TensorStore relies on and the emulator leaves
+        out.
+        """
         if self.command == "GET" and (match := _OBJECT.fullmatch(urlsplit(self.path).path)) and match[2]:
             self.send_header("x-goog-generation", self.server.generation(unquote(match[2])))
         super().end_headers()
@@ -85,7 +94,8 @@ class ObjectStorage(http.server.ThreadingHTTPServer):
       is_up: whether it answers at all.
     """
 
-    request_queue_size = 256  # More than a run connects at once: what is beyond it is lost, and its client waits.
+    # More than a run connects at once: what is beyond it is lost, and its client waits.
+    request_queue_size = 256
 
     def __init__(self):
         self.storage = emulator.Storage(use_memory_fs=True)
@@ -113,7 +123,8 @@ class ObjectStorage(http.server.ThreadingHTTPServer):
         return {
             "STORAGE_EMULATOR_HOST": url,
             "TENSORSTORE_GCS_HTTP_URL": url,
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # It asks Google about the kind of bucket.
+            # It asks Google about the kind of bucket.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
             "GCE_METADATA_HOST": "localhost:1",
             "GOOGLE_CLOUD_PROJECT": "test",
         }
@@ -133,11 +144,15 @@ class ObjectStorage(http.server.ThreadingHTTPServer):
         self._every, self._seen, self._status = number, 0, status
 
     def refuse(self, pattern, status=403, *, after=0):
-        """Answers requests whose method and path fit a pattern with an error, but for the first of them."""
+        """Answers requests whose method and path fit a pattern with an error, but for the first of
+        them.
+        """
         self._refuse, self._allowed = (re.compile(pattern), status), after
 
     def kill_at_write(self, pid, number):
-        """Kills a process when its write of this number (from 0) arrives, which is not done any more."""
+        """Kills a process when its write of this number (from 0) arrives, which is not done any
+        more.
+        """
         self._victim, self._kill_at = pid, len(self.writes) + number
 
     def intercepted(self, method, path):

@@ -1,7 +1,8 @@
-"""The formulas as plain numpy loops, one element at a time: slow, and too simple to be wrong in the same way.
+"""The formulas as plain numpy loops, one element at a time: slow, and too simple to be wrong in the
+same way.
 
-Letters as in `txl_jax.config`. A query at row i of the segment and a key at column j of [memory; segment]
-are M + i - j apart.
+Letters as in `txl_jax.config`. A query at row i of the segment and a key at column j of [memory;
+segment] are M + i - j apart.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ def sinusoid(distance: float, d_model: int) -> np.ndarray:
 
 
 def attention_mask(valid, *, segment_len: int, mem_len: int, window=None, causal=True, lengths=None) -> np.ndarray:
-    """Visible pairs, bool [B, L, K]; `lengths` are the tokens of each row's segment, the rest is padding."""
+    """Visible pairs, bool [B, L, K]; `lengths` are the tokens of each row's segment, the rest is
+    padding.
+    """
     mask = np.zeros((len(valid), segment_len, mem_len + segment_len), bool)
     for b, n_filled in enumerate(valid):
         for i in range(segment_len):
@@ -38,10 +41,12 @@ def attention_mask(valid, *, segment_len: int, mem_len: int, window=None, causal
 def relative_attention(
     query, key, value, position_key, content_bias, position_bias, mask, position_score=None, factor=None
 ) -> np.ndarray:
-    """[B, H, L, E], [B, H, K, E] twice, [H, P, E] (distances K - 1, ..), [H, E] twice, [B, L, K] -> [B, H, L, E].
+    """[B, H, L, E], [B, H, K, E] twice, [H, P, E] (distances K - 1, ..), [H, E] twice, [B, L, K] ->
+    [B, H, L, E].
 
-    P is K if the last distance is 0, and K + L - 1 if it is -(L - 1). `position_score`: [H, P], of the same distances.
-    `factor`: [B, H, L, K], of dropout on the probabilities. A query without a visible key gets zeros.
+    P is K if the last distance is 0, and K + L - 1 if it is -(L - 1). `position_score`: [H, P], of
+    the same distances. `factor`: [B, H, L, K], of dropout on the probabilities. A query without a
+    visible key gets zeros.
     """
     n_row, n_head, n_query, width = query.shape
     n_key = key.shape[2]
@@ -62,7 +67,9 @@ def relative_attention(
 
 
 def random_bits(seed: int, row_head: int, query: int, key: int) -> int:
-    """32 bits of one pair of query and key, by integers without limit that are cut to 32 bits after each step."""
+    """32 bits of one pair of query and key, by integers without limit that are cut to 32 bits after
+    each step.
+    """
     x = seed ^ row_head * 0x9E3779B1 % 2**32
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
     x ^= x >> 15

@@ -21,17 +21,19 @@ ROUNDED = "convert_element_type"  # To fewer bits. It is the last step of what i
 
 
 def narrow(function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
-    """Counts the equations of a traced function whose results have fewer than 32 bits, by the primitive's name.
+    """Counts the equations of a traced function whose results have fewer than 32 bits, by the
+    primitive's name.
 
-    Conversions are counted as `ROUNDED` only from wider types. What moves numbers is left out, and so are booleans. A
-    sum into a buffer (`addupdate` of a kernel) counts by the buffer's type.
+    Conversions are counted as `ROUNDED` only from wider types. What moves numbers is left out, and
+    so are booleans. A sum into a buffer (`addupdate` of a kernel) counts by the buffer's type.
     """
     counts: collections.Counter[str] = collections.Counter()
     for equation in tiny.equations(jax.make_jaxpr(function)(*arguments)):
         name = equation.primitive.name
         if name in _CALLS or name in _MOVES:
             continue
-        results = equation.outvars or equation.invars[:1]  # Without results it changes its first operand.
+        # Without results it changes its first operand.
+        results = equation.outvars or equation.invars[:1]
         if not any(_is_narrow(result) for result in results):
             continue
         if name == ROUNDED and not _bits(equation.invars[0]) > _bits(equation.outvars[0]):

@@ -30,7 +30,8 @@ def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **va
 @contextlib.contextmanager
 def that_notice_hangups():
     """Processes that are started in the block get SIGHUP, also if `nohup` has started the tests."""
-    before = signal.signal(signal.SIGHUP, lambda number, frame: None)  # A new program begins with the default.
+    # A new program begins with the default.
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)
     try:
         yield
     finally:
@@ -38,7 +39,9 @@ def that_notice_hangups():
 
 
 def wait_for(condition, started, *, seconds=SECONDS):
-    """Returns once the condition holds; ends the processes and shows what they printed if one ends before."""
+    """Returns once the condition holds; ends the processes and shows what they printed if one ends
+    before.
+    """
     end = time.monotonic() + seconds
     while not condition():
         running = time.monotonic() < end and all(process.poll() is None for process in started)

@@ -1,4 +1,6 @@
-"""Starts this project's programs: `command` for a process of their own, `run` in the process of the test."""
+"""Starts this project's programs: `command` for a process of their own, `run` in the process of the
+test.
+"""
 
 import contextlib
 import importlib.util
@@ -40,7 +42,9 @@ def write_words(folder: Path, count: int) -> Path:
 
 
 def config_of(defaults: ExperimentConfig, *words: str, base: ExperimentConfig | None = None) -> ExperimentConfig:
-    """Returns the config that a command line makes of a program's defaults, or of a base instead of them."""
+    """Returns the config that a command line makes of a program's defaults, or of a base instead of
+    them.
+    """
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
     flag_tree.parse(["program", *words], values)
@@ -52,7 +56,9 @@ def command(module: str, *words: object) -> list[str]:
 
 
 def run(module: str, *words: object) -> tuple[int, str, str]:
-    """Runs a module as its command line does, without importing JAX again; returns its exit code, output and errors."""
+    """Runs a module as its command line does, without importing JAX again; returns its exit code,
+    output and errors.
+    """
     spec = importlib.util.find_spec(module)
     assert spec and spec.origin
     out, err, sigpipe = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGPIPE)
@@ -70,8 +76,9 @@ def run(module: str, *words: object) -> tuple[int, str, str]:
 def on_eight_devices(*words: str, **variables: str) -> str:
     """Returns the output of Python with these words, on a host with eight CPU devices."""
     environment = os.environ | ON_PATH | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"} | variables
-    # Programs of eight CPU devices that jaxlib 0.10.2 reads from its cache write where they must not: five of seven
-    # processes ended in "corrupted size vs. prev_size". Those that it compiles do not.
+    # Programs of eight CPU devices that jaxlib 0.10.2 reads from its cache write where they must
+    # not: five of seven processes ended in "corrupted size vs. prev_size". Those that it compiles
+    # do not.
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     result = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-5000:]

@@ -19,7 +19,8 @@ STEPS, LOG_EVERY, EVAL_EVERY = 1000, 20, 200
 def make(folder: Path, *, done: int | None = None, member_settings=(), **settings) -> Path:
     """Writes a run into a folder and returns it.
 
-    `done`: updates done; None: all, with results. `member_settings`: what each member of an ensemble differs in.
+    `done`: updates done; None: all, with results. `member_settings`: what each member of an
+    ensemble differs in.
     """
     defaults = ExperimentConfig(data=DataConfig(corpus=CorpusName.PTB))
     config = tiny.changed(defaults, **{"train__steps": STEPS, "train__eval_every": EVAL_EVERY} | settings)

@@ -1,4 +1,6 @@
-"""Runs as programs make them: opened, trained, stopped, recorded; and the records that do not depend on the clock."""
+"""Runs as programs make them: opened, trained, stopped, recorded; and the records that do not
+depend on the clock.
+"""
 
 import itertools
 import re
@@ -32,7 +34,9 @@ def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members
 
 
 def state_of(run: Any) -> tuple[int, TrainState, dict[str, Any]]:
-    """Step, state and notes of the latest checkpoint of the run in a folder, or of a `Run` or its member."""
+    """Step, state and notes of the latest checkpoint of the run in a folder, or of a `Run` or its
+    member.
+    """
     run = Run.read(_path(run), member=getattr(run, "member", None))
     return load_state(build_for(run.config, run.text.vocabulary), run, log=print)
 

@@ -31,13 +31,17 @@ def make_store(**changes: Any) -> SessionStore:
 
 @functools.cache
 def step_of(model: LanguageModel) -> Step:
-    """The programs of a model, for 4 rows that write 5 tokens per call; engines share what is compiled."""
+    """The programs of a model, for 4 rows that write 5 tokens per call; engines share what is
+    compiled.
+    """
     return Step(model.components, batch_size=ROWS, block=BLOCK)
 
 
 @contextlib.contextmanager
 def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engine]:
-    """An engine of the tiny model, with 4 rows that write 5 tokens per call; it runs unless `start` is false."""
+    """An engine of the tiny model, with 4 rows that write 5 tokens per call; it runs unless `start`
+    is false.
+    """
     model = model or tiny_model.make()
     made = Engine(step_of(model), model.params, model.vocabulary, store or make_store(), limits or Limits())
     if start:
@@ -112,7 +116,10 @@ def ids(length: int, *, seed: int = 3) -> np.ndarray:
 
 @contextlib.contextmanager
 def gate(owner, name, *, call=1):
-    """Makes a function wait at its n-th call. Yields two events: the call has begun, and it may continue."""
+    """Makes a function wait at its n-th call.
+
+    Yields two events: the call has begun, and it may continue.
+    """
     function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), itertools.count(1)
 
     def wait_and_call(*arguments, **named):

@@ -1,7 +1,9 @@
-"""`python -m launch.sweep` with made-up trainings, and heartbeats of a second: `python -m support.sweep_worker`.
+"""`python -m launch.sweep` with made-up trainings, and heartbeats of a second: `python -m
+support.sweep_worker`.
 
-A training counts to train.steps in its folder, saves on SIGTERM, and resumes from there. `starts` has the step of each
-start with its GPU, `ends` a line for each end. The loss depends on seed and learning rate; one above 90 fails.
+A training counts to train.steps in its folder, saves on SIGTERM, and resumes from there. `starts`
+has the step of each start with its GPU, `ends` a line for each end. The loss depends on seed and
+learning rate; one above 90 fails.
 """
 
 import contextlib
@@ -95,7 +97,9 @@ def loss_of(config):
 
 
 def install(patch=setattr):
-    """Makes the trainings of sweeps up, unless REAL_TRAININGS is set, and dead workers known soon."""
+    """Makes the trainings of sweeps up, unless REAL_TRAININGS is set, and dead workers known
+    soon.
+    """
     for name, seconds in (("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
         patch(study, name, seconds)
     if os.environ.get("REAL_TRAININGS"):
@@ -126,7 +130,10 @@ def trials(url):
 
 
 def end_running_trials(url):
-    """Ends the trials that workers have, as a worker does with trials of a dead one. Returns their numbers."""
+    """Ends the trials that workers have, as a worker does with trials of a dead one.
+
+    Returns their numbers.
+    """
     found = opened(url)
     running = [trial.number for trial in found.trials if trial.state is optuna.trial.TrialState.RUNNING]
     for number in running:
@@ -144,7 +151,9 @@ def starts(folder):
 
 
 def check_each_trained_once(out, count, steps=20):
-    """Asserts that there are so many runs, and that each has each step once, in its order, and ended once."""
+    """Asserts that there are so many runs, and that each has each step once, in its order, and
+    ended once.
+    """
     assert len(folders(out)) == count
     for folder in folders(out):
         recorded = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -33,7 +33,9 @@ def model_config(**changes) -> ModelConfig:
 
 
 def changed(config, **changes):
-    """A config with some settings changed: `dropout__attention` for dropout.attention, and so on."""
+    """A config with some settings changed: `dropout__attention` for dropout.attention, and so
+    on.
+    """
     return config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
 
 
@@ -42,8 +44,11 @@ def compat_config(preset: str) -> CompatConfig:
 
 
 def variables(model: TransformerXL) -> dict:
-    """Random parameters, biases and layer norms included, without axis names; `model.init` is only traced."""
-    return jax.tree.map(lambda leaf: leaf, _drawn(model, jax.config.jax_enable_x64))  # Dictionaries of its own.
+    """Random parameters, biases and layer norms included, without axis names; `model.init` is only
+    traced.
+    """
+    # Dictionaries of its own.
+    return jax.tree.map(lambda leaf: leaf, _drawn(model, jax.config.jax_enable_x64))
 
 
 @functools.cache
@@ -59,7 +64,8 @@ def _drawn(model: TransformerXL, x64: bool) -> dict:
             return jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
         return jnp.asarray(CONFIG.init_std * rng.normal(size=leaf.shape), leaf.dtype)
 
-    with jax.ensure_compile_time_eval():  # What is kept are arrays also where this is called in a traced function.
+    # What is kept are arrays also where this is called in a traced function.
+    with jax.ensure_compile_time_eval():
         return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
@@ -104,7 +110,9 @@ def read_cached(weights, tokens, targets, cache):
 
 
 def over_segments(read, memory, tokens: np.ndarray, segment_len: int):
-    """Nats [B, T - 1] of a text, and the last memory, by (tokens, targets, memory) -> (nats, memory)."""
+    """Nats [B, T - 1] of a text, and the last memory, by (tokens, targets, memory) -> (nats,
+    memory).
+    """
     found = []
     for first in range(0, tokens.shape[1] - 1, segment_len):
         end = min(first + segment_len, tokens.shape[1] - 1)
@@ -123,7 +131,9 @@ def equations(jaxpr):
 
 
 def with_gradients(function):
-    """(values, gradients by the first two arguments) of a sum in which every value has a weight of its own."""
+    """(values, gradients by the first two arguments) of a sum in which every value has a weight of
+    its own.
+    """
 
     @jax.jit
     def call(first, second, *rest):

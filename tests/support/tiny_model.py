@@ -16,7 +16,9 @@ VOCABULARY = ByteVocabulary(b"\n abcdefghijk")
 
 @functools.cache
 def make(**changes: Any) -> LanguageModel:
-    """The model of `tiny_run` (L = 5, M = 9 in evaluation) with some settings changed; programs are kept."""
+    """The model of `tiny_run` (L = 5, M = 9 in evaluation) with some settings changed; programs are
+    kept.
+    """
     assert VOCABULARY.size == tiny.V
     components = tiny_run.parts(**changes)
     return LanguageModel(components, VOCABULARY, tiny_run.params(components.model), step=7)

@@ -1,4 +1,5 @@
-"""A run small enough to compile in seconds: its config, and training from numbers instead of a corpus.
+"""A run small enough to compile in seconds: its config, and training from numbers instead of a
+corpus.
 
 B = 3, H = 4, E = 5, D = 6, L = 7, M = 8, F = 10, V = 13, N = 2.
 """
@@ -37,7 +38,9 @@ CONFIG = ExperimentConfig(
 
 
 def parts(*, end_token: int | None = None, **changes: Any) -> Built:
-    """The parts of the tiny run with some settings changed: `model__dropout__rate` for model.dropout.rate."""
+    """The parts of the tiny run with some settings changed: `model__dropout__rate` for
+    model.dropout.rate.
+    """
     return build(tiny.changed(CONFIG, **changes), vocab_size=tiny.V, end_token=end_token)
 
 
@@ -50,10 +53,13 @@ def compiled(**changes: Any) -> tuple[Built, TrainStep, Compilation]:
 
 
 def params(model: TransformerXL) -> Any:
-    """Parameters on the host, large enough for every path to leave a mark; nothing is compiled for them."""
+    """Parameters on the host, large enough for every path to leave a mark; nothing is compiled for
+    them.
+    """
     rng = np.random.default_rng(1)
     shapes = nn.unbox(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
-    wide = 0.5 * min(1.0, math.sqrt(12 / model.config.d_model))  # Sums over D are as large at each width from 12 on.
+    # Sums over D are as large at each width from 12 on.
+    wide = 0.5 * min(1.0, math.sqrt(12 / model.config.d_model))
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         mean = {"scale": 1.0}.get(path[-1].key, 0.0)

@@ -1,4 +1,6 @@
-"""Writes files as `torch.save` does, in both formats, without torch; values may name any class and call."""
+"""Writes files as `torch.save` does, in both formats, without torch; values may name any class and
+call.
+"""
 
 import dataclasses
 import pickle
@@ -63,7 +65,9 @@ def module(cls: str, *, parameters: dict | None = None, buffers: dict | None = N
 
 
 class Writer:
-    """Pickles values with protocol 2, and collects the storages of their arrays, one for each base of views."""
+    """Pickles values with protocol 2, and collects the storages of their arrays, one for each base
+    of views.
+    """
 
     def __init__(self, *, legacy: bool):
         self.legacy = legacy

@@ -1,17 +1,20 @@
 """A program of this project with faults in it: `python victim.py MARKS FAULTS PROGRAM [flags]`.
 
-MARKS is a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" where a phase
-begins. FAULTS is a JSON list of objects. What they ask for happens at moments of the program's own, so that a test can
-be repeated:
+MARKS is a descriptor that takes a line per mark: "ready" once everything is imported, "+NAME" where
+a phase begins. FAULTS is a JSON list of objects. What they ask for happens at moments of the
+program's own, so that a test can be repeated:
 
-fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), or "clock" (from then on the clock is wrong)
+fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), or "clock" (from then on
+        the clock is wrong)
 at      when: a pattern, as of the shell, of a file operation such as "os.rename */config.json"
 count   which of the operations that match, from 1
 jump    for "clock": by how many seconds it is wrong
 largest for "full": the number of bytes that a file may have; 0: none
-more    for "full", instead of largest: by how many bytes the run's log.txt may still grow; no file may become larger
+more    for "full", instead of largest: by how many bytes the run's log.txt may still grow; no file
+        may become larger
 
-Python reports its file operations to audit hooks, before they are done; those of other languages it does not report.
+Python reports its file operations to audit hooks, before they are done; those of other languages it
+does not report.
 """
 
 import contextlib
@@ -44,7 +47,8 @@ def main() -> None:
     miniature.install()
 
     def mark(name):
-        os.write(int(marks), f"{name}\n".encode())  # One write: after a kill all of the line is there or nothing.
+        # One write: after a kill all of the line is there or nothing.
+        os.write(int(marks), f"{name}\n".encode())
 
     for name, (owner, attribute) in PHASES.items():
         setattr(owner, attribute, marked(getattr(owner, attribute), mark, f"+{name}"))
@@ -83,7 +87,9 @@ class AuditHook:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def full(self) -> None:
-        """A limit on the size of files stops every thread, whatever the language, as a full disk would."""
+        """A limit on the size of files stops every thread, whatever the language, as a full disk
+        would.
+        """
         largest = self.plan.get("largest", 0)
         if "more" in self.plan:
             largest = (workdir() / "log.txt").stat().st_size + self.plan["more"]
@@ -91,7 +97,9 @@ class AuditHook:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
 
     def clock(self) -> None:
-        """The time of day jumps, and with it that of every file of the run; clocks that only ever go on do not."""
+        """The time of day jumps, and with it that of every file of the run; clocks that only ever
+        go on do not.
+        """
         for name in ("time", "time_ns"):
             real, jump = getattr(time, name), self.plan["jump"] * (10**9 if name == "time_ns" else 1)
             mock.patch.object(time, name, lambda real=real, jump=jump: real() + jump).start()

@@ -1,4 +1,5 @@
-"""Tests the learning-rate schedule, update rules against numpy and optax, and the mean of the weights.
+"""Tests the learning-rate schedule, update rules against numpy and optax, and the mean of the
+weights.
 
 The mean: by hand, in the training step, and when it begins.
 """
@@ -34,7 +35,8 @@ def config_of(steps: int = STEPS, others: dict | None = None, **own) -> Experime
     return ExperimentConfig(optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {}))
 
 
-def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # noqa: B008  # It is frozen.
+# It is frozen.
+def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # noqa: B008
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
     own = {"learning_rate": PEAK, "warmup_steps": WARMUP, "min_lr_ratio": MIN_RATIO} | own
     schedule = learning_rate(config_of(others={"average": average}, **own), multiple=multiple)
@@ -42,7 +44,9 @@ def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # no
 
 
 def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last: int = STEPS, peak: float = PEAK):
-    """A line from 0 to the peak, then a cosine whose peak is at `first` and whose minimum is at `last` and after it."""
+    """A line from 0 to the peak, then a cosine whose peak is at `first` and whose minimum is at
+    `last` and after it.
+    """
     if count < warmup:
         return peak * count / warmup
     progress, lowest = min((count - first) / (last - first), 1), MIN_RATIO * PEAK
@@ -62,7 +66,8 @@ def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last:
 )
 def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
     expected = [rate_by_hand(count, **by_hand) for count in range(STEPS + 2)]
-    # Near the minimum 1 + cos(x) cancels in float32, so that the error is a rounding of the peak, not of the rate.
+    # Near the minimum 1 + cos(x) cancels in float32, so that the error is a rounding of the peak,
+    # not of the rate.
     rounding = by_hand.get("peak", PEAK) * 2**-23
     assert rates(**changes) == pytest.approx(expected, abs=rounding)
 
@@ -114,7 +119,8 @@ def test_the_embedding_has_a_rate_of_its_own():
         np.testing.assert_allclose(leaf, -0.3 if path == "embedding/table_0" else -0.1, rtol=1e-4, err_msg=path)
 
 
-# Rules that treat each layer's matrices by themselves. Their state on meshes: tests/sharding/test_mesh.py.
+# Rules that treat each layer's matrices by themselves. Their state on meshes:
+# tests/sharding/test_mesh.py.
 
 RATE = 0.1
 N, D, H, E, F, V = 2, 128, 4, 33, 130, 140  # Sides of 128 and more are factored by Adafactor.
@@ -217,7 +223,8 @@ def exponential(least: float) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "begin_at", "expected"),
     [
-        # After two updates: the third weight is the first that counts; before that, the weights themselves.
+        # After two updates: the third weight is the first that counts; before that, the weights
+        # themselves.
         ({"start_step": 2}, None, [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])]),
         ({"start_step": 0, "ema_decay": 0.75}, None, exponential(0.25)),
         ({"nt_asgd_patience": 5}, 4, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0]),

@@ -58,7 +58,8 @@ def test_a_line_sums_up_its_updates():
     first, second = log.records
     loss = (60 + 61 + 62 + 63) / 80
     expected = {"loss": loss, "bpc": loss / math.log(2), "grad_norm": (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4}
-    expected |= {"learning_rate": 0.1 - 3 / 1000, "tokens_per_second": 4 * TOKENS / 1.0}  # The rate is the last one.
+    # The rate is the last one.
+    expected |= {"learning_rate": 0.1 - 3 / 1000, "tokens_per_second": 4 * TOKENS / 1.0}
     assert (first["kind"], first["step"], second["step"]) == ("train", 4, 8)
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
@@ -69,7 +70,8 @@ def test_a_line_sums_up_its_updates():
     assert short.records[1]["loss"] == pytest.approx(62 / 20)
 
 
-@pytest.mark.parametrize("stopped_after", [3, 4, 5])  # Within an interval, at its end, and after it.
+# Within an interval, at its end, and after it.
+@pytest.mark.parametrize("stopped_after", [3, 4, 5])
 def test_a_resumed_run_writes_the_same_records(stopped_after):
     expected, resumed = Log(), Log()
     add(progress(expected), range(STEPS))
@@ -115,14 +117,17 @@ def test_the_alarm_names_the_first_bad_update(changes):
     made.add(0, metrics(0))
     with pytest.raises(NonFiniteError, match=r"^\D*\b3\b.*\b(nan|inf)\b.*\b9\.80e-02\b"):
         made.add(1, metrics(1, 2, 3, **changes))
-    assert made.state()["updates"] == 1 and not log.records  # Nothing of that call is counted or reported.
+    # Nothing of that call is counted or reported.
+    assert made.state()["updates"] == 1 and not log.records
     bad = UpdateMetrics(*(np.stack([own, own * np.nan]) for own in metrics(0)))
     with pytest.raises(NonFiniteError, match=r"^b: "):
         progress(log, members=Members(("a", "b"))).add(0, bad)
 
 
 def measured_run(*, per_update=0.5, steps=STEPS, names=(), **cost):
-    """A log of updates on a clock: each takes as long, the last of an interval after a wait of a fifth of it."""
+    """A log of updates on a clock: each takes as long, the last of an interval after a wait of a
+    fifth of it.
+    """
     log, now, members = Log(), [100.0], Members(names)
     given = {"steps": steps, "cost": StepCost(TOKENS, **cost), "members": members}
     made = progress(log, now=now, **given, device_memory=lambda: 3_000_000_000 if cost else None)
@@ -149,10 +154,13 @@ def test_what_a_record_measures():
 
 
 def test_the_time_of_a_run_is_forecast_by_its_first_steps():
-    """The first update is left out, the next two take 4 s, and 997 are left; hooks take none of it."""
+    """The first update is left out, the next two take 4 s, and 997 are left; hooks take none of
+    it.
+    """
     [line] = [line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")]
     assert "2 s per step" in line and "0:33:14" in line and "997 steps" in line
-    assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]  # Too short to time.
+    # Too short to time.
+    assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]
 
 
 def test_durations():

@@ -1,4 +1,6 @@
-"""Tests one call of S updates: the same numbers for every S and in parts of rows, what is scored, memory."""
+"""Tests one call of S updates: the same numbers for every S and in parts of rows, what is scored,
+memory.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +87,9 @@ def test_padding_contributes_nothing():
 
 
 def test_ignored_targets_are_padding():
-    """A negative target counts neither in the summed loss nor in the mean's number of tokens, as weight 0 does."""
+    """A negative target counts neither in the summed loss nor in the mean's number of tokens, as
+    weight 0 does.
+    """
     segments, end = tiny_run.text().segments(0, 1), np.s_[:, 1, tiny_run.L - 2 :]
     targets = segments.targets.copy()
     targets[end] = -100
@@ -115,7 +119,8 @@ def test_activation_penalties_by_hand():
     assert activation_penalty(jnp.ones((2, 1, 3)), activation=0.0, temporal=1.0) == 0
 
 
-# A batch that goes through the model in parts of its rows. In float32 sums round otherwise, which Adam blows up.
+# A batch that goes through the model in parts of its rows. In float32 sums round otherwise, which
+# Adam blows up.
 
 EXACT = {"model__dropout__rate": 0.0, "model__dtype": "float64"}
 PARTS = EXACT | {"train__grad_accum_steps": tiny_run.B}
@@ -128,6 +133,8 @@ CHANGES = [
 
 @pytest.mark.parametrize("changes", full_but(CHANGES[1:2], CHANGES), ids=str)
 def test_all_parts_together_are_the_whole_batch(changes, x64):
-    """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's end."""
+    """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's
+    end.
+    """
     found, whole = (tiny_run.train(tiny_run.STEPS, **of, **changes) for of in (PARTS, EXACT))
     tiny_run.assert_close(found, whole, atol=1e-11)

@@ -1,4 +1,6 @@
-"""Tests which rows of a trained model's tables a model for another vocabulary takes over, token by token."""
+"""Tests which rows of a trained model's tables a model for another vocabulary takes over, token by
+token.
+"""
 
 import dataclasses
 
@@ -15,7 +17,9 @@ OLD_CUTOFFS, NEW_CUTOFFS = (3, 7), (4, 8)
 
 
 def parameters(cutoffs, size, *, div_val, start):
-    """Returns tables in which no two numbers are equal, of embedding and softmax, its bias and another matrix."""
+    """Returns tables in which no two numbers are equal, of embedding and softmax, its bias and
+    another matrix.
+    """
     bounds = [0, *cutoffs, size] if div_val > 1 else [0, size]
     numbers = np.arange(start, start + 10_000, dtype=np.float32)
     tables = {}
@@ -44,7 +48,9 @@ def place_of(token, cutoffs):
 
 @pytest.mark.parametrize("div_val", [1, 2])
 def test_each_token_has_its_own_row_of_the_old_tables_or_a_new_one(div_val):
-    """With div_val > 1 a token keeps its row only in the same cluster, since other clusters have other widths."""
+    """With div_val > 1 a token keeps its row only in the same cluster, since other clusters have
+    other widths.
+    """
     old_config = ModelConfig(cutoffs=OLD_CUTOFFS, div_val=div_val)
     new_config = dataclasses.replace(old_config, cutoffs=NEW_CUTOFFS)
     old = parameters(OLD_CUTOFFS, OLD_SIZE, div_val=div_val, start=0)

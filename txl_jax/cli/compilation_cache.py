@@ -1,7 +1,8 @@
 """JAX's compilation cache: a function compiled once is read from disk at the next start.
 
-An entry is machine code that runs in this process, and nothing vouches for it. So the directory is one per user, in
-which only that user may write, or one that the user names. A run's record or a flagfile never names it.
+An entry is machine code that runs in this process, and nothing vouches for it. So the directory is
+one per user, in which only that user may write, or one that the user names. A run's record or a
+flagfile never names it.
 """
 
 import grp
@@ -27,7 +28,10 @@ _ADVICE = "Set --compilation_cache=PATH, or off"
 
 
 def check_outside(named: str | None, runs: Iterable[str | None]) -> None:
-    """Raises `UserError` if the cache that the user names is inside of a run: code would be passed on with it."""
+    """Raises `UserError` if the cache that the user names is inside of a run.
+
+    The code in the cache would be passed on with the run.
+    """
     if named is None or named in _NO_CACHE:
         return
     for run in filter(None, runs):
@@ -42,13 +46,16 @@ def _resolved(path: str) -> str:
 
 
 def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
-    """Enables JAX's compilation cache. A cache that cannot be used, or is not safe, is a note and never ends a run.
+    """Enables JAX's compilation cache.
+
+    A cache that cannot be used, or is not safe, is a note and never ends a run.
 
     Args:
-      named: The directory that the user passed, or "off". None means the one that JAX_COMPILATION_CACHE_DIR names, or
-        else the user's own (`user_folder`).
-      by_default: Whether the user's own is used if none is named. With multiple processes it never is: only process 0
-        writes there, and on GPUs the others would wait forever for its part of the autotuning.
+      named: The directory that the user passed, or "off". None means the one that
+        JAX_COMPILATION_CACHE_DIR names, or else the user's own (`user_folder`).
+      by_default: Whether the user's own is used if none is named. With multiple processes it never
+        is: only process 0 writes there, and on GPUs the others would wait forever for its part of
+        the autotuning.
     """
     if named in _NO_CACHE:
         return
@@ -61,8 +68,8 @@ def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
         _note_not_cached("the home directory is unknown")
         return
 
-    # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that machines share, one
-    # would read programs with instructions that it lacks.
+    # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that
+    # machines share, one would read programs with instructions that it lacks.
     if is_remote(folder):
         folder = os.path.join(folder, _processor())
     else:
@@ -83,7 +90,10 @@ def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
 
 
 def user_folder() -> str | None:
-    """Returns the user's own cache, $XDG_CACHE_HOME/txl_jax/compilation, or None if the home directory is unknown."""
+    """Returns the user's own cache, $XDG_CACHE_HOME/txl_jax/compilation.
+
+    Returns None if the home directory is unknown.
+    """
     parent = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(parent):  # To be ignored, says the standard.
         parent = os.path.expanduser("~/.cache")
@@ -91,13 +101,17 @@ def user_folder() -> str | None:
 
 
 def why_unsafe(folder: str) -> str | None:
-    """Says which part of an existing directory's path others may change, or returns None if it is the user's alone.
+    """Says which part of an existing directory's path others may change.
 
-    The directory must be the user's. Directories and links on the way must belong to the user or the system. None of
-    them may be writable by others, except directories like /tmp, in which nobody can replace what others have made.
+    Returns None if the path is only the user's.
+
+    The directory must be the user's. Directories and links on the way must belong to the user or
+    the system. None of them may be writable by others, except directories like /tmp, in which
+    nobody can replace what others have made.
     """
     user = os.getuid()
-    system = (0, os.stat("/").st_uid)  # Inside of a container the owner of / may have another number than 0.
+    # Inside of a container the owner of / may have another number than 0.
+    system = (0, os.stat("/").st_uid)
     parts = list(_walked(folder))
     for part in parts:
         info = os.lstat(part)
@@ -105,7 +119,9 @@ def why_unsafe(folder: str) -> str | None:
         if info.st_uid != user and (is_last or info.st_uid not in system):
             return f"{part} belongs to another user"
         if stat.S_ISLNK(info.st_mode):
-            continue  # Its permissions mean nothing. Whoever may replace it owns it, or writes to its directory.
+            # Its permissions mean nothing. Whoever may replace it owns it, or writes to its
+            # directory.
+            continue
         by_group = info.st_mode & stat.S_IWGRP and not _is_own_group(info.st_gid)
         keeps_owners = info.st_mode & stat.S_ISVTX and not is_last
         if (by_group or info.st_mode & stat.S_IWOTH) and not keeps_owners:
@@ -114,7 +130,10 @@ def why_unsafe(folder: str) -> str | None:
 
 
 def _walked(path: str) -> Iterator[str]:
-    """Yields the directories and links that lead to a path, as the system follows them, from / to the last one."""
+    """Yields the directories and links that lead to a path, from / to the last one.
+
+    They are followed as the system follows them.
+    """
     reached = "/"
     yield reached
     names = path.split("/")
@@ -141,7 +160,10 @@ def _walked(path: str) -> Iterator[str]:
 
 
 def _is_own_group(number: int) -> bool:
-    """Returns whether a group is the user's private one: named like the user, without other members."""
+    """Returns whether a group is the user's private one.
+
+    A private group is named like the user and has no other members.
+    """
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
         group = grp.getgrgid(number)
@@ -151,7 +173,10 @@ def _is_own_group(number: int) -> bool:
 
 
 def _make_private(folder: str) -> None:
-    """Makes a directory and its parents, if missing, for this user only. Raises OSError if it cannot be written to."""
+    """Makes a directory and its parents, if missing, for this user only.
+
+    Raises OSError if it cannot be written to.
+    """
     missing = []
     while not os.path.exists(folder):  # False too where a directory above may not be entered.
         missing.append(folder)

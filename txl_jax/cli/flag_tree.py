@@ -1,9 +1,10 @@
 """Builds absl flags from a tree of settings, and the tree from the parsed flags.
 
-Every setting of `ExperimentConfig` is a flag with the same dotted name, `--model.n_layer`, and so is every setting of a
-command's plan, without a prefix. `--compat=NAME` applies the settings of an implementation first. A flagfile is found
-by its bare name: `--flagfile=enwik8_12l` is the file in `experiments/flags`, or outside of a clone the preset with the
-same settings. The last value of a flag counts. A setting that may be None takes the word "none".
+Every setting of `ExperimentConfig` is a flag with the same dotted name, `--model.n_layer`, and so
+is every setting of a command's plan, without a prefix. `--compat=NAME` applies the settings of an
+implementation first. A flagfile is found by its bare name: `--flagfile=enwik8_12l` is the file in
+`experiments/flags`, or outside of a clone the preset with the same settings. The last value of a
+flag counts. A setting that may be None takes the word "none".
 """
 
 import contextlib
@@ -44,7 +45,10 @@ def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) ->
 
 
 def define_plan(plan: type) -> None:
-    """Defines one flag per setting of a plan, a dataclass of `setting` fields: its own, then its bases'."""
+    """Defines one flag per setting of a plan, a dataclass of `setting` fields.
+
+    The plan's own settings come first, then its bases'.
+    """
     order = [name for cls in plan.__mro__ for name in vars(cls).get("__annotations__", {})]
     for leaf in sorted(setting_leaves(plan), key=lambda leaf: order.index(leaf.name)):
         _define_leaf(leaf, leaf.default, FLAGS)
@@ -62,7 +66,10 @@ def groups() -> list[str]:
 
 
 def flag_name(leaf: Leaf) -> str:
-    """Returns the name of a setting's flag, without the underscore of a field named after a Python keyword."""
+    """Returns the name of a setting's flag.
+
+    A field named after a Python keyword has an underscore, which the flag omits.
+    """
     return leaf.name.removesuffix("_")
 
 
@@ -73,15 +80,22 @@ def given(flag_values: flags.FlagValues = FLAGS, cls: type = ExperimentConfig) -
 
 
 def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """Returns `base` with the preset and the passed settings, the settings derived from them, and absolute paths."""
+    """Returns `base` with the preset and the passed settings.
+
+    It also has the settings derived from them, and absolute paths.
+    """
     if compat := flag_values["compat"].value:
         base = apply_preset(base, compat)
-    chosen = given(flag_values)  # Of each flag the last value: one after --flagfile wins over the file's.
+    # Of each flag the last value: one after --flagfile wins over the file's.
+    chosen = given(flag_values)
     return _with_absolute_paths(config_tree.replace(_for_other_text(base, chosen), chosen).resolved())
 
 
 def build_plan(plan: type[Settings]) -> Settings:
-    """Returns a command's plan with the passed settings. Raises `UserError` if a required one is missing."""
+    """Returns a command's plan with the passed settings.
+
+    Raises `UserError` if a required one is missing.
+    """
     found = given(cls=plan)
     for leaf in setting_leaves(plan):
         missing = leaf.setting.required and not found.get(leaf.name)
@@ -91,7 +105,10 @@ def build_plan(plan: type[Settings]) -> Settings:
 
 
 def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
-    """Returns `base` without its files if other files are set, and without its tokenizer if another kind is set."""
+    """Returns `base` without its files or its tokenizer if the settings replace them.
+
+    The files are dropped if other files are set, and the tokenizer if another kind is set.
+    """
     reset, data, files = [], base.data, [f"data.{name}" for name in ("file", "train", "valid", "test")]
     if chosen.get("data.corpus", data.corpus) != data.corpus or chosen.keys() & set(files):
         reset += files
@@ -115,14 +132,15 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     return config_tree.replace(settings, {name: absolute(config_tree.get(settings, name)) for name in paths})
 
 
-Parsed = tuple[list[str], dict[str, str], str | None]  # `words`, `places` and `flagfile` of a `cli.Job`.
+# `words`, `places` and `flagfile` of a `cli.Job`.
+Parsed = tuple[list[str], dict[str, str], str | None]
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
     """Parses a command line: (words, places, flagfile) of a `cli.Job`.
 
-    Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is unknown (with the
-    nearest names), a value has the wrong type, or a word is not a flag.
+    Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is
+    unknown (with the nearest names), a value has the wrong type, or a word is not a flag.
     """
     program, *typed = argv
     words = list(_expanded(map(_Word, typed)))
@@ -167,10 +185,13 @@ class _Word(NamedTuple):
 def _expanded(
     words: Iterable[_Word], inside: tuple[Path, ...] = (), numbers: Iterator[int] | None = None
 ) -> Iterator[_Word]:
-    """Yields the words, with flagfiles replaced by their lines. absl would not find a bare name inside a file.
+    """Yields the words, with flagfiles replaced by their lines.
 
-    `inside` are the files that contain the words, and `numbers` counts all files that were read. Raises `UserError` if
-    a file does not exist (listing the known names), cannot be read, or includes itself, or if there are too many.
+    By itself, absl would not find a bare name inside a file.
+
+    `inside` are the files that contain the words, and `numbers` counts all files that were read.
+    Raises `UserError` if a file does not exist (listing the known names), cannot be read, or
+    includes itself, or if there are too many.
     """
     words = iter(words)
     numbers = itertools.count(1) if numbers is None else numbers
@@ -202,7 +223,10 @@ def _is_flagfile(path: Path) -> bool:
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
-    """Yields a preset's changes as flags. Raises `UserError`, with all names, if the name is unknown."""
+    """Yields a preset's changes as flags.
+
+    Raises `UserError`, with all names, if the name is unknown.
+    """
     known = preset_names()
     missing = f"{where}the flagfile must be a path or one of {', '.join(known)}, got {name!r}"
     require(name in known, f"{missing}{did_you_mean(name, known)}")
@@ -212,7 +236,8 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
         for each in COMPAT_PRESETS
         if all(leaf.setting.flag for leaf, *_ in config_tree.differences(config, apply_preset(config, each)))
     )
-    # A flagfile does not list others either, so that a command's corpus, a record and a warm start keep theirs.
+    # A flagfile does not list others either, so that a command's corpus, a record and a warm start
+    # keep theirs.
     usual = apply_preset(ExperimentConfig(data=default_data(config.data.corpus)), compat)
     changed = {leaf.name: value for leaf, value, _ in config_tree.differences(config, usual) if leaf.setting.flag}
     if config.data.corpus is not CorpusName.TEXT:
@@ -224,7 +249,10 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
 
 
 def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
-    """Raises `UserError` if a flagfile sets a directory from which code is loaded: flagfiles are passed on."""
+    """Raises `UserError` if a flagfile sets a directory from which code is loaded.
+
+    The reason is that flagfiles are passed on.
+    """
     for leaf in config_tree.leaves(type(plan)):
         place = places.get(flag_name(leaf), "")
         value = config_tree.get(plan, leaf.name)
@@ -264,7 +292,10 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
         self.enum_values = [each.value for each in type.kind] if issubclass(type.kind, enum.Enum) else []
 
     def parse(self, argument: Any) -> Any:
-        """Returns the value, or a default as it is. Raises `ValueError`, with the expected type, if it is invalid."""
+        """Returns the value, or a default as it is.
+
+        Raises `ValueError`, with the expected type, if it is invalid.
+        """
         if not isinstance(argument, str):
             return argument
         if self._type.is_optional and argument.lower() == NONE:

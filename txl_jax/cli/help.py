@@ -26,8 +26,8 @@ def help_text(
 ) -> str:
     """Formats a command's flags with their defaults, as wide as the terminal, 80 to 120 columns.
 
-    `own` are the project's flags in order, `groups` the groups to show (None means all), `note` a line above them, and
-    `required` the flags that must be set.
+    `own` are the project's flags in order, `groups` the groups to show (None means all), `note` a
+    line above them, and `required` the flags that must be set.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
@@ -51,7 +51,7 @@ def help_text(
 
 
 def _row(flag: flags.Flag, *, is_required: bool) -> tuple[str, str]:
-    """Returns a flag with its default, as in "--train.steps=400000", and its help with its choices."""
+    """Returns a flag with its default, as in "--train.steps=400000", and its help with choices."""
     text = flag.help or ""
     if choices := getattr(flag.parser, "enum_values", None):
         if text.startswith("<"):  # absl puts "<a|b>: " before the help of its own enums.

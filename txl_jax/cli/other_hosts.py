@@ -1,8 +1,9 @@
 """One command on every host: detects whether this process is one of several, and joins them.
 
-Multiple processes are announced by --coordinator, --num_processes and --process_id, or by the environment variables
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, by a Slurm step of multiple tasks, or by a TPU slice of
-multiple hosts. Otherwise there is one process, which starts nothing and waits for nothing.
+Multiple processes are announced by --coordinator, --num_processes and --process_id, or by the
+environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, by a Slurm step
+of multiple tasks, or by a TPU slice of multiple hosts. Otherwise there is one process, which starts
+nothing and waits for nothing.
 """
 
 import atexit
@@ -36,15 +37,19 @@ _VARIABLES = {
 }
 FLAG_NAMES = tuple(_VARIABLES)
 
-# A host that dies silently holds up the others for this long: they wait in a collective, which may have no timeout of
-# its own. Much less, and a host whose network is slow for a moment is taken for dead.
+# A host that dies silently holds up the others for this long: they wait in a collective, which may
+# have no timeout of its own. Much less, and a host whose network is slow for a moment is taken for
+# dead.
 LOSS_SECONDS = 60
 START_SECONDS = 300  # Timeout of the start: hosts of one job may be ready minutes apart.
-# Exit code of a process that has lost another: nothing was wrong with the command, and the same one resumes.
+# Exit code of a process that has lost another: nothing was wrong with the command, and the same one
+# resumes.
 LOST = os.EX_TEMPFAIL  # 75
 RESUME = "Rerun the same command on all hosts to resume from the last checkpoint"
-SECONDS_TO_NAME = 5  # After a collective has failed: then `_watch` has named the process that is gone.
-_SILENT_SECONDS = 10  # A process that waits longer for the others prints a line.
+# After a collective has failed: then `_watch` has named the process that is gone.
+SECONDS_TO_NAME = 5
+# A process that waits longer for the others prints a line.
+_SILENT_SECONDS = 10
 
 _METADATA_SECONDS, _METADATA_TRIES = 3, 3
 # Words in the errors of collectives when a process is gone: on CPUs, on GPUs, of JAX's own service.
@@ -75,7 +80,9 @@ def environment() -> dict[str, str]:
 
 
 def join(found: Several) -> None:
-    """Joins the other processes, before JAX touches a device. Raises `ConnectionError` if they do not all connect.
+    """Joins the other processes, before JAX touches a device.
+
+    Raises `ConnectionError` if they do not all connect.
 
     Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
     """
@@ -92,7 +99,8 @@ def join(found: Several) -> None:
         jax.distributed.initialize(
             **found.arguments,
             initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=2 * LOSS_SECONDS,  # If a process hangs, JAX aborts the others.
+            # If a process hangs, JAX aborts the others.
+            heartbeat_timeout_seconds=2 * LOSS_SECONDS,
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
@@ -113,9 +121,10 @@ def join(found: Several) -> None:
 def _outlast_cuts() -> None:
     """Lets the connections of this process survive a link that is cut for a moment.
 
-    The server of JAX's coordination service, in process 0, closes a connection on which its data was not acknowledged
-    for 20 s (gRPC's default, which JAX cannot set), and JAX then ends the other process. Data lost in a cut of 15 s is
-    sent again after 25 s, because TCP doubles the time between its tries. A host that is silent is noticed by `_watch`.
+    The server of JAX's coordination service, in process 0, closes a connection on which its data
+    was not acknowledged for 20 s (gRPC's default, which JAX cannot set), and JAX then ends the
+    other process. Data lost in a cut of 15 s is sent again after 25 s, because TCP doubles the time
+    between its tries. A host that is silent is noticed by `_watch`.
     """
     if not os.path.isdir("/proc/self/fd"):  # Only Linux lists the open files there.
         return
@@ -136,22 +145,28 @@ def _outlast_cuts() -> None:
 
 
 def _watch(names: list[str], host: str) -> None:
-    """Starts to wait, in the background, until another process is lost: this one then ends with a line that names it.
+    """Starts to wait, in the background, until another process is lost.
 
-    Process 0, on `host`, has a connection to each of the others and passes on whom it has lost. A connection breaks
-    when a process ends, and the operating system breaks it if a host is silent. Without one JAX ends this process.
+    This process then ends with a line that names the lost process.
+
+    Process 0, on `host`, has a connection to each of the others and passes on whom it has lost. A
+    connection breaks when a process ends, and the operating system breaks it if a host is silent.
+    Without one JAX ends this process.
     """
     own = socket.socket() if _number else socket.create_server(("", 0), backlog=len(names))
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # The connections of a server inherit its options.
+    # The connections of a server inherit its options.
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in {"KEEPIDLE": LOSS_SECONDS // 4, "KEEPINTVL": LOSS_SECONDS // 4, "KEEPCNT": 3}.items():
         if hasattr(socket, f"TCP_{option}"):  # macOS lacks the first.
             own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
     port, key = distributed.broadcast_from_primary(lambda: (own.getsockname()[1], secrets.token_hex()))
     expected = {f"{key}{number}".encode(): number for number in range(1, len(names))}
-    connections, ending = list[socket.socket](), threading.Lock()  # Only the thread that ends this process acquires it.
+    # Only the thread that ends this process acquires it.
+    connections, ending = list[socket.socket](), threading.Lock()
 
     def follow(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, KeyError):  # A stranger's, or process 0 cannot be reached.
+        # A stranger's, or process 0 cannot be reached.
+        with connection, contextlib.suppress(OSError, KeyError):
             if _number:
                 connection.connect((host, port))
                 connection.sendall(f"{key}{_number}".encode())
@@ -178,7 +193,9 @@ def _watch(names: list[str], host: str) -> None:
 
 
 def check_same(plan: Any) -> None:
-    """Raises `UserError` in all processes if one has another plan than the first, except for directories.
+    """Raises `UserError` in all processes if one has another plan than the first.
+
+    Directories may differ.
 
     Settings of `ExperimentConfig` are compared when training or scoring begins.
     """
@@ -189,10 +206,13 @@ def check_same(plan: Any) -> None:
 
 
 def leave(code: int, *, together: bool) -> int:
-    """Ends this process if it is one of several. Returns the exit code if it is not, or if all end `together`.
+    """Ends this process if it is one of several.
 
-    Otherwise it leaves at once, so that the others find it gone: an orderly end would wait for them, and they for it.
-    If another process is lost, the error is raised unless the code says that one was printed.
+    Returns the exit code if it is not, or if all end `together`.
+
+    Otherwise it leaves at once, so that the others find it gone: an orderly end would wait for
+    them, and they for it. If another process is lost, the error is raised unless the code says that
+    one was printed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -200,8 +220,8 @@ def leave(code: int, *, together: bool) -> int:
         return code
     if together:
         try:
-            # Without a timeout. JAX's own barrier aborts those who wait long, and process 0 may hash a last checkpoint
-            # for minutes.
+            # Without a timeout. JAX's own barrier aborts those who wait long, and process 0 may
+            # hash a last checkpoint for minutes.
             distributed.run_on_all(lambda: None)
             return code
         except Exception:  # One of them is gone.
@@ -216,10 +236,12 @@ def prefix() -> str:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Returns whether an error of any type (Gloo raises ValueErrors) means that another process is unreachable.
+    """Returns whether an error means that another process is unreachable.
 
-    An error that all processes know has gone through collectives, so no process was lost. Files have separate
-    connections.
+    The error may be of any type (Gloo raises ValueErrors).
+
+    An error that all processes know has gone through collectives, so no process was lost. Files
+    have separate connections.
     """
     origin = error
     while origin.__cause__ is not None:
@@ -233,7 +255,8 @@ def lost_another(error: BaseException) -> bool:
 def announced(environment: Mapping[str, str]) -> Several | None:
     """Returns the processes that environment variables announce, or None if this is the only one.
 
-    Raises `UserError` if only some of the three flags or variables are set, or they contradict each other.
+    Raises `UserError` if only some of the three flags or variables are set, or they contradict each
+    other.
     """
     return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
@@ -262,8 +285,8 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
 def _from_slurm(environment: Mapping[str, str]) -> Several | None:
     """Returns the tasks of this Slurm step.
 
-    The job's tasks (SLURM_NTASKS) would be wrong: the shell of `salloc` and the script of `sbatch` have that number but
-    are single processes, and would wait for tasks that nobody started.
+    The job's tasks (SLURM_NTASKS) would be wrong: the shell of `salloc` and the script of `sbatch`
+    have that number but are single processes, and would wait for tasks that nobody started.
     """
     count = int(environment.get("SLURM_STEP_NUM_TASKS") or 1)
     if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
@@ -272,7 +295,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Several | None:
     one_per_host = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     one_device = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
     if "JAX_LOCAL_DEVICE_IDS" not in environment and (one_per_host or one_device):
-        # The task shares its visible devices with no other one: it takes all. JAX would take one GPU for each task.
+        # The task shares its visible devices with no other one: it takes all. JAX would take one
+        # GPU for each task.
         arguments["local_device_ids"] = []
     return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
 
@@ -296,9 +320,12 @@ def _has_tpu() -> bool:
 
 
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
-    """Returns an attribute from a Cloud TPU machine's metadata server, or an empty string if it has none.
+    """Returns an attribute from a Cloud TPU machine's metadata server.
 
-    Raises `UserError` if the server does not answer: taken for one host, each host of a slice would wait for others.
+    Returns an empty string if the server does not have it.
+
+    Raises `UserError` if the server does not answer: taken for one host, each host of a slice would
+    wait for others.
     """
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
@@ -310,7 +337,8 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             except requests.RequestException as error:
                 reason = first_line(error)
                 continue
-            if answer.ok or answer.status_code == requests.codes.not_found:  # Colab's and GKE's servers have none.
+            # Colab's and GKE's servers have none.
+            if answer.ok or answer.status_code == requests.codes.not_found:
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
     silent = f"this machine has a TPU, but the metadata server at {server} did not report its hosts ({reason})"

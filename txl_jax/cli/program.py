@@ -1,6 +1,7 @@
 """Runs a command (`main`) or a corpus's command (`train_main`). CONTRIBUTING.md has an example.
 
-Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process was lost), 128 + signal.
+Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process was lost),
+128 + signal.
 """
 
 import contextlib
@@ -58,12 +59,13 @@ _FOLDERS_OF_RUNS = ("workdir", "model", "model_path")  # Settings of plans.
 _WARMUP = "optimizer.warmup_steps"
 # The command's short names of flags, by which its errors name them, as its documentation does.
 _aliases: dict[str, str] = {}
-SMALL = "small"  # The preset for your own text if no sizes are set: the paper's would take months on a CPU.
+# The preset for your own text if no sizes are set: the paper's would take months on a CPU.
+SMALL = "small"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Config):
-    """A command's own settings: a dataclass of `setting` fields, each of them a flag without prefix.
+    """A command's own settings: a dataclass of `setting` fields, each a flag without prefix.
 
     Help, absolute paths, and the comparison between hosts follow from the fields.
     """
@@ -75,8 +77,10 @@ class Plan(Config):
         loads_code=True,
     )
 
-    caches_compiled: ClassVar[bool] = False  # Whether there is a cache if no flag names one.
-    stopped: ClassVar[str] = "rerun the same command to resume"  # Printed when a signal ends the command.
+    # Whether there is a cache if no flag names one.
+    caches_compiled: ClassVar[bool] = False
+    # Printed when a signal ends the command.
+    stopped: ClassVar[str] = "rerun the same command to resume"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,10 @@ class TextPlan(Plan):
 
     @property
     def trains(self) -> bool:
-        """Whether the run in the workdir is trained, so that it goes on in the directories that its record names."""
+        """Whether the run in the workdir is trained.
+
+        If so, it continues in the directories that its record names.
+        """
         return False
 
 
@@ -125,7 +132,10 @@ class WatchPlan(Plan):
     verbose: bool = setting(False, "Print details of attention and memory, which log.txt always contains.")
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns arguments for training: sinks, profile_steps, verbose. Raises `UserError` if W&B is missing."""
+        """Returns arguments for training: sinks, profile_steps, verbose.
+
+        Raises `UserError` if W&B is missing.
+        """
         sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
         return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
 
@@ -141,9 +151,12 @@ class TimedPlan(Plan):
     )
 
     def keep_steps(self, config: ExperimentConfig, job: "Job", run: Run) -> ExperimentConfig:
-        """Returns the config with the steps that --minutes set at the first start, if the run has started already.
+        """Returns the config with the steps that --minutes set at the first start.
 
-        Raises `UserError` if --train.steps is passed too, or with several processes, whose clocks differ.
+        This applies if the run has started already.
+
+        Raises `UserError` if --train.steps is passed too, or with several processes, whose clocks
+        differ.
         """
         if self.minutes is None:
             return config
@@ -271,14 +284,16 @@ def main(
     """Runs a command, all of `python -m experiments.NAME`, and exits.
 
     Args:
-      run: `run(plan, job)` returns the exit code. None means 128 + the number of the signal that stopped it, as
-        `Interrupted` does, or else 0, or 141 if nobody reads its output any longer.
+      run: `run(plan, job)` returns the exit code. None means 128 + the number of the signal that
+        stopped it, as `Interrupted` does, or else 0, or 141 if nobody reads its output any longer.
       plan: The command's own settings, each of which is a flag.
       config: The config that the flags change, or None if the command has no flags for a config.
       by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
       groups: The groups of settings that the command uses, for --help, or None for all.
-      hosts: With multiple hosts: "join" them, fail ("alone"), or let each run the command by itself ("each").
-      takes_words: Whether words that are not flags are passed to the command, instead of being an error.
+      hosts: With multiple hosts: "join" them, fail ("alone"), or let each run the command by itself
+        ("each").
+      takes_words: Whether words that are not flags are passed to the command, instead of being an
+        error.
       aliases: Short names of flags, mapped to their full names.
     """
     output.prepare()
@@ -301,8 +316,10 @@ def main(
                 f"{several.source}). Start it once, outside of them.",
             )
             other_hosts.join(several)
-        act_on_notices()  # Of machines on Google Cloud, else nothing.
-        made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))  # With one process `build_plan(plan)`.
+        # Of machines on Google Cloud, else nothing.
+        act_on_notices()
+        # With one process `build_plan(plan)`.
+        made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
         if several:
             other_hosts.check_same(made)
         made.validate()
@@ -319,7 +336,8 @@ def main(
             print(f"stopped   on request in {interrupted}, {made.stopped}")
             code = None
         if code is None:
-            code = 128 + job.stop.signal_number if job.stop else output.exit_code()  # As shells count.
+            # As shells count.
+            code = 128 + job.stop.signal_number if job.stop else output.exit_code()
         other_hosts.leave(code, together=True)  # With one process only the output is flushed.
     sys.exit(code)
 
@@ -346,19 +364,25 @@ class Job:
     """A parsed command line, and what follows from it."""
 
     plan: Any
-    defaults: ExperimentConfig  # The config that the flags change.
-    words: list[str]  # The words that are not flags.
-    places: Mapping[str, str]  # Where each flag was set: "" for the command line, else "FILE, line N: ".
-    flagfile: str | None  # The name of the last flagfile, without directory and suffix, if any.
+    # The config that the flags change.
+    defaults: ExperimentConfig
+    # The words that are not flags.
+    words: list[str]
+    # Where each flag was set: "" for the command line, else "FILE, line N: ".
+    places: Mapping[str, str]
+    # The name of the last flagfile, without directory and suffix, if any.
+    flagfile: str | None
     # A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
 
     def config(self, run: Run | None = None) -> ExperimentConfig:
-        """Returns the flags applied to the defaults, or to a run's recorded config. All processes call it.
+        """Returns the flags applied to the defaults, or to a run's recorded config.
 
-        For a new run with `init_from`, the trained model's settings replace the same defaults. Notes of the run list
-        the settings of a flagfile that yield (`_config`). Raises `UserError` if settings are incompatible, or describe
-        another model than the weights.
+        All processes call it.
+
+        For a new run with `init_from`, the trained model's settings replace the same defaults.
+        Notes of the run list the settings of a flagfile that yield (`_config`). Raises `UserError`
+        if settings are incompatible, or describe another model than the weights.
         """
         recorded = None if run is None or run.is_new else run.config
         base, weights, notes = recorded or self.defaults, None, list[str]()
@@ -388,12 +412,18 @@ class Job:
         return config
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
-        """Returns the config of another flagfile, for its corpus, changed by the settings on this command line."""
+        """Returns the config of another flagfile, for its corpus.
+
+        The settings on this command line are applied to it.
+        """
         typed = [f"--{leaf}={config_tree.format_value(value)}" for leaf, value in flag_tree.given().items()]
         return config_of_words(self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True)
 
     def config_of(self, trained: Run | Weights) -> ExperimentConfig:
-        """Returns the flags applied to a trained model's settings. Raises `UserError` if model or tokens change."""
+        """Returns the flags applied to a trained model's settings.
+
+        Raises `UserError` if model or tokens change.
+        """
 
         def over_trained() -> ExperimentConfig:
             config = _config(trained.config, self.places, is_recorded=True)
@@ -411,7 +441,9 @@ class Job:
     def trained(
         self, check: Callable[[ExperimentConfig], Any] = lambda config: None
     ) -> tuple[ExperimentConfig, Corpus, Run]:
-        """Reads the run of a `TrainedRun` plan: its settings with the flags applied, its text, and the run itself.
+        """Reads the run of a `TrainedRun` plan.
+
+        Returns its settings with the flags applied, its text, and the run itself.
 
         `check` is called with the settings, before the text is read.
         """
@@ -423,8 +455,8 @@ class Job:
     def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
         """Reads the text of a config, for a trained run with its vocabulary.
 
-        A trained run may be a stranger's. So what is prepared in the directory that its record names is only read, and
-        what is missing there is prepared in the command's own directories.
+        A trained run may be a stranger's. So what is prepared in the directory that its record
+        names is only read, and what is missing there is prepared in the command's own directories.
         """
         folders = self.plan.data_dir, self.plan.cache_dir
         if run is not None and run.is_open and config.init_from is not None:
@@ -449,7 +481,8 @@ def config_of_words(
 ) -> ExperimentConfig:
     """Returns the config that a command makes of its command line. Raises `UserError` as it does.
 
-    `without` names flags that are not settings. `recorded` is the config of the run in the workdir, if any.
+    `without` names flags that are not settings. `recorded` is the config of the run in the workdir,
+    if any.
     """
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
@@ -472,10 +505,12 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
 
 
 def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
-    """Returns a plan that trains, with the directories of the run in its workdir as defaults, if on this machine.
+    """Returns a plan that trains, with the directories of the run in its workdir as defaults.
 
-    Training goes on in these directories. Plans that only use a run may read a stranger's, and write to none that it
-    names (`Job.corpus`).
+    This applies if the directories are on this machine.
+
+    Training goes on in these directories. Plans that only use a run may read a stranger's, and
+    write to none that it names (`Job.corpus`).
     """
     workdir = getattr(plan, "workdir", None)
     if not workdir or not isinstance(plan, TextPlan) or not plan.trains or "data_dir" in places:
@@ -488,7 +523,10 @@ def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValue
 
 
 def _names_no_sizes(defaults: ExperimentConfig, places: Mapping[str, str]) -> bool:
-    """Returns whether flags for your own text leave the model at the paper's defaults. A flagfile's have a place."""
+    """Returns whether flags for your own text leave the model at the paper's defaults.
+
+    A flagfile's have a place.
+    """
     named = (place or name.startswith("model.") for name, place in places.items())
     return defaults == ExperimentConfig(data=default_data(CorpusName.TEXT)) and not any(named)
 
@@ -504,8 +542,9 @@ def _config(
 ) -> ExperimentConfig:
     """Returns the flags applied to a config. Raises `UserError` if settings are incompatible.
 
-    Settings that were not typed yield, with a line in `notes`: sizes to the sizes of the `weights` that a run starts
-    from, and a warm-up to the recorded one or, if it would not end before training does, to a tenth of the steps.
+    Settings that were not typed yield, with a line in `notes`: sizes to the sizes of the `weights`
+    that a run starts from, and a warm-up to the recorded one or, if it would not end before
+    training does, to a tenth of the steps.
     """
     config = flag_tree.build(base, flag_values)
     typed = {name for name, place in places.items() if not place}
@@ -566,7 +605,10 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 
 
 def _with_text(model: Weights, data: DataConfig) -> Weights:
-    """Returns a portable model, which names no text, with the command's text, in the model's tokens."""
+    """Returns a portable model with the command's text, in the model's tokens.
+
+    The portable model itself names no text.
+    """
     own = {"data.reset_at": model.config.data.reset_at} | warm_start.tokenizer_settings(model.vocabulary)
     return dataclasses.replace(model, config=config_tree.replace(dataclasses.replace(model.config, data=data), own))
 
@@ -624,7 +666,10 @@ def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: E
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Turns an error that the user can fix into a message and an exit code. Others keep their traceback."""
+    """Turns an error that the user can fix into a message and an exit code.
+
+    Others keep their traceback.
+    """
     quiet_orbax()
     shorten_storage_logs()
     try:
@@ -641,7 +686,10 @@ def guarded() -> Iterator[None]:
 
 
 def exit_code_for(error: BaseException) -> int | None:
-    """Prints an error that the user can fix and returns its exit code. Returns None, silently, for a bug."""
+    """Prints an error that the user can fix and returns its exit code.
+
+    Returns None, silently, for a bug.
+    """
     match error:
         case KeyboardInterrupt():
             fail("interrupted. Saved files are kept. Rerun the same command to resume.")
@@ -649,7 +697,8 @@ def exit_code_for(error: BaseException) -> int | None:
         case Exception() if is_out_of_memory(error):
             fail(f"out of device memory ({first_line(error)}). {_SAVES_MEMORY}.")
         case Exception() if other_hosts.lost_another(error):
-            time.sleep(other_hosts.SECONDS_TO_NAME)  # This process ends meanwhile if it is known which one.
+            # This process ends meanwhile if it is known which one.
+            time.sleep(other_hosts.SECONDS_TO_NAME)
             fail(f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}.")
             return other_hosts.LOST
         case RemoteProcessError():

@@ -1,7 +1,7 @@
 """Settings of a run: a tree of frozen dataclasses. `ExperimentConfig` is its root.
 
-Nothing here imports jax. Each setting is declared once, by `setting` of `txl_jax.config.config_tree`, which also reads
-and changes the tree by dotted names.
+Nothing here imports jax. Each setting is declared once, by `setting` of
+`txl_jax.config.config_tree`, which also reads and changes the tree by dotted names.
 """
 
 from txl_jax.config import data, evaluation, experiment, model, training

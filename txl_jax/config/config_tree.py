@@ -1,6 +1,9 @@
-"""A setting, declared once, and trees of settings with dotted names: `model.n_layer`, `data.corpus`.
+"""A setting, declared once, and trees of settings with dotted names.
 
-Flags, `--help`, config.json, the comparison on resume and the checks of single settings follow from the declaration.
+Examples of such names are `model.n_layer` and `data.corpus`.
+
+Flags, `--help`, config.json, the comparison on resume and the checks of single settings follow from
+the declaration.
 """
 
 import csv
@@ -25,26 +28,41 @@ Tree = TypeVar("Tree")
 class Setting:
     """Properties of a field, in addition to its name, type and default."""
 
-    help: str  # One sentence for `--help`.
-    at_least: float | None = None  # The range. None means no bound.
+    # One sentence for `--help`.
+    help: str
+    # The range. None means no bound.
+    at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    path: bool = False  # A file, or a list of files, that programs make absolute.
+    # A file, or a list of files, that programs make absolute.
+    path: bool = False
     # Values of another field of the group, by its name, without which nothing reads this one.
     only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    not_with: tuple[str, ...] = ()  # Other fields of the group that must be off, empty or 0 where this one is set.
-    free_on_resume: bool = False  # May differ when a run is resumed: it changes the training by rounding at most.
-    may_grow: bool = False  # May differ too, from the step that is reached, but not fall below what is done.
-    shapes_tokens: bool = False  # Makes the token ids of a text what they are, so that a trained run keeps it.
-    shapes_params: bool = False  # Makes trained parameters what they are, so that a warm start keeps it.
-    flag: bool = True  # Can be set from the command line, otherwise only in code and by presets.
-    loads_code: bool = False  # Of a program's plan: code is loaded from it, so it must be typed, not in a flagfile.
-    required: bool = False  # Of a program's plan: the program cannot do without it.
-    repeated: bool = False  # Of a program's plan: a list, of which each flag gives one entry, commas and all.
+    # Other fields of the group that must be off, empty or 0 where this one is set.
+    not_with: tuple[str, ...] = ()
+    # May differ when a run is resumed: it changes the training by rounding at most.
+    free_on_resume: bool = False
+    # May differ too, from the step that is reached, but not fall below what is done.
+    may_grow: bool = False
+    # Makes the token ids of a text what they are, so that a trained run keeps it.
+    shapes_tokens: bool = False
+    # Makes trained parameters what they are, so that a warm start keeps it.
+    shapes_params: bool = False
+    # Can be set from the command line, otherwise only in code and by presets.
+    flag: bool = True
+    # Of a program's plan: code is loaded from it, so it must be typed, not in a flagfile.
+    loads_code: bool = False
+    # Of a program's plan: the program cannot do without it.
+    required: bool = False
+    # Of a program's plan: a list, of which each flag gives one entry, commas and all.
+    repeated: bool = False
 
     def missed_range(self, value: float) -> str:
-        """Returns the range, as in "at least 0 and below 1", if a number is outside of it, or an empty string."""
+        """Returns the range that a number is outside of, as in "at least 0 and below 1".
+
+        Returns an empty string if the number is in the range.
+        """
         bounds = [
             ("at least", self.at_least, operator.ge),
             ("above", self.above, operator.gt),
@@ -79,7 +97,10 @@ class FieldType(NamedTuple):
     is_optional: bool = False  # Whether a value may be None.
 
     def convert(self, name: str, value: Any) -> Any:
-        """Converts enum members from their names and floats from ints. Raises `UserError` for another type or name."""
+        """Converts enum members from their names and floats from ints.
+
+        Raises `UserError` for another type or name.
+        """
         if value is None and self.is_optional:
             return None
         if self.is_list:
@@ -111,7 +132,10 @@ def _field_type(hint: Any) -> FieldType:
 
 
 class Config:
-    """Base of the groups of settings: values have the declared types, and enums may be given by their names."""
+    """Base of the groups of settings.
+
+    Values have the declared types, and enums may be passed by name.
+    """
 
     prefix: ClassVar[str]  # Of the names of the group's settings in a tree, such as "model.".
 
@@ -119,7 +143,8 @@ class Config:
         cls.prefix = prefix
 
     def __post_init__(self) -> None:
-        for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # mypy: a class has no hash
+        # mypy: a class has no hash
+        for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             if isinstance(kind, FieldType):
                 object.__setattr__(self, name, kind.convert(name, value))
@@ -128,8 +153,9 @@ class Config:
                 require(isinstance(value, kind), f"{name} must be of type {own}, got {got}. Write {name}={own}(...).")
 
     def validate(self) -> None:
-        """Raises `UserError` if a setting is out of range, has no effect, or contradicts another setting."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # Subclasses are dataclasses.
+        """Raises `UserError` if a setting is out of range, has no effect or contradicts another."""
+        # Subclasses are dataclasses.
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, Config):
                 value.validate()
@@ -148,7 +174,10 @@ class Config:
                 self.expect(not getattr(self, other), f"{field.name} {other}", "Set only one of them")
 
     def expect(self, holds: Any, names: str, advice: str) -> None:
-        """Raises `UserError` with the values of the settings in `names` and the advice, unless the condition holds."""
+        """Raises `UserError` unless the condition holds.
+
+        The error has the values of the settings in `names`, and the advice.
+        """
         if not holds:
             found = (f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}" for name in names.split())
             raise UserError(f"{' and '.join(found)}. {advice}.")
@@ -165,7 +194,10 @@ def require(condition: Any, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One setting of a tree: its dotted name, declared type, default (without arguments) and declaration."""
+    """One setting of a tree: its dotted name, declared type, default and declaration.
+
+    The default is the value without arguments.
+    """
 
     name: str
     type: FieldType
@@ -210,7 +242,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
-    """Inverts `to_dict`, with defaults for other settings. Raises `UserError` for an unknown name or another type."""
+    """Inverts `to_dict`, with defaults for other settings.
+
+    Raises `UserError` for an unknown name or another type.
+    """
     known = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:
         if name not in known:
@@ -225,12 +260,17 @@ def differences(old: Tree, new: Tree) -> list[tuple[Leaf, Any, Any]]:
 
 
 def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
-    """Describes a changed setting: "--train.steps was 10 and is now 20", without dashes if it has no flag."""
+    """Describes a changed setting, as in "--train.steps was 10 and is now 20".
+
+    The dashes are omitted if the setting has no flag.
+    """
     return f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now {format_value(new)}"
 
 
 def format_value(value: Any) -> str:
-    """Formats a value as a flag takes it: entries of a list that contain commas or quotation marks are quoted.
+    """Formats a value as a flag takes it.
+
+    Entries of a list that contain commas or quotation marks are quoted.
 
     >>> format_value(("War, and Peace.txt", "c.txt"))
     '"War, and Peace.txt",c.txt'

@@ -42,23 +42,34 @@ class Tokenizer(enum.StrEnum):
     """What a token is."""
 
     BYTE = "byte"
-    CHAR = "char"  # A Unicode character of UTF-8 text.
-    WORD = "word"  # Words between white space.
-    SUBWORD = "subword"  # Parts of words, by a tokenizer.json, given or trained; needs the package tokenizers.
-    ID = "id"  # Ready-made ids in .npy or .bin files.
+    # A Unicode character of UTF-8 text.
+    CHAR = "char"
+    # Words between white space.
+    WORD = "word"
+    # Parts of words, by a tokenizer.json, given or trained; needs the package tokenizers.
+    SUBWORD = "subword"
+    # Ready-made ids in .npy or .bin files.
+    ID = "id"
 
 
 class LineMark(enum.StrEnum):
     """Token at the end of a line, where tokens are words."""
 
-    EOS = "eos"  # <eos> after each line: WikiText and PTB.
-    S = "s"  # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
-    DOUBLE_S = "double_s"  # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
-    NONE = "none"  # A line's end is white space.
+    # <eos> after each line: WikiText and PTB.
+    EOS = "eos"
+    # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
+    S = "s"
+    # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
+    DOUBLE_S = "double_s"
+    # A line's end is white space.
+    NONE = "none"
 
 
 class Heldout(enum.StrEnum):
-    """One Billion Word's held-out shards for validation. The first shard is always the test split."""
+    """One Billion Word's held-out shards for validation.
+
+    The first shard is always the test split.
+    """
 
     SEPARATE = "separate"  # The second shard: nothing is chosen on the test split.
     PUBLISHED = "published"  # The first one too, as both original releases.
@@ -67,12 +78,17 @@ class Heldout(enum.StrEnum):
 class Order(enum.StrEnum):
     """Order of the training split in an epoch."""
 
-    STREAM = "stream"  # In the order of the file.
-    SENTENCES = "sentences"  # Lines in another order each epoch: One Billion Word, whose lines have no order.
+    # In the order of the file.
+    STREAM = "stream"
+    # Lines in another order each epoch: One Billion Word, whose lines have no order.
+    SENTENCES = "sentences"
 
 
 class Roll(enum.StrEnum):
-    """Rotation of the training split by a random offset in each epoch, so that segments begin elsewhere."""
+    """Rotation of the training split by a random offset in each epoch.
+
+    Segments therefore begin elsewhere in each epoch.
+    """
 
     NONE = "none"
     STREAM = "stream"  # The whole training text, before it is cut into rows.

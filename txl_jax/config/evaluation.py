@@ -26,7 +26,10 @@ class WeightDType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(Recurrence, prefix="eval."):
-    """The evaluation recurrence. Its lengths usually differ from training's: short segments, a long memory."""
+    """The evaluation recurrence.
+
+    Its lengths usually differ from training's: short segments, a long memory.
+    """
 
     batch_size: int = free_setting(1, "B, streams read in parallel, each from an empty memory.", at_least=1)
     segment_len: int = free_setting(80, "L, segment length: tokens per row and step.", at_least=1)

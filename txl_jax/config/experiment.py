@@ -1,7 +1,8 @@
 """The root of the settings, relations between its groups, and presets of other implementations.
 
 Letters: B batch, L segment length, M memory length, K = M + L keys, D model size, H heads, E head
-size, F feed-forward size, V vocabulary, N layers, C clusters of the adaptive softmax, S segments per call.
+size, F feed-forward size, V vocabulary, N layers, C clusters of the adaptive softmax, S segments
+per call.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ from txl_jax.errors import UserError
 
 __all__ = ["COMPAT_PRESETS", "ExperimentConfig", "InitVocabulary"]
 
-# Settings by dotted name, on top of the defaults, that make this model match another implementation.
+# Settings by dotted name, on top of the defaults, that make this model match another
+# implementation.
 COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "ours": {},
     # The authors' PyTorch release.
@@ -87,7 +89,7 @@ class ExperimentConfig(Config):
     generate: GenerateConfig = GenerateConfig()
 
     def resolved(self) -> "ExperimentConfig":
-        """Returns the config with the fields derived from others: the table size of a learned encoding."""
+        """Returns the config with fields derived from others: a learned encoding's table size."""
         if not self.model.encoding.is_learned or self.model.num_positions is not None:
             return self
         return replace(self, {"model.num_positions": self.train.segment_len + self.train.mem_len})
@@ -127,7 +129,10 @@ class ExperimentConfig(Config):
 
 
 def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
-    """Returns the config with a preset of `COMPAT_PRESETS`. Settings of other presets get their defaults."""
+    """Returns the config with a preset of `COMPAT_PRESETS`.
+
+    Settings of other presets get their defaults.
+    """
     named = {setting: get(ExperimentConfig(), setting) for preset in COMPAT_PRESETS.values() for setting in preset}
     return replace(config, named | dict(COMPAT_PRESETS[name]))
 
@@ -138,7 +143,9 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> ExperimentConfig:
-    """Returns a published configuration: the settings of `experiments/flags/NAME.flags`, which cites its sources.
+    """Returns a published configuration.
+
+    It has the settings of `experiments/flags/NAME.flags`, which cites its sources.
 
     Raises `UserError`, which lists all names, if the name is unknown.
 

@@ -1,6 +1,7 @@
 """Settings of the network.
 
-Letters: N layers, D model size, H heads, E head size, F feed-forward size, C clusters of the adaptive softmax.
+Letters: N layers, D model size, H heads, E head size, F feed-forward size, C clusters of the
+adaptive softmax.
 """
 
 import dataclasses
@@ -91,8 +92,10 @@ class MemoryStart(enum.StrEnum):
 class ShawTerms(enum.StrEnum):
     """Terms of the score in a model with `Encoding.SHAW`."""
 
-    PAPER = "paper"  # (a) and (b): content, and content with distance.
-    ORIGINAL = "original"  # Also u with content, (c), and a learned number per distance instead of (d).
+    # (a) and (b): content, and content with distance.
+    PAPER = "paper"
+    # Also u with content, (c), and a learned number per distance instead of (d).
+    ORIGINAL = "original"
 
 
 class AttentionWindow(enum.StrEnum):
@@ -134,7 +137,10 @@ class DropoutConfig(Config, prefix="model.dropout."):
 
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Config, prefix="model.compat."):
-    """Differences between implementations of the same model. `COMPAT_PRESETS` names the combinations."""
+    """Differences between implementations of the same model.
+
+    `COMPAT_PRESETS` names the combinations.
+    """
 
     memory_start: MemoryStart = setting(
         MemoryStart.MASKED, "Contents of the memory before the first segment.", flag=False
@@ -151,7 +157,10 @@ class CompatConfig(Config, prefix="model.compat."):
     )
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
-        """Returns the maximum number of keys that a query attends to, itself included, or None for no limit."""
+        """Returns the maximum number of keys that a query attends to, or None for no limit.
+
+        The query itself is included.
+        """
         plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
         return mem_len + plus_one if same_length else None
 
@@ -164,7 +173,10 @@ _TRANSFORMER = {"network": (Network.TRANSFORMER_XL,)}
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Config, prefix="model."):
-    """Sizes and parts of the network. Lengths are not here: the parameters do not depend on them."""
+    """Sizes and parts of the network.
+
+    Lengths are not here: the parameters do not depend on them.
+    """
 
     network: Network = shape_setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
     n_layer: int = shape_setting(12, "N, number of layers.", at_least=1)
@@ -227,12 +239,18 @@ class ModelConfig(Config, prefix="model."):
 
     @property
     def has_projections(self) -> bool:
-        """Returns whether embeddings are projected to d_model: with div_val > 1 always, else if the sizes differ."""
+        """Returns whether embeddings are projected to d_model.
+
+        With div_val > 1 they always are, otherwise only if the sizes differ.
+        """
         return self.div_val > 1 or self.embed_width != self.d_model
 
     @property
     def table_size(self) -> int:
-        """Entries in the table of a learned encoding: `num_positions`. Raises `UserError` if it is None."""
+        """Entries in the table of a learned encoding: `num_positions`.
+
+        Raises `UserError` if it is None.
+        """
         if self.num_positions is None:
             missing = f"model.num_positions must be set for model.encoding={self.encoding}, got none"
             raise UserError(f"{missing}. Set it, or use ExperimentConfig.resolved().")
@@ -252,7 +270,8 @@ class ModelConfig(Config, prefix="model."):
     def with_encoding(self, encoding: Encoding) -> "ModelConfig":
         """Returns a copy with this encoding, and defaults for the settings that it does not use.
 
-        The table size of a learned encoding follows from the training lengths again: `ExperimentConfig.resolved`.
+        The table size of a learned encoding follows from the training lengths again:
+        `ExperimentConfig.resolved`.
         """
         readers = ((leaf, leaf.setting.only_with.get("encoding", Encoding)) for leaf in leaves(ModelConfig))
         unread = {leaf.name: leaf.default for leaf, encodings in readers if encoding not in encodings}
@@ -260,7 +279,8 @@ class ModelConfig(Config, prefix="model."):
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
-        # First, since the other messages print them, and sizes of clusters are powers of their number.
+        # First, since the other messages print them, and sizes of clusters are powers of their
+        # number.
         many = f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}"
         require(len(self.cutoffs) <= _MAX_CUTOFFS, many)
         super().validate()
@@ -285,6 +305,6 @@ class ModelConfig(Config, prefix="model."):
         )
 
     def validate_vocabulary(self, vocab_size: int) -> None:
-        """Raises `UserError` if the clusters are incompatible with a vocabulary of `vocab_size` tokens."""
+        """Raises `UserError` if the clusters do not match a vocabulary of `vocab_size` tokens."""
         advice = f"The last cutoff must be below the vocabulary size, {vocab_size}"
         self.expect(not self.cutoffs or self.cutoffs[-1] < vocab_size, "cutoffs", advice)

@@ -43,12 +43,18 @@ class OptimizerName(enum.StrEnum):
     """Rule that turns a clipped gradient into an update."""
 
     ADAM = "adam"
-    ADAMW = "adamw"  # Adam with decoupled weight decay.
-    LAMB = "lamb"  # Adam, with each tensor's step as long as the tensor (You et al., 2020): optax.lamb.
-    LAMB_NVIDIA = "lamb_nvidia"  # NVIDIA's: no bias correction, norms up to 10, one norm for each of their tensors.
-    ADAFACTOR = "adafactor"  # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
-    LION = "lion"  # The sign of a momentum; b1 0.9, b2 0.99 (Chen et al., 2023).
-    MUON = "muon"  # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), everything else by Adam.
+    # Adam with decoupled weight decay.
+    ADAMW = "adamw"
+    # Adam, with each tensor's step as long as the tensor (You et al., 2020): optax.lamb.
+    LAMB = "lamb"
+    # NVIDIA's: no bias correction, norms up to 10, one norm for each of their tensors.
+    LAMB_NVIDIA = "lamb_nvidia"
+    # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
+    ADAFACTOR = "adafactor"
+    # The sign of a momentum; b1 0.9, b2 0.99 (Chen et al., 2023).
+    LION = "lion"
+    # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), everything else by Adam.
+    MUON = "muon"
 
 
 ADAM_B1 = 0.9  # Adam beta 1, of every rule: decay of the first moment.
@@ -135,7 +141,10 @@ class Recurrence(Config):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Recurrence, prefix="train."):
-    """The training recurrence and its intervals. Intervals are in training steps, one per segment."""
+    """The training recurrence and its intervals.
+
+    Intervals are in training steps, one per segment.
+    """
 
     steps: int = setting(400_000, "Number of training steps. A resumed run may get more.", at_least=1, may_grow=True)
     batch_size: int = setting(22, "B, batch size over all devices.", at_least=1)
@@ -201,7 +210,10 @@ class RegularizationConfig(Config, prefix="regularization."):
 
 @dataclasses.dataclass(frozen=True)
 class AverageConfig(Config, prefix="average."):
-    """Weight averaging (EMA, SWA, NT-ASGD): a mean over training steps, which is evaluated and kept as the best."""
+    """Weight averaging (EMA, SWA, NT-ASGD).
+
+    The average is a mean over training steps, which is evaluated and kept as the best.
+    """
 
     start_step: int | None = setting(
         None, "Training steps before averaging starts. none disables it.", at_least=0, not_with=("nt_asgd_patience",)

@@ -23,8 +23,10 @@ class ByteVocabulary(Vocabulary):
     [2, 0, 1]
     """
 
-    symbols: bytes  # Distinct byte values. They increase, except in vocabularies of other implementations.
-    newlines: Newlines = Newlines.KEEP  # Whether newline bytes are dropped before they become tokens.
+    # Distinct byte values. They increase, except in vocabularies of other implementations.
+    symbols: bytes
+    # Whether newline bytes are dropped before they become tokens.
+    newlines: Newlines = Newlines.KEEP
 
     kind: ClassVar[str] = "byte"
     measure: ClassVar[Measure] = Measure.BPB
@@ -41,7 +43,10 @@ class ByteVocabulary(Vocabulary):
 
     @classmethod
     def of(cls, text: bytes, newlines: Newlines = Newlines.KEEP) -> Self:
-        """Returns the vocabulary of the values that occur in `text`, without newlines if they are dropped."""
+        """Returns the vocabulary of the values that occur in `text`.
+
+        Newlines are not included if they are dropped.
+        """
         return cls(distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines)
 
     @property
@@ -51,7 +56,10 @@ class ByteVocabulary(Vocabulary):
         return self.encode(next(symbol for symbol in (b"\n", b" ", kept[:1]) if symbol in kept))
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split. Raises `UserError` with file and offset for a byte not in the vocabulary."""
+        """Yields the ids of a split.
+
+        Raises `UserError` with file and offset for a byte not in the vocabulary.
+        """
         for file in files:
             offset = file.offset
             for block in file.blocks():
@@ -59,7 +67,10 @@ class ByteVocabulary(Vocabulary):
                 offset += len(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids, uint8 [<= len(text)], read-only. Raises `UserError` for a byte not in the vocabulary."""
+        """Returns the ids, uint8 [<= len(text)], read-only.
+
+        Raises `UserError` for a byte not in the vocabulary.
+        """
         return self._of_bytes(text, "", 0)
 
     @functools.cached_property

@@ -39,16 +39,24 @@ KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary,
 class Corpus:
     """A text as token ids."""
 
-    name: str  # Short, for a row of a table.
-    description: str  # One human-readable line: the text and its tokens.
-    digest: str  # sha256 of the text, in hexadecimal.
-    vocabulary: Vocabulary  # Of the ids.
-    train: np.ndarray  # Integer ids, one axis, memory-mapped; so are the next two.
+    # Short, for a row of a table.
+    name: str
+    # One human-readable line: the text and its tokens.
+    description: str
+    # sha256 of the text, in hexadecimal.
+    digest: str
+    # Of the ids.
+    vocabulary: Vocabulary
+    # Integer ids, one axis, memory-mapped; so are the next two.
+    train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
-    sentences: np.ndarray | None = None  # int64 [n + 1]: the start of each line of `train`, and the end of the last.
-    data_dir: str = ""  # Directory of its files; absolute, so that it is found again.
-    cache_dir: str = ""  # Directory of the prepared text and ids; absolute.
+    # int64 [n + 1]: the start of each line of `train`, and the end of the last.
+    sentences: np.ndarray | None = None
+    # Directory of its files; absolute, so that it is found again.
+    data_dir: str = ""
+    # Directory of the prepared text and ids; absolute.
+    cache_dir: str = ""
 
     @property
     def unknown_share(self) -> float:
@@ -68,21 +76,24 @@ def read_corpus(
     """Reads the text of a config.
 
     Args:
-      data_dir: Directory of the published corpora's files. If it is remote, this corpus's files are copied into
-        `cache_dir`.
-      cache_dir: Directory of this machine for the prepared text and ids, or None for `prepared` in `data_dir`.
+      data_dir: Directory of the published corpora's files. If it is remote, this corpus's files are
+        copied into `cache_dir`.
+      cache_dir: Directory of this machine for the prepared text and ids, or None for `prepared` in
+        `data_dir`.
       vocabulary: A trained run's vocabulary, to score another text, or None for the text's own.
-      read_only_cache: The `cache_dir` that a trained run's record names, which may be a stranger's, or None. Ids in
-        this vocabulary that are prepared there, and match their digests, are used. Nothing is written to it, and
-        nothing is copied from it.
+      read_only_cache: The `cache_dir` that a trained run's record names, which may be a stranger's,
+        or None. Ids in
+        this vocabulary that are prepared there, and match their digests, are used. Nothing is
+        written to it, and nothing is copied from it.
 
     Raises:
-      UserError: If a config, file or archive cannot be used, a file is missing, a split has fewer than 2 tokens, or
-        `cache_dir` cannot be written to.
+      UserError: If a config, file or archive cannot be used, a file is missing, a split has fewer
+        than 2 tokens, or `cache_dir` cannot be written to.
     """
     config.validate()
     check_file(config)
-    unmapped = cache_dir or ("" if config.file or config.train else data_dir)  # The user's own files need no data_dir.
+    # The user's own files need no data_dir.
+    unmapped = cache_dir or ("" if config.file or config.train else data_dir)
     advice = "It is memory-mapped: set --cache_dir to a directory on this machine."
     require(not is_remote(unmapped), f"prepared text must be in a local directory, got {unmapped}. {advice}")
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
@@ -108,7 +119,10 @@ def read_corpus(
 
 
 def refuse_packed(corpus: Corpus) -> None:
-    """Raises `UserError` if the training split, read as bytes, begins like a compressed file or UTF-16."""
+    """Raises `UserError` if the training split begins like a compressed file or UTF-16.
+
+    Only a split that is read as bytes is checked.
+    """
     if isinstance(corpus.vocabulary, ByteVocabulary):
         found = packed_as(corpus.vocabulary.decode(corpus.train[:6]))
         advice = "Unpack it or convert it to UTF-8, or pass --data.tokenizer.kind=byte to train on these bytes."
@@ -119,7 +133,8 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
     if config.corpus is CorpusName.PYTHON_STDLIB:
         return own_text.read_python_stdlib(config)
     if config.corpus is CorpusName.TEXT or config.file:
-        end = unescape(config.reset_at or "\n")  # Of documents in JSON lines. Among words it needs white space around.
+        # Of documents in JSON lines. Among words it needs white space around.
+        end = unescape(config.reset_at or "\n")
         if config.tokenizer.kind is Tokenizer.WORD:
             end = "\n" if end in ("\n", MARKS.get(config.tokenizer.line_mark)) else f"\n{end} "
         return own_text.read_own_text(config, cache, document_end=end)
@@ -129,9 +144,12 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
 
 
 def _prepared_corpus(config: DataConfig, cache: Path, read_only: Path, vocabulary: Vocabulary) -> Corpus | None:
-    """Returns a published corpus whose records and ids are both in `read_only`, or None. Writes nothing.
+    """Returns a published corpus whose records and ids are both in `read_only`, or None.
 
-    Records of a stranger are never encoded into `cache`, where the ids would pass for those of the published corpus.
+    Writes nothing.
+
+    Records of a stranger are never encoded into `cache`, where the ids would pass for those of the
+    published corpus.
     """
     if config.corpus not in CORPORA or config.file:
         return None
@@ -149,7 +167,9 @@ def _prepared_corpus(config: DataConfig, cache: Path, read_only: Path, vocabular
 def _encoded(
     config: DataConfig, text: Text, cache: Path, vocabulary: Vocabulary | None, read_only: str | None
 ) -> Corpus:
-    """Returns the text as the ids of a store in one of the caches, in its own vocabulary or in the one passed.
+    """Returns the text as the ids of a store in one of the caches.
+
+    The ids are in the text's own vocabulary or in the one passed.
 
     A new store is written to `cache`.
     """
@@ -220,7 +240,7 @@ def _describe_tokens(tokenizer: TokenizerConfig) -> str:
 
 
 def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
-    """Builds the vocabulary of a text from its training split, or reads the one that the config names."""
+    """Builds a text's vocabulary from its training split, or reads the one the config names."""
     match tokenizer.kind:
         case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.
             files = (file for split in SPLITS for file in with_bar(f"counting {split}", text.splits[split]))
@@ -247,7 +267,10 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
 
 
 def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
-    """Reads the first word of each line, in order. Adds the line mark before and <unk> after them if missing."""
+    """Reads the first word of each line, in order.
+
+    Adds the line mark before and <unk> after them if missing.
+    """
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     content = "".join(text_blocks([file], close_lines=True))
     lists = "A tokenizer.json is --data.tokenizer.hf_file, with --data.tokenizer.kind=subword."
@@ -277,7 +300,9 @@ def _count(text: Text, split: Callable[[str], Iterable[str]]) -> collections.Cou
 
 
 def rank(counts: Mapping[str, int], *, min_count: int, unknown: str, first: Sequence[str] = ()) -> list[str]:
-    """Ranks tokens: `first`, then by decreasing count, equal ones in the order in which they were counted.
+    """Ranks tokens: `first`, then by decreasing count.
+
+    Tokens with equal counts are in the order in which they were counted.
 
     Tokens rarer than `min_count` count as `unknown`, which is always there.
 

@@ -1,13 +1,16 @@
-"""Batching of documents: many texts of different lengths in the rows of a batch, each from an empty memory.
+"""Batching of documents: many texts of different lengths in the rows of a batch.
 
-A row reads one document after the other, L positions per step, and a document begins where a step begins. With L = 3
-and B = 2, documents a (5 positions), b (2) and c (4) are read in these steps:
+Each document is read from an empty memory.
+
+A row reads one document after the other, L positions per step, and a document begins where a step
+begins. With L = 3 and B = 2, documents a (5 positions), b (2) and c (4) are read in these steps:
 
     row 0:   a a a | a a . | . . .
     row 1:   b b . | c c c | c . .
 
-The reset bits of a's, b's and c's first steps empty the row's memory. Positions of padding (the dots) are read too, but
-the memory that holds them is emptied before the row is used again, so a document's results are the same as by itself.
+The reset bits of a's, b's and c's first steps empty the row's memory. Positions of padding (the
+dots) are read too, but the memory that holds them is emptied before the row is used again, so a
+document's results are the same as by itself.
 """
 
 from collections.abc import Iterator
@@ -18,7 +21,8 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
-_LOOKAHEAD = 16  # Documents per row that may have begun: results of those after a long one are kept until it ends.
+# Documents per row that may have begun: results of those after a long one are kept until it ends.
+_LOOKAHEAD = 16
 
 
 class Pairs(NamedTuple):
@@ -29,7 +33,7 @@ class Pairs(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Place of a part of a document in the segments of a call: positions [segment, row, :length]."""
+    """Place of a part of a document in a call's segments: positions [segment, row, :length]."""
 
     number: int  # Of the document, in the order of the source.
     segment: int
@@ -47,7 +51,10 @@ class Call(NamedTuple):
 
 
 class DocumentRows:
-    """Segments of an iterator's documents. The iterator is asked for the next one when a row becomes free."""
+    """Segments of an iterator's documents.
+
+    The iterator is asked for the next one when a row becomes free.
+    """
 
     def __init__(
         self,
@@ -60,8 +67,8 @@ class DocumentRows:
     ):
         """Reads nothing yet. A call has S = `segments_per_call` segments of B rows and L positions.
 
-        `vectors` is the size D and dtype of inputs that are vectors, or None if they are ids. If `source` raises
-        `UserError`, the documents before it are read first.
+        `vectors` is the size D and dtype of inputs that are vectors, or None if they are ids. If
+        `source` raises `UserError`, the documents before it are read first.
         """
         self._source, self._vectors = source, vectors
         self._rows = [self._pieces(segment_len) for _ in range(batch_size)]
@@ -72,7 +79,10 @@ class DocumentRows:
         self.error: UserError | None = None  # Raised by the source, which ended with it.
 
     def next_call(self) -> Call | None:
-        """Returns the segments to read next, or None if no document may begin before others are delivered."""
+        """Returns the segments to read next, or None.
+
+        None means that no document may begin before others are delivered.
+        """
         call = Call(self._padding(), self._shape[0], [])
         for segment in range(call.n_segments):
             busy = False
@@ -93,7 +103,10 @@ class DocumentRows:
         return call
 
     def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields a row's pieces: (number of the document, first position, pairs, whether it ends), or None to wait."""
+        """Yields a row's pieces, or None to wait.
+
+        A piece is (number of the document, first position, pairs, whether the document ends).
+        """
         while True:
             if (document := self._next_document()) is None:
                 yield None
@@ -115,7 +128,10 @@ class DocumentRows:
         return document
 
     def _padding(self) -> Segments:
-        """Returns segments of padding in new arrays, since an earlier call's may still be in transfer."""
+        """Returns segments of padding in new arrays.
+
+        The arrays of an earlier call may still be in transfer.
+        """
         shape = self._shape
         inputs = np.zeros((*shape, self._vectors[0]), self._vectors[1]) if self._vectors else np.zeros(shape, np.int32)
         return Segments(inputs, np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], bool))

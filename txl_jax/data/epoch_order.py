@@ -1,19 +1,20 @@
 """Order of the training tokens in an epoch: sequential, rolled, or shuffled by sentences.
 
-A stream of T tokens has T - 1 *pairs*: pair q has the stream's token q as input and token q + 1 as target. An
-`EpochOrder` maps pairs of the epoch's stream to positions in the text, as a pure function of (seed, epoch, pair).
+A stream of T tokens has T - 1 *pairs*: pair q has the stream's token q as input and token q + 1 as
+target. An `EpochOrder` maps pairs of the epoch's stream to positions in the text, as a pure
+function of (seed, epoch, pair).
 
-Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will always produce the
-same random integer stream" (its docstring), unlike `Generator`, whose methods may change with a version (NEP 19). So a
-resumed run keeps its order after numpy is upgraded.
+Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will
+always produce the same random integer stream" (its docstring), unlike `Generator`, whose methods
+may change with a version (NEP 19). So a resumed run keeps its order after numpy is upgraded.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-# (epoch, indices of pairs int64 [...], length L) -> the positions in the text of the inputs and of the targets of L
-# consecutive pairs from each index on, two int64 [..., L].
+# (epoch, indices of pairs int64 [...], length L) -> the positions in the text of the inputs and of
+# the targets of L consecutive pairs from each index on, two int64 [..., L].
 EpochOrder = Callable[[int, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
@@ -24,13 +25,16 @@ def sequential(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, 
 
 
 def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
-    """Rotates each range r of pairs, edges[r] .. edges[r + 1] - 1, by a different random number in each epoch.
+    """Rotates each range of pairs by a different random number in each epoch.
 
-    With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the training data to
-    improve language models"); with a single range the whole stream is rotated. The input of each target is still the
-    token before it in the text, also where a range wraps: no transition is invented. Only the context jumps there, from
-    the range's last token to its first, without a reset bit. (Press's own code rotates tokens instead of pairs, and so
-    asks for a row's first token after its last one.)
+    Range r has the pairs edges[r] .. edges[r + 1] - 1.
+
+    With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the
+    training data to improve language models"); with a single range the whole stream is rotated. The
+    input of each target is still the token before it in the text, also where a range wraps: no
+    transition is invented. Only the context jumps there, from the range's last token to its first,
+    without a reset bit. (Press's own code rotates tokens instead of pairs, and so asks for a row's
+    first token after its last one.)
 
     >>> order = random_roll(np.array([0, 5, 11]), seed=3)
     >>> order(0, np.array([0, 5]), 5)[1].tolist()
@@ -49,14 +53,20 @@ def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
 
 
 class ShuffledSentences:
-    """The sentences of the text in a random order per epoch. Tokens before the first sentence stay in front.
+    """The sentences of the text in a random order per epoch.
 
-    The order of an epoch is cached until another epoch is asked for: 12 bytes a sentence. One Billion Word (30.3
-    million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a server.
+    Tokens before the first sentence stay in front.
+
+    The order of an epoch is cached until another epoch is asked for: 12 bytes a sentence. One
+    Billion Word (30.3 million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a
+    server.
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes `sentence_starts` of `training_segments`, and T. Raises ValueError if they do not match the text."""
+        """Takes `sentence_starts` of `training_segments`, and T.
+
+        Raises ValueError if they do not match the text.
+        """
         is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
         is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
         if not is_of_text or np.any(starts[1:] < starts[:-1]):
@@ -66,20 +76,25 @@ class ShuffledSentences:
                 f"its length, {n_tokens}, got {starts.dtype} of shape {starts.shape} from {ends}"
             )
         self._starts, self._seed = starts, seed
-        self._cache: tuple[int, np.ndarray, np.ndarray] | None = None  # Of one epoch: see `_prepare`.
+        # Of one epoch: see `_prepare`.
+        self._cache: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __call__(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Is an `EpochOrder`."""
         sentence, begin = self._prepare(epoch)
         position = first[..., None] + np.arange(length + 1)
-        # A search per token: np.searchsorted starts each search where the last one ended, and scanning on from one
-        # search per run of positions took as long (0.5 ms for 224 x 33 positions among 30 million sentences).
+        # A search per token: np.searchsorted starts each search where the last one ended, and
+        # scanning on from one search per run of positions took as long (0.5 ms for 224 x 33
+        # positions among 30 million sentences).
         rank = np.searchsorted(begin, position, side="right") - 1
         place = np.where(rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank]))
         return place[..., :-1], place[..., 1:]
 
     def _prepare(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sentence at each rank, int32 [n], and where ranks start in the epoch's stream, int64 [n + 1]."""
+        """Returns the sentence at each rank, int32 [n], and where ranks start, int64 [n + 1].
+
+        The starts are positions in the epoch's stream.
+        """
         cache = self._cache
         if cache is None or cache[0] != epoch:
             self._cache = cache = None  # Freed before the next epoch allocates as much.
@@ -89,16 +104,21 @@ class ShuffledSentences:
 
 
 def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Returns uint64 [count], uniformly distributed: the first words of the stream seeded by (seed, epoch)."""
-    sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))  # SeedSequence refuses negative seeds.
+    """Returns uniformly distributed words, uint64 [count].
+
+    They are the first words of the stream seeded by (seed, epoch).
+    """
+    # SeedSequence refuses negative seeds.
+    sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))
     return np.random.PCG64(sequence).random_raw(count)
 
 
 def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Returns int32 [n], a permutation of 0 .. n - 1 seeded by (seed, epoch).
 
-    Each number is in the low bits of a word whose high bits are random, and the words are sorted. No two are equal,
-    so every sorting algorithm gives the same order, in a tenth of an argsort's time (0.2 s for 30 million, AVX-512).
+    Each number is in the low bits of a word whose high bits are random, and the words are sorted.
+    No two are equal, so every sorting algorithm gives the same order, in a tenth of an argsort's
+    time (0.2 s for 30 million, AVX-512).
     """
     bits = np.uint64(n.bit_length())
     words = random_words(seed, epoch, n)
@@ -111,8 +131,12 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray:
-    """Returns int64 [n + 1]: the start of each sentence if they are concatenated in this order, from starts[0] on."""
+    """Returns the start of each sentence if they are concatenated in this order: int64 [n + 1].
+
+    The first sentence starts at starts[0].
+    """
     begin = np.empty(len(starts), np.int64)
     begin[0] = starts[0]
-    np.take(np.diff(starts), sentence, out=begin[1:], mode="clip")  # By default numpy would copy `out`.
+    # By default numpy would copy `out`.
+    np.take(np.diff(starts), sentence, out=begin[1:], mode="clip")
     return np.cumsum(begin, out=begin)

@@ -1,7 +1,9 @@
-"""Text of this machine: the user's own files, parts of a corpus, and the source of Python's standard library.
+"""Text of this machine: the user's own files, parts of a corpus, and Python's standard library.
 
-Remote files are first copied to `fetched` in the cache, which you can delete at any time: ids are memory-mapped, and
-archives are read at random.
+The text of the library is its source.
+
+Remote files are first copied to `fetched` in the cache, which you can delete at any time: ids are
+memory-mapped, and archives are read at random.
 """
 
 import contextlib
@@ -25,19 +27,25 @@ from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, is_remote, size
 
-# Tests are more text than the library itself, and installed packages differ from machine to machine.
+# Tests are more text than the library itself, and installed packages differ from machine to
+# machine.
 STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_NPY_MAGIC = b"\x93NUMPY"  # How a .npy file begins.
-_BORDER_WINDOW = 1 << 16  # Bytes by which a border between splits may move to the beginning of a line.
+# How a .npy file begins.
+_NPY_MAGIC = b"\x93NUMPY"
+# Bytes by which a border between splits may move to the beginning of a line.
+_BORDER_WINDOW = 1 << 16
 
 
 def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), document_end: str = "\n") -> Text:
-    """Reads one file, split 90/5/5, or the user's own files, a list per split, each concatenated in the order given.
+    """Reads one file, split 90/5/5, or the user's own files, a list per split.
 
-    With a published corpus the file is a part of it. A pattern in a list matches files in the order of their names. A
-    training list by itself is split: by position or, from three files on, between files. JSON lines become text in
-    `cache`, each document followed by `document_end`. Raises `UserError` if a name has no file, or a file is a
-    directory, empty, a NumPy array, or ends in empty lines, each of which would be a token.
+    The files of a list are concatenated in the order given.
+
+    With a published corpus the file is a part of it. A pattern in a list matches files in the order
+    of their names. A training list by itself is split: by position or, from three files on, between
+    files. JSON lines become text in `cache`, each document followed by `document_end`. Raises
+    `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in
+    empty lines, each of which would be a token.
     """
     given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
     lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
@@ -48,7 +56,8 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
             original |= zip(lists[name], paths, strict=True)
     first, name = next(iter(lists.values())), Path(config.file or "").name
     total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
-    if config.corpus is not CorpusName.TEXT:  # Its alphabet is not closed: it may lack bytes of the rest.
+    # Its alphabet is not closed: it may lack bytes of the rest.
+    if config.corpus is not CorpusName.TEXT:
         return _split_text(f"{config.corpus} prefix", f"prefix of {total} bytes of {name}", first, config)
     for paths in lists.values():
         _check_text(config, paths)
@@ -61,7 +70,8 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
         lists = dict(zip(SPLITS, parts, strict=True))
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
     sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
-    # Digests of digests of digests: it matters where a file ends, as a line does there, and which split it is in.
+    # Digests of digests of digests: it matters where a file ends, as a line does there, and which
+    # split it is in.
     digest = digest_of(
         digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
     )
@@ -69,7 +79,10 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
 
 
 def _named_as(original: dict[str, str], splits: dict[str, tuple[File, ...]]) -> dict[str, tuple[File, ...]]:
-    """Returns splits whose errors name the user's files too, if the text in them was made of other files."""
+    """Returns splits whose errors name the user's files too.
+
+    This applies if the text in the splits was made of other files.
+    """
 
     def named(file: File) -> File:
         return dataclasses.replace(file, name=f"{original[file.name]} (its text is {file.name})")
@@ -81,7 +94,7 @@ def _named_as(original: dict[str, str], splits: dict[str, tuple[File, ...]]) -> 
 
 
 def read_python_stdlib(config: DataConfig) -> Text:
-    """Reads the modules of the running Python's standard library in the order of their paths, split 90/5/5."""
+    """Reads the modules of the running Python's standard library in path order, split 90/5/5."""
     root, paths = sysconfig.get_paths()["stdlib"], list[str]()
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = set(subfolders) - STDLIB_SKIPPED_DIRS
@@ -101,9 +114,12 @@ def _split_text(name: str, description: str, paths: Sequence[str], config: DataC
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
-    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %. Borders are rounded down.
+    """Splits the files' bytes into the first 90 %, the next 5 % and the last 5 %.
 
-    With `at_lines` a border moves on to the next beginning of a line, or, where lines are very long, of a word.
+    Borders are rounded down.
+
+    With `at_lines` a border moves on to the next beginning of a line, or, where lines are very
+    long, of a word.
     """
     total = sum(map(os.path.getsize, paths))
     inner = [total * 90 // 100, total * 95 // 100]
@@ -124,8 +140,12 @@ def _between(paths: Sequence[str], first: int, last: int) -> Iterator[File]:
 
 
 def _line_start(paths: Sequence[str], border: int) -> int:
-    """Returns the first position from `border` on at which a line begins, or a word, or at least a character."""
-    first = max(border - 1, 0)  # The byte before the border decides whether a line begins there already.
+    """Returns the first position from `border` on at which a line begins.
+
+    If there is none, a word begins at the position, or at least a character.
+    """
+    # The byte before the border decides whether a line begins there already.
+    first = max(border - 1, 0)
     files = _between(paths, first, first + _BORDER_WINDOW)
     window = b"".join(block for file in files for block in file.blocks())
     for white in (b"\n", b" "):
@@ -136,7 +156,10 @@ def _line_start(paths: Sequence[str], border: int) -> int:
 
 
 def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
-    """Raises `UserError` for an array, and for empty lines at the end of a file if each would be a token."""
+    """Raises `UserError` for an array, and for empty lines at the end of a file.
+
+    Empty lines are an error only if each would be a token.
+    """
     kind, line_mark = config.tokenizer.kind, config.tokenizer.line_mark
     marked = kind is Tokenizer.WORD and line_mark is not LineMark.NONE
     for path in paths:
@@ -147,13 +170,16 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
         wrong = f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. For ids, pass --data.tokenizer.kind=id."
         require(not is_array, wrong)
         white = end[len(end.rstrip()) :]
-        empty = white.count(b"\n") - white.endswith(b"\n")  # A newline ends a line; what follows is another one.
+        # A newline ends a line; what follows is another one.
+        empty = white.count(b"\n") - white.endswith(b"\n")
         wrong = f"{path} ends in {empty} empty line(s), each of which would be scored as a line. Remove them."
         require(not marked or empty <= 0, wrong)
 
 
 def _text_of_json(path: str, config: DataConfig, end: str, cache: Path) -> str:
-    """Writes the documents of a file as text, each with its end, unless the cache has it, and returns its path.
+    """Writes a file's documents as text, unless the cache has the text, and returns its path.
+
+    Each document is written with its end.
 
     Raises `UserError` with the file and the line of a document that is not a text.
     """
@@ -183,7 +209,10 @@ def _digest(files: Iterable[File]) -> str:
 
 
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
-    """Returns a config and `data_dir` with copies in the cache instead of remote files. Raises `UserError`."""
+    """Returns a config and `data_dir` with copies in the cache instead of remote files.
+
+    Raises `UserError`.
+    """
     settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
     config = _without_pipes(config, settings, cache)
     try:
@@ -238,7 +267,10 @@ def _copy_of_pipe(path: str, cache: Path) -> str:
 
 
 def _listed(config: DataConfig) -> DataConfig:
-    """Returns a config with the files of a directory or pattern in `data.file` as a training list instead."""
+    """Returns a config with a training list instead of a directory or pattern in `data.file`.
+
+    The list has the files of the directory or pattern.
+    """
     path = config.file
     if not path or config.corpus is not CorpusName.TEXT or config.tokenizer.kind is Tokenizer.ID:
         return config
@@ -286,10 +318,14 @@ def _copy_of(folder: str, cache: Path) -> Path:
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
-    """Downloads an object, under a temporary name first, unless there is a copy of its size and time."""
+    """Downloads an object unless there is a copy of its size and time.
+
+    The object is downloaded under a temporary name first.
+    """
     root = root or os.path.dirname(url)  # Copies keep their paths relative to it.
     local = _copy_of(root, cache) / os.path.relpath(url, root)
-    time = storage.modified(url)  # Before the download: an object that is replaced meanwhile is copied again.
+    # Before the download: an object that is replaced meanwhile is copied again.
+    time = storage.modified(url)
     if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), time):
         local.parent.mkdir(parents=True, exist_ok=True)
         part = local.with_name(f".{local.name}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""Prefetch: the next segments are prepared on a background thread, so that reading overlaps the devices' work.
+"""Prefetches the next segments on a background thread, so that reading overlaps the devices' work.
 
 numpy releases the interpreter's lock while it sorts and gathers, so one thread is enough.
 """
@@ -15,15 +15,15 @@ DEPTH = 2  # Number of blocks to prefetch beyond the one asked for.
 class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
     """A context manager that prefetches blocks of S segments by their first step.
 
-    `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the caller and only for a
-    step that was asked for. Ask for steps in order, S apart.
+    `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the
+    caller and only for a step that was asked for. Ask for steps in order, S apart.
     """
 
     def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int):
         """Starts no work yet, and never reads a block that ends after `steps`.
 
-        `segments`: (first step, count) -> block is called on a background thread only, so it may also put the block on
-        the devices, but must enter its own jax context, such as a mesh.
+        `segments`: (first step, count) -> block is called on a background thread only, so it may
+        also put the block on the devices, but must enter its own jax context, such as a mesh.
         """
         self._segments, self._count, self._steps = segments, segments_per_call, steps
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.

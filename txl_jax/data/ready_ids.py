@@ -1,6 +1,10 @@
-"""Ready-made token ids: files of ids as a text, ids as tokens without a text, and the ids of callers' documents.
+"""Ready-made token ids, in files and in callers' documents.
 
-Files are memory-mapped where they are: they are read once for their digest and largest id, and nothing is copied.
+The module covers files of ids as a text, ids as tokens without a text, and the ids of callers'
+documents.
+
+Files are memory-mapped where they are: they are read once for their digest and largest id, and
+nothing is copied.
 """
 
 import dataclasses
@@ -18,9 +22,12 @@ from txl_jax.data.text import BLOCK_BYTES, SPLITS, digest_of, expanded, file_par
 from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
 from txl_jax.errors import UserError, rephrased
 
-Document = str | bytes | Sequence[int] | np.ndarray  # A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
-Token = str | bytes | int  # A token's text or id.
-_LARGEST_SIZE = 2**31 - 1  # Of a vocabulary: ids are int32 on a device.
+# A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
+Document = str | bytes | Sequence[int] | np.ndarray
+# A token's text or id.
+Token = str | bytes | int
+# Of a vocabulary: ids are int32 on a device.
+_LARGEST_SIZE = 2**31 - 1
 # First bytes of files that are not plain ids. All have at least three, as two may be an id.
 _HEADERS = {
     b"\x93NUMPY": "the header of a .npy file. Rename it to .npy.",
@@ -40,16 +47,19 @@ _HEADERS = {
 _LARGEST_UPPER_HALF = 3
 _FEWEST_HALVES = 32  # In fewer ids every other one may be small by chance.
 _FEWEST_BYTES = 1024  # In fewer ids their upper and lower bytes may be alike by chance.
-# Share of their distributions that upper and lower bytes have in common. It is 1 for ids of one byte, and below a half
-# for uint16 ids of text, whose frequent ids are small.
+# Share of their distributions that upper and lower bytes have in common. It is 1 for ids of one
+# byte, and below a half for uint16 ids of text, whose frequent ids are small.
 _ALIKE = 0.8
 
 
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
-    """Opens the user's files of ids, one, split 90/5/5 by position, or one per split, as the fields of a `Corpus`.
+    """Opens the user's files of ids as the fields of a `Corpus`.
 
-    Without a test file the validation ids are the test split too. `vocabulary` is a trained run's, or None for the
-    config's. Raises `UserError` if a file is missing or has no ids, or an id is outside the vocabulary.
+    There is either one file, split 90/5/5 by position, or one file per split.
+
+    Without a test file the validation ids are the test split too. `vocabulary` is a trained run's,
+    or None for the config's. Raises `UserError` if a file is missing or has no ids, or an id is
+    outside the vocabulary.
     """
     tokenizer = config.tokenizer
     named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
@@ -82,7 +92,8 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
     path, *others = expanded(paths, flag=f"--data.{name}")
     require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
     known = "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
-    with rephrased(f"{path} cannot be read (%s). {known}", Exception):  # NumPy parses headers as Python.
+    # NumPy parses headers as Python.
+    with rephrased(f"{path} cannot be read (%s). {known}", Exception):
         array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
     # Not `np.issubdtype`, which takes durations (timedelta64) for integers.
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and array.dtype.kind in "iu"
@@ -95,7 +106,9 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
 
 
 def _check_plain(path: str, ids: np.ndarray) -> None:
-    """Raises `UserError` if the first ids [T] of a .bin file, read as uint16, are a header or ids of another width.
+    """Raises `UserError` if the first ids [T] of a .bin file are not plain uint16 ids.
+
+    The ids were read as uint16, but may be a header or ids of another width.
 
     They would be trained on without a sign that they are not the user's ids.
     """
@@ -112,7 +125,11 @@ def _check_plain(path: str, ids: np.ndarray) -> None:
 
 
 def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
-    """Returns what is odd about ids [T] that were read as uint16, and the dtype they seem to have, or None."""
+    """Detects ids [T] that were read as uint16 but seem to have another dtype.
+
+    Returns a description of the anomaly and the dtype that the ids seem to have, or None if they
+    look like uint16.
+    """
     if len(ids) >= _FEWEST_HALVES:
         even, odd = ids[0::2], ids[1::2]
         for upper, lower, order in ((odd, even, "<"), (even, odd, ">")):
@@ -135,7 +152,10 @@ def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
 
 
 def _scan(array: np.memmap, name: str) -> tuple[str, int]:
-    """Returns sha256 of a file's dtype and ids, and the largest id. Raises `UserError` for an id out of range."""
+    """Returns sha256 of a file's dtype and ids, and the largest id.
+
+    Raises `UserError` for an id out of range.
+    """
     path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
     for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
         for block in file.blocks():
@@ -151,14 +171,18 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class IdVocabulary(Vocabulary):
-    """Token ids as tokens, for ids or weights without a vocabulary: numbers from 0 to V - 1, with white space between.
+    """Token ids as tokens, for ids or weights without a vocabulary.
+
+    The tokens are the numbers from 0 to V - 1, with white space between them.
 
     >>> IdVocabulary(size=20).encode(b"5 17").tolist()
     [5, 17]
     """
 
-    tokens: tuple[()] = ()  # Ids have no text to save.
-    size: int = 0  # V. A default, because a dataclass would take the property of `Vocabulary` for one.
+    # Ids have no text to save.
+    tokens: tuple[()] = ()
+    # V. A default, because a dataclass would take the property of `Vocabulary` for one.
+    size: int = 0
 
     kind: ClassVar[str] = "id"
     join: ClassVar[Any] = tuple
@@ -192,7 +216,10 @@ class IdVocabulary(Vocabulary):
 
 
 def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
-    """Returns the token ids [T] of a document. Raises `UserError`, with a text's `name`, if it has no ids."""
+    """Returns the token ids [T] of a document.
+
+    Raises `UserError`, with a text's `name`, if it has no ids.
+    """
     if isinstance(document, str | bytes):
         with rephrased(f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError):
             return vocabulary.encode(_bytes(document))
@@ -207,20 +234,26 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
-    """Returns the ids [1] of a token by its id or text. Raises `UserError` for a text of another number of tokens."""
+    """Returns the ids [1] of a token by its id or text.
+
+    Raises `UserError` for a text of another number of tokens.
+    """
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
     require(len(ids) == 1, f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
     return ids
 
 
 def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool = False) -> list[int]:
-    r"""Returns the id of the token that the setting `name` names by its text, with \n, \r and \t for white space.
+    r"""Returns the id of the token that the setting `name` names by its text.
 
-    The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError` if the text is not
-    exactly one token of the vocabulary, or, with `several`, one or more.
+    In the text, \n, \r and \t stand for white space.
+
+    The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError`
+    if the text is not exactly one token of the vocabulary, or, with `several`, one or more.
     """
     content, names = os.fsencode(unescape(text)), vocabulary.names()
-    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower case for a word.
+    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower
+    # case for a word.
     if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
         return [vocabulary.mark]
     with rephrased(f"{name} cannot be read by this model: %s", ValueError):
@@ -233,17 +266,20 @@ def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool =
 
 
 def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:
-    """Returns the ids [T] of a context and its continuation, and how many of them are the continuation's.
+    """Returns the ids [T] of a context and its continuation, and the continuation's number of ids.
 
-    Two texts are encoded together, because a token may begin in the context and end in the continuation. The
-    continuation's ids are the ones from the first that differs from the context's own ids. An empty continuation has 0.
+    Two texts are encoded together, because a token may begin in the context and end in the
+    continuation. The continuation's ids are the ones from the first that differs from the context's
+    own ids. An empty continuation has 0.
 
     Raises:
-      UserError: If a document cannot be encoded, or a continuation that is not empty adds no token to its context.
+      UserError: If a document cannot be encoded, or a continuation that is not empty adds no token
+        to its context.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
         ids = token_ids(vocabulary, _bytes(context) + _bytes(continuation))
-        # Counting the ids beyond the context's would give 0 for a continuation that only lengthens its last token.
+        # Counting the ids beyond the context's would give 0 for a continuation that only lengthens
+        # its last token.
         count = len(ids) - _common_length(ids, token_ids(vocabulary, context))
     else:
         continuation_ids = token_ids(vocabulary, continuation)
@@ -267,6 +303,9 @@ def _common_length(ids: np.ndarray, others: np.ndarray) -> int:
 
 
 def refuse_single_text(texts: Any) -> None:
-    """Raises `UserError` for a string instead of a list of documents: its characters would count as documents."""
+    """Raises `UserError` for a string instead of a list of documents.
+
+    Otherwise, the string's characters would count as documents.
+    """
     if isinstance(texts, str | bytes):
         raise UserError(f"texts must be a list of texts, got {texts[:40]!r}. Write [text].")

@@ -1,15 +1,15 @@
-"""Batching: cuts a stream of tokens into rows and segments, as a pure function of (seed, epoch, step).
+"""Batching: cuts a token stream into rows and segments, as a pure function of (seed, epoch, step).
 
-A text of T tokens has T - 1 targets, the tokens 1 .. T - 1. The input of a target is the token before it. Row b of the
-B rows reads the n targets from 1 + b * n on, L of them per step. With T = 12, B = 2 and L = 3, evaluation (n = 6) reads
-these targets, step by step:
+A text of T tokens has T - 1 targets, the tokens 1 .. T - 1. The input of a target is the token
+before it. Row b of the B rows reads the n targets from 1 + b * n on, L of them per step. With T =
+12, B = 2 and L = 3, evaluation (n = 6) reads these targets, step by step:
 
     row 0:   1 2 3 | 4  5  6
     row 1:   7 8 9 | 10 11 .      the last position is padding, of weight 0
 
-and training (n = 3, since only 3 of a row's 5 fill whole segments) the targets 1 2 3 and 4 5 6, again in each epoch.
-Other orders of an epoch (`txl_jax.data.epoch_order`) move the skipped targets. In these variants, targets in
-brackets have weight 0:
+and training (n = 3, since only 3 of a row's 5 fill whole segments) the targets 1 2 3 and 4 5 6,
+again in each epoch. Other orders of an epoch (`txl_jax.data.epoch_order`) move the skipped targets.
+In these variants, targets in brackets have weight 0:
 
     evaluation, 2 warm-up tokens      row 0:    1  2  3 | 4 5  6 | .  . .
                                       row 1:   (5  6) 7 | 8 9 10 | 11 . .
@@ -33,11 +33,15 @@ from txl_jax.data.epoch_order import EpochOrder, ShuffledSentences, random_roll,
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
-Rows = Sequence[int] | np.ndarray | None  # Indices of the rows of a process, ascending, or None for all.
+# Indices of the rows of a process, ascending, or None for all.
+Rows = Sequence[int] | np.ndarray | None
 
 
 class RowRanges(NamedTuple):
-    """The pairs (input, target) that each row reads in one pass: pair q has target q + 1. int64 [B] each."""
+    """The pairs (input, target) that each row reads in one pass.
+
+    Pair q has target q + 1. Each field is int64 [B].
+    """
 
     first: np.ndarray  # The first pair.
     scored: np.ndarray  # The first pair that counts.
@@ -48,14 +52,22 @@ class RowRanges(NamedTuple):
 class SegmentReader:
     """Segments of a text by step, built by `training_segments` or `evaluation_segments`."""
 
-    tokens: np.ndarray  # Integer ids [T]; may be memory-mapped, only the positions asked for are read.
-    batch_size: int  # B, rows over all processes.
-    segment_len: int  # L
-    stride: int  # New positions of each segment after a row's first; those before were read already.
-    rows: RowRanges  # Of all processes.
-    own: Rows  # The rows that are returned.
-    order: EpochOrder = sequential  # From an epoch's pairs to positions in the text.
-    repeats: bool = False  # Whether another epoch follows a pass; otherwise only padding does.
+    # Integer ids [T]; may be memory-mapped, only the positions asked for are read.
+    tokens: np.ndarray
+    # B, rows over all processes.
+    batch_size: int
+    # L
+    segment_len: int
+    # New positions of each segment after a row's first; those before were read already.
+    stride: int
+    # Of all processes.
+    rows: RowRanges
+    # The rows that are returned.
+    own: Rows
+    # From an epoch's pairs to positions in the text.
+    order: EpochOrder = sequential
+    # Whether another epoch follows a pass; otherwise only padding does.
+    repeats: bool = False
 
     @property
     def n_segments(self) -> int:
@@ -74,11 +86,13 @@ class SegmentReader:
         return len(self.tokens) - 1 - self.tokens_per_epoch
 
     def segments(self, first_step: int, count: int) -> Segments:
-        """Returns the segments of `count` steps from `first_step` on, of this process's rows: [S, own rows, L].
+        """Returns the segments of `count` steps from `first_step` on.
 
-        Training steps continue through epochs of `n_segments` steps, and rows are reset where one begins. In
-        evaluation, steps from `n_segments` on are padding, so all blocks have one shape. Raises ValueError if a step
-        is negative or a count below 1.
+        The segments have this process's rows: [S, own rows, L].
+
+        Training steps continue through epochs of `n_segments` steps, and rows are reset where one
+        begins. In evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
+        Raises ValueError if a step is negative or a count below 1.
         """
         if first_step < 0 or count < 1:
             raise ValueError(f"count must be at least 1 and first_step at least 0, got {count} and {first_step}")
@@ -87,11 +101,14 @@ class SegmentReader:
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
     def scored(self, first_step: int, count: int) -> np.ndarray:
-        """Returns the index of the token that each position of evaluation steps scores, int64 [S, B, L].
+        """Returns the index of the token that each position of evaluation steps scores.
+
+        The indices are int64 [S, B, L].
 
         Positions of weight 0 have index 0, the one token that is never scored.
 
-        >>> evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3).scored(1, 1).tolist()
+        >>> segments = evaluation_segments(np.arange(20, 32), batch_size=2, segment_len=3)
+        >>> segments.scored(1, 1).tolist()
         [[[4, 5, 6], [10, 11, 0]]]
         """
         pair_SxBxL = self._pairs(np.arange(first_step, first_step + count), self.rows.first)
@@ -99,7 +116,10 @@ class SegmentReader:
         return np.where(counts, pair_SxBxL + 1, 0)
 
     def _pairs(self, index_S: np.ndarray, first_B: np.ndarray) -> np.ndarray:
-        """Returns the index of the pair at each position, [S, B, L]. Indices continue past a row's end."""
+        """Returns the index of the pair at each position, [S, B, L].
+
+        Indices continue past a row's end.
+        """
         first_SxB = first_B + index_S[:, None] * self.stride
         return first_SxB[..., None] + np.arange(self.segment_len)
 
@@ -121,7 +141,10 @@ class SegmentReader:
 
 
 def take(tokens: np.ndarray, position: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Returns the tokens at positions in the text as int32, and 0 for padding, which may be past the text's end."""
+    """Returns the tokens at positions in the text as int32, and 0 for padding.
+
+    Padding may be past the text's end.
+    """
     return np.where(real, np.take(tokens, position, mode="clip"), 0).astype(np.int32)
 
 
@@ -145,16 +168,20 @@ def training_segments(
     Args:
       tokens: Integer ids [T], may be memory-mapped.
       batch_size: B, over all processes.
-      stride: Positions by which a row advances from segment to segment, or None for L. In all but its first segment of
+      stride: Positions by which a row advances from segment to segment, or None for L. In all but
+        its first segment of
         an epoch, only the last `stride` positions are scored.
-      roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same targets in each.
-      sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i] : starts[i + 1]].
+      roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same
+        targets in each.
+      sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i]
+        : starts[i + 1]].
         The sentences are shuffled in each epoch. None keeps the order of the text.
       own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
       UserError: If the text is too short for one segment, or the stride is above L.
-      ValueError: If own rows are outside the batch, or sentence starts do not match the text or come with a roll.
+      ValueError: If own rows are outside the batch, or sentence starts do not match the text or
+        come with a roll.
     """
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
@@ -183,7 +210,9 @@ def training_segments(
 def evaluation_segments(
     tokens: np.ndarray, *, batch_size: int, segment_len: int, warmup_tokens: int = 0, own: Rows = None
 ) -> SegmentReader:
-    """Builds the evaluation segments: every token but the first is a target of weight 1 exactly once. Rows are padded.
+    """Builds the evaluation segments of a text.
+
+    Every token except the first is a target of weight 1 exactly once. Rows are padded.
 
     >>> reader = evaluation_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.segments(1, 1).targets.tolist()
@@ -192,8 +221,8 @@ def evaluation_segments(
     The other arguments are described in `training_segments`.
 
     Args:
-      warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The first rows have
-        fewer, and a row without targets reads none.
+      warmup_tokens: Targets before its own that a row reads with weight 0, to fill its memory. The
+        first rows have fewer, and a row without targets reads none.
 
     Raises:
       UserError: If the text has fewer than 2 tokens, or warmup_tokens is negative.

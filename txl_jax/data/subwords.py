@@ -1,7 +1,9 @@
-"""Subword tokens of the optional package tokenizers: a Hugging Face tokenizer.json, loaded or trained on a text.
+"""Subword tokens of the optional package tokenizers.
 
-Padding, truncation, templates ("[CLS] ... [SEP]") and dropout in the file have no effect. A special token in the text,
-such as <|endoftext|>, is that token.
+The tokens come from a Hugging Face tokenizer.json, which is loaded or trained on a text.
+
+Padding, truncation, templates ("[CLS] ... [SEP]") and dropout in the file have no effect. A special
+token in the text, such as <|endoftext|>, is that token.
 """
 
 import dataclasses
@@ -22,31 +24,38 @@ from txl_jax.data.vocabulary import Vocabulary, escape, id_type
 from txl_jax.errors import MissingPackageError, UserError, rephrased
 from txl_jax.runtime import storage
 
-# What ends a document in the usual tokenizers. An unprompted text follows the first that the file has.
+# What ends a document in the usual tokenizers. An unprompted text follows the first that the file
+# has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-_MOST_TOKENS = 1 << 22  # A few bytes could claim any id, and tables have a row for each id.
-_LONGEST_PARAGRAPH = 1 << 20  # Characters without a line that could be cut before; more are cut between words.
-# Characters of a word for training. Merging the letters of a word takes time with the square of its length, and text
-# without white space (Chinese, DNA, base64) is one word. The parts of 4 MB take as long as words of 80 letters.
+# A few bytes could claim any id, and tables have a row for each id.
+_MOST_TOKENS = 1 << 22
+# Characters without a line that could be cut before; more are cut between words.
+_LONGEST_PARAGRAPH = 1 << 20
+# Characters of a word for training. Merging the letters of a word takes time with the square of its
+# length, and text without white space (Chinese, DNA, base64) is one word. The parts of 4 MB take as
+# long as words of 80 letters.
 _LONGEST_TRAINED_WORD = 1024
 # Runs of that many letters, digits, other characters or white space: the words of byte-level BPE.
 _LONG_WORDS = re.compile(
     "|".join(f"{character}{{{_LONGEST_TRAINED_WORD}}}" for character in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s"))
 )
-# The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for themselves; other
-# bytes, in order, are the characters from U+0100 on.
+# The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for
+# themselves; other bytes, in order, are the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {chr(256 + i): bytes([b]) for i, b in enumerate(_OTHERS)}
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # Of tokenizers that spell unknown characters in bytes.
+# Of tokenizers that spell unknown characters in bytes.
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclasses.dataclass(frozen=True)
 class SubwordVocabulary(Vocabulary):
     """The tokens of a tokenizer.json."""
 
-    content: str = dataclasses.field(repr=False)  # Of the file.
-    _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)  # Were checked.
+    # Of the file.
+    content: str = dataclasses.field(repr=False)
+    # Were checked.
+    _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)
 
     kind: ClassVar[str] = "subword"
 
@@ -66,12 +75,18 @@ class SubwordVocabulary(Vocabulary):
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of the unknown token, or None if every text can be encoded, or others are an error."""
+        """Returns the id of the unknown token, or None.
+
+        It is None if every text can be encoded, or if a text that cannot be encoded is an error.
+        """
         name, found = self._settings["model"].get("unk_token"), self._settings["model"].get("unk_id")
         return self._tokenizer.token_to_id(name) if name else found
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks. Raises `UserError` for a character that cannot be encoded."""
+        """Yields the ids of a split, in blocks.
+
+        Raises `UserError` for a character that cannot be encoded.
+        """
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
                 try:
@@ -88,11 +103,15 @@ class SubwordVocabulary(Vocabulary):
         return np.array(self._ids(text), id_type(self.size))
 
     def _ids(self, text: str) -> list[int]:
-        with rephrased("the tokenizer cannot encode the text (%s)", Exception):  # The package raises nothing narrower.
+        # The package raises nothing narrower.
+        with rephrased("the tokenizer cannot encode the text (%s)", Exception):
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _check_characters(self, text: str) -> None:
-        """Raises `UserError` for a character that would vanish: BPE without an unknown token drops such characters."""
+        """Raises `UserError` for a character that would vanish.
+
+        BPE without an unknown token drops such characters.
+        """
         model, normalizer = self._settings["model"], self._tokenizer.normalizer
         if model.get("type") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
             return
@@ -122,7 +141,8 @@ class SubwordVocabulary(Vocabulary):
     def _tokenizer(self) -> Any:
         lib, settings = package(), json.dumps(self._settings)
         with rephrased("%s", Exception):
-            tokenizer_growth.check(self._settings, lib)  # Before the package normalizes the added tokens.
+            # Before the package normalizes the added tokens.
+            tokenizer_growth.check(self._settings, lib)
             return lib.Tokenizer.from_str(settings)
 
     @functools.cached_property
@@ -132,7 +152,10 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
-        """The bytes of each token after another token, because decoders drop a space at a text's start."""
+        """The bytes of each token when it follows another token.
+
+        Another token comes first because decoders drop a space at a text's start.
+        """
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         texts = [b""] * self.size
         added = {ids[token["content"]]: token["content"] for token in self._settings.get("added_tokens") or ()}
@@ -152,10 +175,12 @@ class SubwordVocabulary(Vocabulary):
 
 
 def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
-    """Trains byte-level BPE (Radford et al., 2019) of V = `size` tokens, 256 bytes among them, or fewer on short texts.
+    """Trains byte-level BPE (Radford et al., 2019) of V = `size` tokens, or fewer on short texts.
 
-    It finds the same merges each time, on any number of threads, so all hosts get the same vocabulary. Raises
-    `UserError` if size is below 256 or the text is not UTF-8.
+    The tokens include the 256 bytes.
+
+    It finds the same merges each time, on any number of threads, so all hosts get the same
+    vocabulary. Raises `UserError` if size is below 256 or the text is not UTF-8.
     """
     require(size >= 256, f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}")
     lib = package()

@@ -17,7 +17,8 @@ import tqdm
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 
-BLOCK_BYTES = 1 << 20  # Large enough that the cost per block is negligible, small compared with any model.
+# Large enough that the cost per block is negligible, small compared with any model.
+BLOCK_BYTES = 1 << 20
 SPLITS = ("train", "valid", "test")
 BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
 # First bytes of files that are seldom meant to be read as they are.
@@ -30,21 +31,30 @@ _LONGEST_WORD = 1 << 16  # Bytes. Longer ranges without white space are cut betw
 class File:
     """A named range of consecutive bytes."""
 
-    name: str  # For errors: a path, or the name of a part of a corpus.
-    size: int  # Bytes.
-    blocks: Callable[[], Iterator[bytes]]  # Each call starts at the first byte; together `size` bytes.
-    offset: int = 0  # Position of the first byte in the file of that name.
+    # For errors: a path, or the name of a part of a corpus.
+    name: str
+    # Bytes.
+    size: int
+    # Each call starts at the first byte; together `size` bytes.
+    blocks: Callable[[], Iterator[bytes]]
+    # Position of the first byte in the file of that name.
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     """A text in three splits, before it becomes tokens."""
 
-    name: str  # Short, for a row of a table.
-    description: str  # One human-readable line, without the tokens.
-    digest: str  # sha256 of the content, in hexadecimal.
-    splits: dict[str, tuple[File, ...]]  # Keys: SPLITS.
-    closed_alphabet: bool = False  # Byte tokens are the values that occur in it: a whole published corpus.
+    # Short, for a row of a table.
+    name: str
+    # One human-readable line, without the tokens.
+    description: str
+    # sha256 of the content, in hexadecimal.
+    digest: str
+    # Keys: SPLITS.
+    splits: dict[str, tuple[File, ...]]
+    # Byte tokens are the values that occur in it: a whole published corpus.
+    closed_alphabet: bool = False
 
 
 def digest_of(digests: Iterable[str]) -> str:
@@ -92,7 +102,10 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
 
 
 def checked(path: str, *, flag: str) -> str:
-    """Returns the path of a file that the user named. Raises `UserError` if it is not a file with content."""
+    """Returns the path of a file that the user named.
+
+    Raises `UserError` if it is not a file with content.
+    """
     if os.path.isfile(path) and os.path.getsize(path):
         return path
     if not os.path.exists(path):
@@ -117,10 +130,12 @@ def expanded(names: Iterable[str], *, flag: str) -> list[str]:
 def json_texts(
     lines: Iterable[bytes], field: str, *, name: str, zeros_allowed: bool = True
 ) -> Iterator[tuple[int, str]]:
-    """Yields the text in a field of each JSON line that is not empty, after the line's number, from 1 on.
+    """Yields the line number and the text of a field for each JSON line that is not empty.
 
-    Raises `UserError` with number and `name` of the file for a line without such a text, or, unless `zeros_allowed`,
-    for a text with a zero character, which only bytes may contain.
+    Line numbers start at 1.
+
+    Raises `UserError` with number and `name` of the file for a line without such a text, or, unless
+    `zeros_allowed`, for a text with a zero character, which only bytes may contain.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -145,10 +160,12 @@ def json_texts(
 
 
 def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
-    """Yields the files' text, UTF-8, in blocks that cut neither a character nor a word of usual length.
+    """Yields the files' UTF-8 text in blocks.
 
-    With `close_lines` a last line without a newline gets one, so that the line ends with its file. Raises `UserError`,
-    which names file and offset, for a byte that is zero or not UTF-8.
+    The blocks cut neither a character nor a word of usual length.
+
+    With `close_lines` a last line without a newline gets one, so that the line ends with its file.
+    Raises `UserError`, which names file and offset, for a byte that is zero or not UTF-8.
     """
     for file in files:
         rest, offset = b"", file.offset
@@ -163,8 +180,12 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
 
 
 def _last_border(block: bytes) -> int:
-    """Returns where to cut: after the last white space, or, in a very long word, before a character."""
-    # White space at the very end stays with the next block: a line without its newline leaves a remainder.
+    """Returns the position at which to cut a block.
+
+    It is after the last white space or, in a very long word, before a character.
+    """
+    # White space at the very end stays with the next block: a line without its newline leaves a
+    # remainder.
     border = max(block.rfind(b"\n"), *(block.rfind(white, 0, -1) for white in (b" ", b"\t", b"\r"))) + 1
     if not border and len(block) >= _LONGEST_WORD:
         border = len(block) - 1
@@ -174,7 +195,7 @@ def _last_border(block: bytes) -> int:
 
 
 def packed_as(head: bytes) -> str:
-    """Returns the format of a file that begins like a compressed one or UTF-16, or an empty text."""
+    """Returns the format of a file that begins like a compressed or UTF-16 file, or else ""."""
     return next((kind for start, kind in _PACKED.items() if head.startswith(start)), "")
 
 

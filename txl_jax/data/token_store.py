@@ -2,13 +2,14 @@
 
 A store is a directory:
 
-train.npy, valid.npy, test.npy   ids, one axis, of the smallest type that holds them
-sentences.npy                    int64 [n + 1]: the start of each training line, and the end of the last
-vocabulary.txt                   the vocabulary
-store.json                       sizes and sha256 of the others, written last
+train.npy, valid.npy, test.npy  ids, one axis, of the smallest type that holds them
+sentences.npy                   int64 [n + 1]: where each training line starts, and the last ends
+vocabulary.txt                  the vocabulary
+store.json                      sizes and sha256 of the others, written last
 
-Its name has the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text or setting never
-finds an old store. Every byte is checked when a store is opened, since a flipped bit would be learned unnoticed.
+Its name has the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text
+or setting never finds an old store. Every byte is checked when a store is opened, since a flipped
+bit would be learned unnoticed.
 """
 
 import dataclasses
@@ -39,18 +40,23 @@ _BLOCK_IDS = 1 << 16  # Ids that are searched for marks at a time.
 class TokenStore:
     """A text as ids."""
 
-    vocabulary: str  # In its saved form.
-    splits: dict[str, np.ndarray]  # Memory-mapped, read-only [T].
-    sentences: np.ndarray | None  # Starts of the training text's lines, or None if they are not marked.
+    # In its saved form.
+    vocabulary: str
+    # Memory-mapped, read-only [T].
+    splits: dict[str, np.ndarray]
+    # Starts of the training text's lines, or None if they are not marked.
+    sentences: np.ndarray | None
 
 
 def open_store(
     text: Text, settings: dict[str, Any], make_vocabulary: Callable[[], Vocabulary], *, folder: Path
 ) -> TokenStore:
-    """Opens the store of a text in `folder`, or writes it first, with the vocabulary that `make_vocabulary` returns.
+    """Opens the store of a text in `folder`, writing it first if needed.
 
-    `settings` are everything but the text that the ids depend on, as JSON. Raises `UserError` if the text cannot be
-    encoded, or the directory cannot be written to.
+    A new store is written with the vocabulary that `make_vocabulary` returns.
+
+    `settings` are everything but the text that the ids depend on, as JSON. Raises `UserError` if
+    the text cannot be encoded, or the directory cannot be written to.
     """
     path = _path(text, settings, folder)
     if not _is_whole(path):
@@ -70,7 +76,8 @@ def open_store(
 def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore | None:
     """Returns the store that `open_store` would open, or None if it is yet to be written.
 
-    The directory may be a stranger's, whose digests fit and whose arrays are not ids: then it is None too.
+    The directory may be a stranger's, whose digests fit and whose arrays are not ids: then it is
+    None too.
     """
     path = _path(text, settings, folder)
     if not _is_whole(path):
@@ -157,7 +164,8 @@ def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> i
         file.seek(0)
         _write_header(file, dtype, length)
         file.flush()
-        os.fsync(file.fileno())  # Else a power cut after the renaming could leave a store with holes.
+        # Else a power cut after the renaming could leave a store with holes.
+        os.fsync(file.fileno())
     return length
 
 
@@ -173,7 +181,8 @@ def _line_starts(ids: np.ndarray, vocabulary: Vocabulary) -> Iterator[np.ndarray
         yield np.array([0])
     for first in range(0, len(ids), _BLOCK_IDS):
         marks = first + np.flatnonzero(ids[first : first + _BLOCK_IDS] == vocabulary.mark)
-        yield marks[seen % 2 :: 2] if double else marks + 1  # With two marks per line, a line starts at every other.
+        # With two marks per line, a line starts at every other.
+        yield marks[seen % 2 :: 2] if double else marks + 1
         seen += len(marks)
     if double:
         yield np.array([len(ids)])

@@ -1,7 +1,7 @@
-"""Vocabularies: the interface of all kinds of tokens, their saved form, and their text piece by piece.
+"""Vocabularies: the interface of all kinds of tokens, their saved form, and their text in pieces.
 
-Ids of characters and words are ranked by their counts in the training split, which the adaptive softmax needs, and
-equally frequent ones by first occurrence, as in the original release.
+Ids of characters and words are ranked by their counts in the training split, which the adaptive
+softmax needs, and equally frequent ones by first occurrence, as in the original release.
 """
 
 import codecs
@@ -19,15 +19,22 @@ from txl_jax.errors import UserError, rephrased
 from txl_jax.metrics import Measure
 
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
-TITLE = "txl_jax vocabulary"  # The first words of a saved vocabulary.
-Ending = int | bytes | None  # What ends a generated text and is part of it: a token, or a string of several.
+# The first words of a saved vocabulary.
+TITLE = "txl_jax vocabulary"
+# What ends a generated text and is part of it: a token, or a string of several.
+Ending = int | bytes | None
 _IDS_PER_BLOCK = 1 << 20
-MOST_UNKNOWN = 0.001  # Share of unknown tokens, whose bytes are not known.
-_ENUMS = {"newlines": Newlines, "line_mark": LineMark}  # Settings of the saved form that are not plain JSON.
+# Share of unknown tokens, whose bytes are not known.
+MOST_UNKNOWN = 0.001
+# Settings of the saved form that are not plain JSON.
+_ENUMS = {"newlines": Newlines, "line_mark": LineMark}
 
 
 class Vocabulary(Protocol):
-    """A map between text and token ids. Kinds are dataclasses: the first field is the tokens, the others settings."""
+    """A map between text and token ids.
+
+    Kinds are dataclasses: the first field is the tokens, the others settings.
+    """
 
     kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
     measure: ClassVar[Measure] = Measure.PPL  # Usual measure of a loss per token.
@@ -60,20 +67,30 @@ class Vocabulary(Protocol):
 
     @property
     def unknown_id(self) -> int | None:
-        """Returns the id of tokens that the vocabulary lacks, or None if such a text is an error."""
+        """Returns the id of tokens that the vocabulary lacks, or None if such text is an error."""
         return None
 
     def names(self) -> list[bytes]:
-        """Returns the name of each token: its text, a word without the space after it, a mark as its own word."""
+        """Returns the name of each token.
+
+        A name is the token's text. A word's name omits the space after it, and a mark's name is its
+        own word.
+        """
         return [self.decode([token]) for token in range(self.size)]
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, in blocks. Raises `UserError` with the file's name if it cannot encode a text."""
+        """Yields the ids of a split, in blocks.
+
+        Raises `UserError` with the file's name if it cannot encode a text.
+        """
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Returns the ids of a text that may continue: its end is not marked. Raises `UserError` like `blocks`."""
+        """Returns the ids of a text that may continue: its end is not marked.
+
+        Raises `UserError` like `blocks`.
+        """
         try:
             return self._encode(text.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -84,7 +101,9 @@ class Vocabulary(Protocol):
         return self.encode(text.encode())
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the text of ids of any shape, in row-major order. Raises `UserError` for an id out of range.
+        """Returns the text of ids of any shape, in row-major order.
+
+        Raises `UserError` for an id out of range.
 
         Texts of successive ids may be concatenated.
         """
@@ -97,11 +116,15 @@ class Vocabulary(Protocol):
 
     @property
     def byte_lengths(self) -> np.ndarray | None:
-        """Returns how many bytes of text each token [V] stands for, or None if the tokens have no text."""
+        """Returns the number of bytes of text per token [V], or None if the tokens have no text."""
         return np.array(list(map(len, self._texts))) if self._texts else None
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """Returns the bytes of text that ids [T] stand for, or 0 if unknown: no text, or > 0.1 % unknown tokens."""
+        """Returns the number of bytes of text that ids [T] stand for, or 0 if it is unknown.
+
+        It is unknown if the tokens have no text, or if more than 0.1 % of the ids are unknown
+        tokens.
+        """
         if (lengths := self.byte_lengths) is None:
             return 0
         counts = np.zeros(self.size, np.int64)
@@ -111,7 +134,10 @@ class Vocabulary(Protocol):
         return int(counts @ lengths) if is_known else 0
 
     def count_unknown(self, *arrays: np.ndarray) -> int:
-        """Returns how many ids of arrays [T], which may be memory-mapped, are of tokens that the vocabulary lacks."""
+        """Returns how many ids of arrays [T] are of tokens that the vocabulary lacks.
+
+        The arrays may be memory-mapped.
+        """
         if self.unknown_id is None:
             return 0
         count = 0
@@ -146,7 +172,10 @@ def dumps(vocabulary: Vocabulary) -> str:
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
-    """Parses the saved form of a vocabulary of one of `kinds`. Raises `UserError` if `text` is not one."""
+    """Parses the saved form of a vocabulary of one of `kinds`.
+
+    Raises `UserError` if `text` is not one.
+    """
     title, *lines = text.removesuffix("\n").split("\n")
     expected = f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token"
     damaged = f"{expected}, got {title[:60]!r} as the first line (%s)"
@@ -190,26 +219,36 @@ def unescape(line: str) -> str:
 class TextStream:
     r"""The text of one sequence of tokens, piece by piece, up to the first stop string.
 
-    A stop string is found in the text, whatever tokens it is made of. The one that is complete first counts. A piece
-    that may be the beginning of one is held back, and so are the bytes of a character that is not complete.
+    A stop string is found in the text, whatever tokens it is made of. The one that is complete
+    first counts. A piece that may be the beginning of one is held back, and so are the bytes of a
+    character that is not complete.
 
     >>> stream = TextStream(bytes, ["\n\n", "end"])
-    >>> stream.add(b"one\n"), stream.add(b"two\ne"), stream.add(b"n"), stream.add(b"ough end."), stream.ended
-    ('one', '\ntwo\n', '', 'enough ', True)
+    >>> [stream.add(piece) for piece in (b"one\n", b"two\ne", b"n", b"ough end.")]
+    ['one', '\ntwo\n', '', 'enough ']
+    >>> stream.ended
+    True
     """
 
     def __init__(
         self, decode: Callable[[Any], bytes], stop: Sequence[str], ending: Ending = None, errors: str = "replace"
     ):
-        """Begins an empty text, with `Vocabulary.decode` and non-empty stop strings. `errors` is as in `open`."""
+        """Begins an empty text, with `Vocabulary.decode` and non-empty stop strings.
+
+        `errors` is as in `open`.
+        """
         self._decode, self._ending, self._held = decode, ending, b""
-        kept = {ending: len(ending)} if isinstance(ending, bytes) else {}  # Bytes of each string that the text keeps.
+        # Bytes of each string that the text keeps.
+        kept = {ending: len(ending)} if isinstance(ending, bytes) else {}
         self._stop = kept | dict.fromkeys(map(str.encode, stop), 0)
         self._characters = codecs.getincrementaldecoder("utf-8")(errors=errors)
         self.ended = False  # Whether a stop string or the ending was found.
 
     def add(self, ids: Any) -> str:
-        """Returns the text that is certain once ids [T] are added. It never includes a stop string."""
+        """Returns the text that is certain once ids [T] are added.
+
+        It never includes a stop string.
+        """
         if self.ended:
             return ""
         if isinstance(self._ending, int) and (at := np.flatnonzero(ids == self._ending)).size:
@@ -230,6 +269,9 @@ class TextStream:
         return self._characters.decode(piece)
 
     def finish(self) -> str:
-        """Returns the text that was held back, when no more tokens come. Bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text that was held back, when no more tokens come.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
         piece, self._held = self._held, b""
         return self._characters.decode(piece, final=True)

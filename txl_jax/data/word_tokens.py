@@ -102,7 +102,10 @@ class WordVocabulary(Vocabulary):
 
 @dataclasses.dataclass(frozen=True)
 class CharacterVocabulary(Vocabulary):
-    """Unicode characters by rank. The replacement character encodes those not in the training split."""
+    """Unicode characters by rank.
+
+    The replacement character encodes those not in the training split.
+    """
 
     characters: str = dataclasses.field(repr=False)  # Distinct.
 

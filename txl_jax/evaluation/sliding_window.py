@@ -1,18 +1,21 @@
-"""Sliding-window evaluation, for models without recurrence (Al-Rfou et al., 2018; section 4.5 of the paper).
+"""Sliding-window evaluation for models without recurrence (Al-Rfou et al., 2018).
 
-A window of A tokens is encoded without memory and its last `stride` positions are scored. Then it moves by `stride`.
-The first window scores all its positions, since there is nothing before them. With T = 9, A = 4 and stride 2 the
-windows read, from the first to the last, the tokens
+See also section 4.5 of the Transformer-XL paper.
+
+A window of A tokens is encoded without memory and its last `stride` positions are scored. Then it
+moves by `stride`. The first window scores all its positions, since there is nothing before them.
+With T = 9, A = 4 and stride 2 the windows read, from the first to the last, the tokens
 
     0 1 2 3              and score 1 2 3 4
         2 3 4 5          and score 5 6
             4 5 6 7      and score 7 8
 
-so that every token but the first is scored exactly once, each from the token before it. Past the first window a token
-is predicted from A - stride + 1 to A tokens; with stride 1, the published protocol, always from A, and everything is
-computed again for each of them.
+so that every token but the first is scored exactly once, each from the token before it. Past the
+first window a token is predicted from A - stride + 1 to A tokens; with stride 1, the published
+protocol, always from A, and everything is computed again for each of them.
 
-The model's memory has no slots here, so this also measures a model with relative positions without recurrence.
+The model's memory has no slots here, so this also measures a model with relative positions without
+recurrence.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,13 +38,18 @@ WindowStep = Callable[[Any, Any, Any], jax.Array]
 class Windows(NamedTuple):
     """B windows, each with the targets of its last n positions."""
 
-    inputs: np.ndarray  # int32 [B, A]; 0 past the text's end.
-    targets: np.ndarray  # int32 [B, n]; 0 past the text's end.
-    scored: np.ndarray  # int64 [B, n]: which token of the text each target is; 0 past the text's end.
+    # int32 [B, A]; 0 past the text's end.
+    inputs: np.ndarray
+    # int32 [B, n]; 0 past the text's end.
+    targets: np.ndarray
+    # int64 [B, n]: which token of the text each target is; 0 past the text's end.
+    scored: np.ndarray
 
 
 def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
-    """Returns the jitted scoring of windows. Its arguments decide A and the number n of scored positions.
+    """Returns the jitted scoring of windows.
+
+    Its arguments decide A and the number n of scored positions.
 
     Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.
     """
@@ -66,8 +74,8 @@ def evaluate_windows(
 ) -> Totals:
     """Scores the targets of all windows, of which there is at least one batch.
 
-    `after_call` gets the totals so far after each call but the last, and may raise to stop. `token_nats`, floats [T],
-    receives each scored token's loss, in nats.
+    `after_call` gets the totals so far after each call but the last, and may raise to stop.
+    `token_nats`, floats [T], receives each scored token's loss, in nats.
     """
     totals = Totals()
     pending: tuple[jax.Array, np.ndarray] | None = None
@@ -81,7 +89,8 @@ def evaluate_windows(
 
     for batch in batches:
         nll = step(params, batch.inputs, batch.targets)
-        if pending is not None:  # Fetched one call late, so that the device never waits for the host.
+        # Fetched one call late, so that the device never waits for the host.
+        if pending is not None:
             totals += fetch(*pending)
             after_call(totals)
         pending = nll, batch.scored
@@ -90,9 +99,10 @@ def evaluate_windows(
 
 
 def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int) -> Iterator[Windows]:
-    """Yields the first window by itself, with n = A, then the others in batches of B, with n = `stride`.
+    """Yields the first window by itself (n = A), then the others in batches of B (n = `stride`).
 
-    Past the end of the text windows are padded, so that their targets are predicted from as many tokens as elsewhere.
+    Past the end of the text windows are padded, so that their targets are predicted from as many
+    tokens as elsewhere.
 
     >>> for batch in window_batches(np.arange(9), attention_len=4, stride=2, batch_size=1):
     ...     print("inputs", batch.inputs.tolist(), "targets", batch.targets.tolist())
@@ -106,7 +116,10 @@ def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch
 
 
 def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
-    """Returns the tokens that are scored at every context length: every `stride`-th one with `longest` before it."""
+    """Returns the tokens that are scored at every context length.
+
+    They are every `stride`-th token that has `longest` tokens before it.
+    """
     what = f"the longest context must be less than the text's {n_token:,} tokens, got {longest:,}"
     require(longest < n_token, f"{what}. Pass a longer text or shorter contexts.")
     return np.arange(longest, n_token, stride)
@@ -122,10 +135,12 @@ def context_losses(
     batch_size: int,
     after_call: Callable[[Totals], None] = lambda totals: None,
 ) -> np.ndarray:
-    """Computes the nats of the tokens at positions `scored` [n], each from `context` tokens and no others: float32 [n].
+    """Computes the losses, in nats, of the tokens at positions `scored` [n].
 
-    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c = 500 costs 500 times
-    as much as streaming.
+    Each token is predicted from `context` tokens and no others. The losses are float32 [n].
+
+    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c =
+    500 costs 500 times as much as streaming.
     """
     nats = np.zeros(len(tokens), np.float32)
     batches = _in_batches(tokens, scored - context, context, 1, batch_size)

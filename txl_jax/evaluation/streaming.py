@@ -33,7 +33,8 @@ class Scores(NamedTuple):
 SEGMENTS_PER_CALL = 8  # S, of every evaluation. It also decides which tails are scored together.
 _SCORED_TOGETHER = 1024  # Positions.
 
-# (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's (`txl_jax.inference.scorer`).
+# (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's
+# (`txl_jax.inference.scorer`).
 EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
 
 
@@ -48,7 +49,10 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
         n_together = _segments_together(n_segment, shape, n_tail=len(model.config.cutoffs))
 
         def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, jax.Array]:
-            """Returns a segment's losses in nats, or the hidden states from which losses are computed together."""
+            """Returns a segment's losses in nats, or its hidden states.
+
+            If hidden states are returned, losses are computed from them together.
+            """
             hidden, memory = scorer.forward(weights, memory, segment.inputs)
             return state, memory, hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets)
 
@@ -65,9 +69,10 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
 def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> int:
     """Returns how many segments [B, L] to score at a time, a divisor of S.
 
-    A tail of the adaptive softmax is read from memory for few tokens of a segment: of 64 tokens, seven are in the
-    160,000 words of the second tail of WikiText-103. Scoring 8 such segments together took 180 ms on an AMD EPYC (2
-    cores), one after the other 395 ms. Up to 1024 positions, so that logits stay small.
+    A tail of the adaptive softmax is read from memory for few tokens of a segment: of 64 tokens,
+    seven are in the 160,000 words of the second tail of WikiText-103. Scoring 8 such segments
+    together took 180 ms on an AMD EPYC (2 cores), one after the other 395 ms. Up to 1024 positions,
+    so that logits stay small.
     """
     most = _SCORED_TOGETHER // math.prod(shape) if n_tail else 1
     return max(n for n in range(1, n_segment + 1) if n_segment % n == 0 and n <= max(most, 1))
@@ -76,10 +81,14 @@ def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> 
 def _score_together(
     nll: Callable[[jax.Array, jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, n_together: int
 ) -> jax.Array:
-    """Computes the nats of hidden states [S, B, L, D] and targets [S, B, L], `n_together` segments at a time."""
+    """Computes the losses of hidden states [S, B, L, D] and targets [S, B, L], in nats.
+
+    This scores `n_together` segments at a time.
+    """
 
     def score(group: tuple[jax.Array, jax.Array]) -> jax.Array:
-        of_rows = (jnp.moveaxis(array, 0, 1) for array in group)  # Rows first: the mesh shards them.
+        # Rows first: the mesh shards them.
+        of_rows = (jnp.moveaxis(array, 0, 1) for array in group)
         return jnp.moveaxis(nll(*of_rows), 1, 0)
 
     def groups(array: jax.Array) -> jax.Array:
@@ -101,9 +110,10 @@ def evaluate(
 ) -> Totals:
     """Scores the whole text of `reader` with the scorer's prepared weights, S segments per call.
 
-    The memory is donated, and any of the right shape: the reader's reset bits empty it first. `place` puts segments on
-    the devices. `after_call` gets the segments done and the totals so far after each call but the last, and may raise
-    to stop. `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored.
+    The memory is donated, and any of the right shape: the reader's reset bits empty it first.
+    `place` puts segments on the devices. `after_call` gets the segments done and the totals so far
+    after each call but the last, and may raise to stop. `token_nats`, floats [T], receives each
+    token's loss in nats. The first token is not scored.
     """
     totals = Totals()
     pending: tuple[int, Scores] | None = None
@@ -120,7 +130,8 @@ def evaluate(
     for first in range(0, reader.n_segments, segments_per_call):
         segments = place(reader.segments(first, segments_per_call))
         memory, scores = eval_step(weights, memory, segments)
-        if pending is not None:  # Fetched one call late, so that the device never waits for the host.
+        # Fetched one call late, so that the device never waits for the host.
+        if pending is not None:
             totals += fetch(*pending)
             after_call(first, totals)
         pending = first, scores

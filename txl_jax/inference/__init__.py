@@ -1,4 +1,4 @@
-"""Inference: prepared parameters, the KV cache, the forward pass that reads it, scoring and generation.
+"""Inference: prepared parameters, KV cache, the forward pass that reads it, scoring and generation.
 
 prepare.py    `DecodeParams`, a model's parameters made ready once
 cache.py      `KVCache`, a ring of projected keys and values

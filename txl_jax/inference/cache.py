@@ -16,19 +16,25 @@ from txl_jax.ops.matmul import Int8, quantize
 class KVCache(flax.struct.PyTreeNode):
     """A KV cache: the memory, projected once to keys and values, in a ring of R slots per row.
 
-    Training keeps the layers' inputs instead (`txl_jax.memory.Memory`), since the projections change with every update.
-    A segment of L tokens overwrites the oldest L slots, so nothing is moved. R is M rounded up to a multiple of L,
-    so that no segment is written across the ring's end. Each layer has its own arrays: one array for all layers
-    would have to be cut apart, that is copied, in every step. Keys are along their last axis, values are not: the
-    order in which the products of attention read them (on a CPU, a step of one token takes 1.2 times as long with
-    both laid out as the values).
+    Training keeps the layers' inputs instead (`txl_jax.memory.Memory`), since the projections
+    change with every update. A segment of L tokens overwrites the oldest L slots, so nothing is
+    moved. R is M rounded up to a multiple of L, so that no segment is written across the ring's
+    end. Each layer has its own arrays: one array for all layers would have to be cut apart, that is
+    copied, in every step. Keys are along their last axis, values are not: the order in which the
+    products of attention read them (on a CPU, a step of one token takes 1.2 times as long with both
+    laid out as the values).
     """
 
-    keys: tuple[jax.Array | Int8, ...]  # Per layer [B, H, E, R]; int8 has a scale per row, head and slot.
-    values: tuple[jax.Array | Int8, ...]  # Per layer [B, H, R, E]; the same.
-    valid: jax.Array  # int32 [B], how many of the latest slots may be seen, at most M.
-    write_index: jax.Array  # int32 [], the oldest slot, where the next segment goes; [B] if each row has its own.
-    mem_len: int = flax.struct.field(pytree_node=False)  # M
+    # Per layer [B, H, E, R]; int8 has a scale per row, head and slot.
+    keys: tuple[jax.Array | Int8, ...]
+    # Per layer [B, H, R, E]; the same.
+    values: tuple[jax.Array | Int8, ...]
+    # int32 [B], how many of the latest slots may be seen, at most M.
+    valid: jax.Array
+    # int32 [], the oldest slot, where the next segment goes; [B] if each row has its own.
+    write_index: jax.Array
+    # M
+    mem_len: int = flax.struct.field(pytree_node=False)
 
     @property
     def capacity(self) -> int:
@@ -38,7 +44,10 @@ class KVCache(flax.struct.PyTreeNode):
 
 @flax.struct.dataclass
 class InitialKeyValue:
-    """Contents of each slot of an empty `KVCache`, per layer [H, E]: the projections of a zero state."""
+    """The contents of each slot of an empty `KVCache`, per layer [H, E].
+
+    They are the projections of a zero state.
+    """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -55,7 +64,10 @@ def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Arr
 
 
 def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
-    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots; `after` is `write_slots`'s."""
+    """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots.
+
+    `after` is the same as in `write_slots`.
+    """
     n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
     if not capacity:
         return cache
@@ -80,13 +92,16 @@ def write_slots(
     count: jax.Array | int,
     after: jax.Array,
 ) -> KVCache:
-    """Writes the first `count` of n tokens to any slots of the rings. `valid` and `write_index` do not change.
+    """Writes the first `count` of n tokens to any slots of the rings.
 
-    Keys and values are, per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a segment of one row.
-    `rows` and `slots`, int32 [n], are the places of the tokens. `after` is any array that is computed from all reads of
-    the cache. The slots are made to depend on it, since otherwise XLA may write before the last read and then keeps a
-    copy of the whole cache, in every step (on a CPU 21 ms a token more for 12 layers with M = 2100;
-    `lax.optimization_barrier` is removed before it decides).
+    `valid` and `write_index` do not change.
+
+    Keys and values are, per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a
+    segment of one row. `rows` and `slots`, int32 [n], are the places of the tokens. `after` is any
+    array that is computed from all reads of the cache. The slots are made to depend on it, since
+    otherwise XLA may write before the last read and then keeps a copy of the whole cache, in every
+    step (on a CPU 21 ms a token more for 12 layers with M = 2100; `lax.optimization_barrier` is
+    removed before it decides).
     """
     slots = _index_after(slots, after)
 
@@ -110,8 +125,9 @@ def _index_after(index: jax.Array, after: jax.Array) -> jax.Array:
 def _update(ring: jax.Array, new: jax.Array, start: dict[int, jax.Array]) -> jax.Array:
     """Writes `new` into a ring, from the indices `start` by axis, or 0.
 
-    bfloat16 is written as bits: XLA's CPU backend would turn the ring to float32 for it and back (12 layers with
-    M = 2100, a token: 11 ms instead of 16 ms, a copy still; in float32 nothing is copied).
+    bfloat16 is written as bits: XLA's CPU backend would turn the ring to float32 for it and back
+    (12 layers with M = 2100, a token: 11 ms instead of 16 ms, a copy still; in float32 nothing is
+    copied).
     """
     indices = [jnp.asarray(start.get(axis, 0), jnp.int32) for axis in range(ring.ndim)]
     if ring.dtype != jnp.bfloat16:
@@ -127,7 +143,10 @@ def _write_rings(
     values: Sequence[jax.Array],
     write_array: Callable[[jax.Array, jax.Array, int], jax.Array],
 ) -> KVCache:
-    """Applies `write_array` (ring, new states in its layout, axis of its slots) to each array of the cache."""
+    """Applies `write_array` to each array of the cache.
+
+    `write_array` takes a ring, new states in the ring's layout, and the axis of the ring's slots.
+    """
 
     def write_ring(ring: jax.Array | Int8, new: jax.Array, axis: int) -> jax.Array | Int8:
         stored = as_cache_dtype(new, ring.dtype, axis=5 - axis)
@@ -151,7 +170,8 @@ def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start:
         values = tuple(as_cache_dtype(row[None, :, None, :], dtype, axis=3) for row in rows.values)
         return jax.tree.map(lambda ring, fill: jnp.where(here, fill, ring), rings, (keys, values))
 
-    # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not copy them.
+    # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not
+    # copy them.
     keys, values = jax.lax.fori_loop(0, jnp.any(marked).astype(jnp.int32), clear, (cache.keys, cache.values))
     return cache.replace(keys=keys, values=values, valid=valid)
 
@@ -172,7 +192,10 @@ def unrotate(cache: KVCache) -> KVCache:
 
 
 def take_unrotated(ready: KVCache, cache: KVCache, rows: jax.Array) -> KVCache:
-    """Returns `ready`, for segments of one token, with the `rows` (bool [B]) of a ring of segments."""
+    """Returns `ready` with the `rows` (bool [B]) taken from `cache`.
+
+    `ready` is for segments of one token, and `cache` is a ring of segments.
+    """
 
     def take(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old) if old.ndim else old

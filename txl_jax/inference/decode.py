@@ -1,18 +1,19 @@
 """Decoding: the programs that read prompts and draw tokens, one token of R rows per step.
 
-One prompt, n samples of a prompt, many prompts side by side (`inference.generate`) and the server (`serving.rows`) all
-run `decode_block`. State between calls is the cache on the device. The host keeps everything else and passes it as
-`Rows`, so a row may read, draw or do nothing in any call:
+One prompt, n samples of a prompt, many prompts side by side (`inference.generate`) and the server
+(`serving.rows`) all run `decode_block`. State between calls is the cache on the device. The host
+keeps everything else and passes it as `Rows`, so a row may read, draw or do nothing in any call:
 
-    number  -2    -1     0     1     2       of the token that a step samples. Below 0 nothing is sampled
+    number  -2    -1     0     1     2       number of the token to sample, below 0: none
     reads    a     b     c     x     y       a, b, c: the end of the prompt
     draws    -     -     x     y     z
 
-- Token number i of a sample is sampled with a key made only of (seed, sample, i). So a text depends neither
-  on the number of tokens per call nor on the other rows.
-- Rows that read and end together share one index of the ring: a step writes one slice. In the server each row has its
-  own index, that is its own position, so that what it computes does not depend on when it joined. A row that does
-  nothing stays where it is. It computes all the same, and overwrites its oldest slot: the ring needs M + 1 slots.
+- Token number i of a sample is sampled with a key made only of (seed, sample, i). So a text depends
+  neither on the number of tokens per call nor on the other rows.
+- Rows that read and end together share one index of the ring: a step writes one slice. In the
+  server each row has its own index, that is its own position, so that what it computes does not
+  depend on when it joined. A row that does nothing stays where it is. It computes all the same, and
+  overwrites its oldest slot: the ring needs M + 1 slots.
 """
 
 import functools
@@ -33,16 +34,26 @@ from txl_jax.ops import sampling
 class Rows(NamedTuple):
     """Arguments of one call for R rows, made by the host."""
 
-    given: Any  # int32 [R, G], tokens that are known, the latest last. Those before it are read while number < 0.
-    number: Any  # int32 [R], of the token that the first step draws, at least -(G - 1).
-    steps: Any  # int32 [R], steps of this call; 0 if the row does nothing.
-    key: Any  # uint32 [R, ..], `row_key`.
-    stop: Any  # int32 [], the token that ends a row, or -1.
-    scored: Any = None  # bool [R], whether scores are wanted; None without `top`.
+    # int32 [R, G], tokens that are known, the latest last. Those before it are read while number <
+    # 0.
+    given: Any
+    # int32 [R], of the token that the first step draws, at least -(G - 1).
+    number: Any
+    # int32 [R], steps of this call; 0 if the row does nothing.
+    steps: Any
+    # uint32 [R, ..], `row_key`.
+    key: Any
+    # int32 [], the token that ends a row, or -1.
+    stop: Any
+    # bool [R], whether scores are wanted; None without `top`.
+    scored: Any = None
 
 
 class Limits(NamedTuple):
-    """Limits of sampling: numbers for all rows, or arrays [R] with one for each row, then without top-k."""
+    """Limits of sampling: numbers for all rows, or arrays [R] with one number per row.
+
+    Arrays do not support top-k.
+    """
 
     temperature: Any
     top_p: Any
@@ -78,9 +89,10 @@ def decode_block(
 ) -> tuple[KVCache, jax.Array, jax.Array, Scores | None]:
     """Runs up to `count` steps, until every row has done its steps or has drawn its stop token.
 
-    The parameters are for single tokens. The cache of R rows, with one index or an index per row, is to be donated.
-    With `top` the drawn tokens and so many most likely ones are scored. Returns the cache, the drawn tokens int32
-    [R, count], which are `rows.stop` where a row has ended, the number of steps that ran, and the scores [R, count].
+    The parameters are for single tokens. The cache of R rows, with one index or an index per row,
+    is to be donated. With `top` the drawn tokens and so many most likely ones are scored. Returns
+    the cache, the drawn tokens int32 [R, count], which are `rows.stop` where a row has ended, the
+    number of steps that ran, and the scores [R, count].
     """
     n_row, n_given = rows.given.shape
     keys = jax.random.wrap_key_data(rows.key)
@@ -121,18 +133,23 @@ def decode_block(
 
 
 def prefill(params: DecodeParams, cache: KVCache, tokens: jax.Array) -> KVCache:
-    """Reads a segment [R, L] of every row. The rows have one index, a multiple of L. The cache is to be donated."""
+    """Reads a segment [R, L] of every row.
+
+    The rows have one index, a multiple of L. The cache is to be donated.
+    """
     return forward.forward(params, tokens, cache)[1]
 
 
 def prefill_row(
     params: DecodeParams, cache: KVCache, row: jax.Array, tokens: jax.Array, count: jax.Array
 ) -> tuple[KVCache, jax.Array]:
-    """Reads the first `count` of tokens [W] in one row, whose index may be any. The cache is to be donated.
+    """Reads the first `count` of tokens [W] in one row, whose index may be any.
 
-    The row is taken out of the rings, so nothing of the others is in its numbers. The tokens after the first `count`
-    are padding, which leaves no trace. Returns the cache, in which `valid` and `write_index` are as before (the host
-    sets them), and hidden states [W, D].
+    The cache is to be donated.
+
+    The row is taken out of the rings, so nothing of the others is in its numbers. The tokens after
+    the first `count` are padding, which leaves no trace. Returns the cache, in which `valid` and
+    `write_index` are as before (the host sets them), and hidden states [W, D].
     """
     own = take_row(cache, row)
     first = own.write_index[0]
@@ -149,7 +166,10 @@ def take_row(cache: KVCache, row: jax.Array) -> KVCache:
 
 
 def put_row(cache: KVCache, row: jax.Array, own: KVCache) -> KVCache:
-    """Returns the cache with the contents of one row replaced by `own`, [1, ..]. The cache is to be donated."""
+    """Returns the cache with the contents of one row replaced by `own`, [1, ..].
+
+    The cache is to be donated.
+    """
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own)
 
 

@@ -3,17 +3,20 @@
     cache = init_cache(params, batch_size=1, segment_len=128, mem_len=3800)
     hidden, cache = forward(params, tokens, cache)
 
-Its mirror is training's forward pass, the definition: `modules.transformer_xl` (embedding, end), `modules.block`
-(`_forward_layer` here) and `modules.attention`. Training projects the whole memory to keys and values, and the position
-codes to position keys, in every segment and layer, as it must. Here the cache holds keys and values, and position keys
-are computed once. Both passes share `ops` and the objects of `modules.positions`. tests/inference/test_forward.py holds
-the numbers equal up to rounding, for every kind of model, over ten segments.
+Its mirror is training's forward pass, the definition: `modules.transformer_xl` (embedding, end),
+`modules.block` (`_forward_layer` here) and `modules.attention`. Training projects the whole memory
+to keys and values, and the position codes to position keys, in every segment and layer, as it must.
+Here the cache holds keys and values, and position keys are computed once. Both passes share `ops`
+and the objects of `modules.positions`. tests/inference/test_forward.py holds the numbers equal up
+to rounding, for every kind of model, over ten segments.
 
-Every encoding admits it: with relative positions (as the paper's and Shaw's) keys do not depend on their position, and
-absolute positions are in the stored states, which are reused as they are. An RNN has no keys (`inference.scorer`).
+Every encoding admits it: with relative positions (as the paper's and Shaw's) keys do not depend on
+their position, and absolute positions are in the stored states, which are reused as they are. An
+RNN has no keys (`inference.scorer`).
 
-Layers are unrolled and not a `lax.scan`: a scan would slice each layer's parameters and cache out of stacked arrays,
-that is copy them, in every step. Compile time therefore grows with N (0.2 s a layer on a CPU).
+Layers are unrolled and not a `lax.scan`: a scan would slice each layer's parameters and cache out
+of stacked arrays, that is copy them, in every step. Compile time therefore grows with N (0.2 s a
+layer on a CPU).
 """
 
 import dataclasses
@@ -42,7 +45,10 @@ from txl_jax.sharding.activations import constrain
 def init_cache(
     params: DecodeParams, *, batch_size: int, mem_len: int, segment_len: int, dtype: jnp.dtype | None = None
 ) -> KVCache:
-    """Returns the cache before the first segment, stored as `dtype`, or in the model's compute type if that is None."""
+    """Returns the cache before the first segment, stored as `dtype`.
+
+    If `dtype` is None, the cache is stored in the model's compute dtype.
+    """
     c, initial = params.model.config, params.initial
     capacity = cache_lib.cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lead = (batch_size, *initial.keys[0].shape)
@@ -63,9 +69,9 @@ def init_cache(
 def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
     """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
 
-    int [B, L] -> hidden states [B, L, D] of the last layer, and the cache moved on by L positions. L is 1 if each row
-    of the cache has its own index. Raises `UserError` if L does not divide the cache's capacity, or the parameters were
-    prepared for shorter lengths.
+    int [B, L] -> hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
+    L is 1 if each row of the cache has its own index. Raises `UserError` if L does not divide the
+    cache's capacity, or the parameters were prepared for shorter lengths.
     """
     segment_len = tokens.shape[1]
     found = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
@@ -83,12 +89,15 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
 def apply_layers(
     params: DecodeParams, tokens: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
-    """Computes what `forward` does before `finish`, without writing to the cache, whose index may be any, or [B].
+    """Computes the part of `forward` before `finish`, without writing to the cache.
+
+    The cache's index may have any value, and may be [B].
 
     int [B, L] -> hidden states [B, L, D], and keys and values per layer, each [B, H, L, E].
     """
     model = params.model
-    documents = memory_lib.documents(tokens, model.end_token)  # None unless data.reset_at keeps documents apart.
+    # None unless data.reset_at keeps documents apart.
+    documents = memory_lib.documents(tokens, model.end_token)
     start = None if documents is None else documents.start
     visibility = CachedVisibility(
         cache.valid, cache.write_index, tokens.shape[1], cache.capacity, params.window, document_start=start
@@ -117,7 +126,10 @@ def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Arra
 def _forward_layer(
     layer: Layer, model: TransformerXL, inputs: jax.Array, ring: tuple[Any, Any], visibility: CachedVisibility
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Applies a layer like `Block`: [B, L, D] -> outputs [B, L, D], and the segment's keys and values [B, H, L, E]."""
+    """Applies a layer as `Block` does.
+
+    [B, L, D] -> outputs [B, L, D], and the segment's keys and values [B, H, L, E].
+    """
     attention_norm, feed_forward_norm = (norm_of(model, scales) for scales in layer.norms)
     pre = model.config.layer_norm is NormPlace.PRE
     if layer.position_vectors is not None:
@@ -149,8 +161,9 @@ def _attend(
 ) -> jax.Array:
     """Computes `cached_attention`, row by row if each has its own index.
 
-    Only attention is: with `vmap` over all of a step, products of 16 rows with a matrix are made as those of one row
-    are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an AMD EPYC).
+    Only attention is: with `vmap` over all of a step, products of 16 rows with a matrix are made as
+    those of one row are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an
+    AMD EPYC).
     """
     if jnp.ndim(visibility.write_index) == 0:
         return cached_attention(query, key, value, ring, position, visibility, implementation=path)

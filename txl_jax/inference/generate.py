@@ -1,16 +1,16 @@
 """Generation on the host: prompts in, pieces of text out, over the programs of `inference.decode`.
 
-Whole segments of the prompts are prefilled in parallel, from an empty cache. The rest of each prompt, less than a
-segment, is read token by token. No row reads padding into its cache: when the last segment of a row is read, its cache
-is copied to the caches of single tokens before other rows' segments continue. With L = 3 and prompts of 5 (a) and 8 (b)
-tokens, x marks drawn tokens:
+Whole segments of the prompts are prefilled in parallel, from an empty cache. The rest of each
+prompt, less than a segment, is read token by token. No row reads padding into its cache: when the
+last segment of a row is read, its cache is copied to the caches of single tokens before other rows'
+segments continue. With L = 3 and prompts of 5 (a) and 8 (b) tokens, x marks drawn tokens:
 
     row 0:   a a a |       | a a x x x ..
     row 1:   b b b | b b b | b b x x x ..
 
-Every query sees the keys at the distances 0 to M (with `same_length` to M - 1), so a text does not depend on how its
-prompt was cut. A step overwrites the oldest slot of the ring and moves nothing, so time and memory per token stay the
-same however long the text becomes.
+Every query sees the keys at the distances 0 to M (with `same_length` to M - 1), so a text does not
+depend on how its prompt was cut. A step overwrites the oldest slot of the ring and moves nothing,
+so time and memory per token stay the same however long the text becomes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +32,22 @@ from txl_jax.inference.scorer import memory_dtype
 from txl_jax.runtime import distributed
 from txl_jax.sharding.mesh import bind_mesh
 
-# Rows whose prompts are read, but for the last tokens: the cache, and `given` [R, G] and `number` [R] of `decode.Rows`.
+# Rows whose prompts are read, but for the last tokens: the cache, and `given` [R, G] and `number`
+# [R] of `decode.Rows`.
 Started = tuple[KVCache, np.ndarray, np.ndarray]
 BLOCK = 16  # Tokens per call. Larger blocks are a little faster, smaller ones are seen sooner.
 
 
 class Generator:
-    """Compiled functions that generate text with prepared parameters, at the lengths of evaluation."""
+    """Compiled functions that generate text with prepared parameters, at the evaluation lengths."""
 
     def __init__(self, params: DecodeParams, eval_config: EvalConfig, *, mesh: Mesh | AbstractMesh | None = None):
-        """Compiles nothing yet, with parameters as evaluation prepares them (`Scorer.prepare_params`).
+        """Takes parameters as evaluation prepares them (`Scorer.prepare_params`).
 
-        `mesh` has the devices that the model is built for. None means one device, or the mesh that the caller enters.
+        Nothing is compiled yet.
+
+        `mesh` has the devices that the model is built for. None means one device, or the mesh that
+        the caller enters.
         """
         self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
         self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
@@ -68,11 +72,14 @@ class Generator:
         stop_token: Ending = None,
         stop_requested: Callable[[], Any] = lambda: False,
     ) -> Iterator[np.ndarray]:
-        """Yields int32 [B, up to `BLOCK`] until `config.length` tokens of B samples are drawn or all have ended.
+        """Yields the tokens of B samples, int32 [B, up to `BLOCK`].
 
-        The prompt [T] is read once for all samples. A sample ends with `stop_token`, which then fills its rest, or only
-        at `config.length` if that is None or a string. Once `stop_requested`, asked between segments of the prompt and
-        between blocks, is true nothing more comes. Raises `UserError` if the prompt is empty.
+        It stops when `config.length` tokens of each sample are sampled, or all samples have ended.
+
+        The prompt [T] is read once for all samples. A sample ends with `stop_token`, which then
+        fills its rest, or only at `config.length` if that is None or a string. Once
+        `stop_requested`, asked between segments of the prompt and between blocks, is true nothing
+        more comes. Raises `UserError` if the prompt is empty.
         """
         if len(prompt) == 0:
             raise UserError("the prompt must have at least one token, got an empty one")
@@ -111,15 +118,19 @@ class Generator:
         batch_size: int,
         stop_strings: Sequence[str] = (),
     ) -> Iterator[tuple[int, str]]:
-        """Yields the texts after all prompts in pieces, each with its prompt's number. Each text is as by itself.
+        """Yields the texts after all prompts in pieces, each with its prompt's number.
 
-        A prompt [T] has at least one token and, in `draws`, a seed and a sample's number. `decode` returns the bytes of
-        ids. A text includes its `ending`, but not the stop string. At most `batch_size` are continued side by side.
+        Each text is as by itself.
+
+        A prompt [T] has at least one token and, in `draws`, a seed and a sample's number. `decode`
+        returns the bytes of ids. A text includes its `ending`, but not the stop string. At most
+        `batch_size` are continued side by side.
         """
         order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         for first in range(0, len(order), batch_size):
             group = order[first : first + batch_size]
-            rows = min(1 << (len(group) - 1).bit_length(), batch_size)  # A program for each power of two.
+            # A program for each power of two.
+            rows = min(1 << (len(group) - 1).bit_length(), batch_size)
             keys = [row_key(*draws[number]) for number in group] + [row_key(0)] * (rows - len(group))
             started = self.prefill([prompts[number] for number in group], rows)
             streams = [TextStream(decode, stop_strings, ending) for _ in group]
@@ -138,7 +149,10 @@ class Generator:
     def prefill(
         self, prompts: Sequence[np.ndarray], rows: int, *, stop_requested: Callable[[], Any] = lambda: False
     ) -> Started:
-        """Reads the whole segments of prompts [T], each of at least one token, in the first of R = `rows` rows."""
+        """Prefills the whole segments of prompts [T] in the first of R = `rows` rows.
+
+        Each prompt has at least one token.
+        """
         segment_len = self._eval_config.segment_len
         known = [len(prompt) - 1 for prompt in prompts] + [0] * (rows - len(prompts))
         n_whole, n_rest = np.divmod(known, segment_len)
@@ -166,9 +180,12 @@ class Generator:
         ended: np.ndarray,
         stop_token: Ending,
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields tokens int32 [R, up to `BLOCK`], and their numbers, until every row has `config.length` or has ended.
+        """Yields tokens int32 [R, up to `BLOCK`], and their numbers.
 
-        Numbers below 0 or from the length on count steps without a token. `ended`, bool [R], is read before each call:
+        It stops when every row has `config.length` tokens or has ended.
+
+        Numbers below 0 or from the length on count steps without a token. `ended`, bool [R], is
+        read before each call:
         nothing more is wanted of those rows.
         """
         cache, given, number = started

@@ -1,9 +1,10 @@
 """Parameters prepared for inference: cast, scaled and laid out once instead of in every segment.
 
-    params = prepare_params(variables["params"], model, window=None, segment_len=128, mem_len=3800, clamp_len=1000)
+    params = prepare_params(variables["params"], model, window=None, segment_len=128, mem_len=3800,
+    clamp_len=1000)
 
-With int8 each matrix has a scale per channel: a column of a matrix, the code of a distance, a word of the softmax.
-Embeddings (a token reads one row), layer norms and biases stay as they are.
+With int8 each matrix has a scale per channel: a column of a matrix, the code of a distance, a word
+of the softmax. Embeddings (a token reads one row), layer norms and biases stay as they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,35 +27,56 @@ from txl_jax.ops.matmul import Int8Table, project, quantize, transpose
 
 
 class Layer(flax.struct.PyTreeNode):
-    """Prepared parameters of one layer, in the compute type. Matrices may be `Int8` or `Transposed`."""
+    """Prepared parameters of one layer, in the compute type.
 
-    query_key_value: Any  # [D, 3, H, E]; the query's part is divided by sqrt(E).
-    output: Any  # [H * E, D]
-    content_bias: jax.Array | None  # u, [H, E], divided by sqrt(E), or None if the encoding has none.
-    position_keys: PositionKeys | None  # None if positions are absolute.
-    position_vectors: jax.Array | None  # [L, D], added at the distances L - 1, .., 0 from the end, or None.
-    norms: tuple[Any, Any]  # Of attention and feed-forward part.
+    Matrices may be `Int8` or `Transposed`.
+    """
+
+    # [D, 3, H, E]; the query's part is divided by sqrt(E).
+    query_key_value: Any
+    # [H * E, D]
+    output: Any
+    # u, [H, E], divided by sqrt(E), or None if the encoding has none.
+    content_bias: jax.Array | None
+    # None if positions are absolute.
+    position_keys: PositionKeys | None
+    # [L, D], added at the distances L - 1, .., 0 from the end, or None.
+    position_vectors: jax.Array | None
+    # Of attention and feed-forward part.
+    norms: tuple[Any, Any]
     feed_forward: tuple[Dense, Dense]
 
 
 class DecodeParams(flax.struct.PyTreeNode):
     """Parameters of a `TransformerXL`, prepared for inference at given lengths."""
 
-    embed_and_norm: Any  # Embedding and final norm, by the names of the model's own parameters.
+    # Embedding and final norm, by the names of the model's own parameters.
+    embed_and_norm: Any
     layers: tuple[Layer, ...]
-    clusters: tuple[Cluster, ...]  # Of the softmax.
-    initial: InitialKeyValue  # Keys and values of an empty cache.
+    # Of the softmax.
+    clusters: tuple[Cluster, ...]
+    # Keys and values of an empty cache.
+    initial: InitialKeyValue
     model: TransformerXL = flax.struct.field(pytree_node=False)
-    window: int | None = flax.struct.field(pytree_node=False)  # Maximum keys per query, itself included, or None.
-    clamp_len: int | None = flax.struct.field(pytree_node=False)  # Argument of `TransformerXL.embed`.
-    max_keys: int = flax.struct.field(pytree_node=False)  # Maximum slots of the cache plus tokens of a segment.
+    # Maximum keys per query, itself included, or None.
+    window: int | None = flax.struct.field(pytree_node=False)
+    # Argument of `TransformerXL.embed`.
+    clamp_len: int | None = flax.struct.field(pytree_node=False)
+    # Maximum slots of the cache plus tokens of a segment.
+    max_keys: int = flax.struct.field(pytree_node=False)
 
     def for_generation(self, *, mem_len: int) -> "DecodeParams":
-        """Returns the parameters with a window, so that each query of a segment has as many keys as the next."""
+        """Returns the parameters with a window.
+
+        With the window, each query of a segment has as many keys as the next query.
+        """
         return self.replace(window=mem_len + 1 if self.window is None else self.window)
 
     def for_single_tokens(self, *, mem_len: int) -> "DecodeParams":
-        """Returns the parameters for segments of one token, with position keys and scores up to the distance M."""
+        """Returns the parameters for segments of one token.
+
+        They have position keys and scores up to the distance M.
+        """
 
         def shorten(layer: Layer) -> Layer:
             if (keys := layer.position_keys) is None:
@@ -76,11 +98,13 @@ def prepare_params(
     weight_dtype: WeightDType | None = None,
     transposed: bool = False,
 ) -> DecodeParams:
-    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory. To be jitted.
+    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory.
 
-    `window` and `clamp_len` are as in `DecodeParams`. For int8 weights `check_devices` has to allow the mesh. With
-    `transposed` the layers keep float matrices of at least 32 bits `Transposed`, which is faster for a few rows on a
-    CPU and changes nothing but rounding.
+    To be jitted.
+
+    `window` and `clamp_len` are as in `DecodeParams`. For int8 weights `check_devices` has to allow
+    the mesh. With `transposed` the layers keep float matrices of at least 32 bits `Transposed`,
+    which is faster for a few rows on a CPU and changes nothing but rounding.
     """
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
     lengths = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
@@ -110,7 +134,10 @@ def prepare_params(
 
 
 def check_devices(weight_dtype: str | None, num_devices: int) -> None:
-    """Raises `UserError` for int8 on several devices: the scales of a sharded table would need separate specs."""
+    """Raises `UserError` for int8 on multiple devices.
+
+    The scales of a sharded table would need separate specs.
+    """
     if weight_dtype is not None and num_devices > 1:
         wrong = f"eval.weight_dtype {weight_dtype} supports only one device, got a mesh of {num_devices}"
         raise UserError(f"{wrong}. Pass --mesh.data=1, or omit the dtype.")
@@ -135,7 +162,10 @@ def query_key_value(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _prepare_layer(params: Any, shared: Any, model: TransformerXL, **lengths: Any) -> Layer:
-    """Prepares one layer of the model's parameters. `shared` has the encoding's parameters of all layers."""
+    """Prepares one layer of the model's parameters.
+
+    `shared` has the encoding's parameters of all layers.
+    """
     c, attention = model.config, params["attention"]
     dtype = jnp.dtype(c.dtype)
     parts = attention["query"] * c.d_head**-0.5, attention["key"], attention["value"]
@@ -154,7 +184,10 @@ def _dense(params: Any, name: str, dtype: jnp.dtype) -> Dense:
 
 
 def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> InitialKeyValue:
-    """Computes keys and values of a state of zeros: zeros themselves, unless a layer norm with a bias comes first."""
+    """Computes the keys and values of a state of zeros.
+
+    They are zeros themselves, unless a layer norm with a bias comes first.
+    """
     zeros, keys, values = jnp.zeros((1, 1, model.config.d_model), jnp.dtype(model.config.dtype)), [], []
     for layer in layers:
         pre = model.config.layer_norm is NormPlace.PRE

@@ -1,4 +1,7 @@
-"""The functions with which streaming evaluation scores a model: a Transformer-XL with a KV cache, or an RNN."""
+"""The functions with which streaming evaluation scores a model.
+
+The model is a Transformer-XL with a KV cache, or an RNN.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,13 +21,21 @@ from txl_jax.modules.transformer_xl import TransformerXL
 
 
 class Scorer(NamedTuple):
-    """Functions to be jitted. Only these functions know the contents of the trees of weights and memories."""
+    """Functions to be jitted.
 
-    prepare_params: Callable[[Any], Any]  # Parameters to weights.
-    init_memory: Callable[[Any], Any]  # Weights to the memory before the first segment.
-    forward: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]  # Weights, memory, tokens [B, L] to hidden, memory.
-    nll: Callable[[Any, jax.Array, jax.Array], jax.Array]  # Weights, hidden, targets to nats [B, L].
-    reset: Callable[[Any, Any, jax.Array], Any]  # Weights, memory, rows bool [B] to the memory with those rows emptied.
+    Only these functions know the contents of the trees of weights and memories.
+    """
+
+    # Parameters to weights.
+    prepare_params: Callable[[Any], Any]
+    # Weights to the memory before the first segment.
+    init_memory: Callable[[Any], Any]
+    # Weights, memory, tokens [B, L] to hidden, memory.
+    forward: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]
+    # Weights, hidden, targets to nats [B, L].
+    nll: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    # Weights, memory, rows bool [B] to the memory with those rows emptied.
+    reset: Callable[[Any, Any, jax.Array], Any]
 
 
 def make_scorer(model: AnyModel, eval_config: EvalConfig) -> Scorer:
@@ -40,7 +51,10 @@ def memory_dtype(model: AnyModel, eval_config: EvalConfig) -> jnp.dtype:
 
 
 def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[Any, jax.Array]:
-    """Returns parameters and hidden states with logits (h w + b) / T, for a full softmax and T = `temperature`."""
+    """Returns parameters and hidden states with logits (h w + b) / T.
+
+    This is for a full softmax, and T is `temperature`.
+    """
     if temperature == 1:
         return params, hidden
     softmax = params["softmax"] | {"bias": params["softmax"]["bias"] / temperature}

@@ -1,10 +1,10 @@
-"""Exported models: functions that `jax.export` serializes (StableHLO), for programs without txl_jax.
+"""Exported models: functions serialized by `jax.export` (StableHLO), for programs without txl_jax.
 
     score(weights, memory, tokens, targets, reset) -> (nats, memory)
     generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
 
-Weights and memory are dictionaries, {"layers.0.output": array}. A memory begins as zeros with `reset` set in every row.
-docs/export.md describes the files.
+Weights and memory are dictionaries, {"layers.0.output": array}. A memory begins as zeros with
+`reset` set in every row. docs/export.md describes the files.
 """
 
 import hashlib
@@ -36,7 +36,10 @@ _MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = "manifest.json", "manifest.sha256", "wei
 
 
 class Function(NamedTuple):
-    """A function of weights, memory and its arguments in order, which returns its results in order and the memory."""
+    """A function of weights, memory and its arguments in order.
+
+    It returns its results in order, and the memory.
+    """
 
     call: Callable[..., Any]
     arguments: Arrays  # Shapes and dtypes.
@@ -52,7 +55,7 @@ class Functions(NamedTuple):
 
 
 def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
-    """Makes the functions of a model on one device: scoring, and a step of generation if `generates`.
+    """Makes a model's functions on one device: scoring, and a generation step if `generates`.
 
     `weights` are prepared parameters on the host (`Scorer.prepare_params`).
     """
@@ -98,8 +101,12 @@ def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, gene
 
 
 def _sample(log_p: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Samples a token per row of [B, V] at temperatures [B]. At 0 it is the most likely, the lowest id among equals."""
-    keys = jax.random.wrap_key_data(key, impl="threefry2x32")  # Whatever jax's default is where the function runs.
+    """Samples a token per row of [B, V] at temperatures [B].
+
+    At 0 it is the most likely, the lowest id among equals.
+    """
+    # Whatever jax's default is where the function runs.
+    keys = jax.random.wrap_key_data(key, impl="threefry2x32")
     greedy = temperature <= 0
     warm = jnp.where(greedy, 1, temperature)[:, None].astype(log_p.dtype)
     sampled = jax.vmap(jax.random.categorical)(keys, log_p / warm)
@@ -107,7 +114,10 @@ def _sample(log_p: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Arr
 
 
 def _named_once(weights: Any) -> tuple[Arrays, list[str]]:
-    """Returns the distinct leaves by name, and each leaf's name: a tied softmax has the embedding's table."""
+    """Returns the distinct leaves by name, and each leaf's name.
+
+    For example, a tied softmax has the embedding's table.
+    """
     first: dict[Any, str] = {}
     named: Arrays = {}
     names = []
@@ -125,7 +135,10 @@ def _names(tree: Any) -> list[str]:
 
 
 def write(folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> None:
-    """Lowers the functions for all platforms and writes the files into a local directory, the manifest last."""
+    """Lowers the functions for all platforms and writes the files into a local directory.
+
+    The manifest is written last.
+    """
     safetensors.write(folder / _WEIGHTS, from_tree(model.weights))
     storage.write_json(folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
     functions = {}
@@ -167,11 +180,12 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
     """Returns an exported model's manifest, weights and functions.
 
-    All files that are read are in the directory's own list and have a sha256 in the manifest. Raises `CheckpointError`
-    if a file was changed, or does not match the manifest.
+    All files that are read are in the directory's own list and have a sha256 in the manifest.
+    Raises `CheckpointError` if a file was changed, or does not match the manifest.
     """
     damaged = f"{folder / _MANIFEST} or a file that it lists was changed (%s). Export the model again."
-    with rephrased(damaged, Exception, to=CheckpointError):  # For a corrupted function jax.export raises nearly any.
+    # For a corrupted function jax.export raises nearly any.
+    with rephrased(damaged, Exception, to=CheckpointError):
         if storage.read(folder / _DIGEST) != _digest_line(storage.read(folder / _MANIFEST)):
             raise ValueError(f"its sha256 is not the one in {_DIGEST}")
         manifest, others = storage.read_json(folder / _MANIFEST), set(storage.names(folder)) - {_MANIFEST, _DIGEST}

@@ -1,7 +1,10 @@
-"""Vocabularies of other implementations: pickles of Hugging Face and of the authors' releases, and lists of words.
+"""Vocabularies of other implementations.
 
-An id is a token's place in their list `idx2sym`, and stays the same here. The releases write the bytes of enwik8 as
-decimal numbers, and text8 as letters with "_" for a space, by decreasing count: these become a `ByteVocabulary`.
+They are pickles from Hugging Face and from the authors' releases, and lists of words.
+
+An id is a token's place in their list `idx2sym`, and stays the same here. The releases write the
+bytes of enwik8 as decimal numbers, and text8 as letters with "_" for a space, by decreasing count:
+these become a `ByteVocabulary`.
 """
 
 import dataclasses
@@ -27,7 +30,8 @@ NAMES = (
 _ADDED = "added_tokens.json"
 _UNKNOWN = (UNKNOWN_WORD, UNKNOWN_WORD.upper())
 _SPACE_OF_TEXT8 = "_"
-_SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a pair, which a pickle may contain and UTF-8 may not.
+# Half of a pair, which a pickle may contain and UTF-8 may not.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Found(NamedTuple):
@@ -38,9 +42,12 @@ class Found(NamedTuple):
 
 
 def find(folder: Path, vocab_size: int) -> Found:
-    """Reads a directory's vocabulary, if it has one: a pickle, a file of PyTorch, or a text with a token per line.
+    """Reads a directory's vocabulary, if present.
 
-    Raises `UserError` if the file is corrupted, would run code, or has no vocabulary of the model's size.
+    The vocabulary is a pickle, a PyTorch file, or a text with one token per line.
+
+    Raises `UserError` if the file is corrupted, would run code, or has no vocabulary of the model's
+    size.
     """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
@@ -53,7 +60,9 @@ def find(folder: Path, vocab_size: int) -> Found:
 
 
 def _with_added(found: Found, path: Path) -> Found:
-    """Returns a vocabulary of words with those of added_tokens.json, where transformers keeps later ones by their ids.
+    """Returns a vocabulary of words with the words of added_tokens.json.
+
+    This is the file in which transformers keeps later words, by their ids.
 
     Raises `UserError` if the file is corrupted, or its ids do not continue the vocabulary's.
     """
@@ -76,7 +85,10 @@ def _with_added(found: Found, path: Path) -> Found:
 
 
 def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
-    """Returns a file's vocabulary, or raises `UserError` if the model has another number of tokens."""
+    """Returns a file's vocabulary after checking its size.
+
+    Raises `UserError` if the model has another number of tokens.
+    """
     if found.vocabulary and found.vocabulary.size != vocab_size:
         wrong = f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}"
         raise UserError(
@@ -86,7 +98,10 @@ def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
 
 
 def of_object(root: Any, *, name: str) -> Found:
-    """Returns the vocabulary in a pickled Vocab, Corpus or tokenizer, or raises `UserError` if it has no vocabulary."""
+    """Returns the vocabulary in a pickled Vocab, Corpus or tokenizer.
+
+    Raises `UserError` if it has no vocabulary.
+    """
     dataset = None
     for _ in range(3):
         parts = root.attributes() if isinstance(root, Record) else root
@@ -100,7 +115,10 @@ def of_object(root: Any, *, name: str) -> Found:
 
 
 def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None) -> Found:
-    """Returns the vocabulary of a list of tokens. `dataset` is the release's name of the corpus, if known."""
+    """Returns the vocabulary of a list of tokens.
+
+    `dataset` is the release's name of the corpus, if known.
+    """
     if not _are_distinct_texts(symbols):
         raise UserError(f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again.")
     if (values := _bytes_of(symbols)) is not None:
@@ -121,8 +139,12 @@ def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, datas
 
 
 def _are_distinct_texts(symbols: list[Any]) -> bool:
-    """Returns whether symbols are texts that differ, and there are any, in time bounded by the file's size."""
-    # A pickle can repeat one long text for two bytes. The same object twice is found without looking into it.
+    """Returns whether symbols are a non-empty list of distinct texts.
+
+    The time this takes is bounded by the file's size.
+    """
+    # A pickle can repeat one long text for two bytes. The same object twice is found without
+    # looking into it.
     if not symbols or len({id(symbol) for symbol in symbols}) != len(symbols):
         return False
     if not all(isinstance(symbol, str) for symbol in symbols):
@@ -143,7 +165,8 @@ def _of_text(path: Path) -> Found:
     """Returns a text file's vocabulary: our own format, or the first word of each line."""
     foreign = f"{path} is not UTF-8 (%s). Pass a list of words in UTF-8."
     with rephrased(f"{path} cannot be read (%s). Check the path.", OSError), rephrased(foreign, UnicodeDecodeError):
-        decoded = storage.read(path).decode("utf-8-sig")  # Without the byte-order mark that some editors write.
+        # Without the byte-order mark that some editors write.
+        decoded = storage.read(path).decode("utf-8-sig")
     if decoded.startswith(TITLE):
         return Found(read_vocabulary(path), [])
     fields = [line.split() for line in decoded.split("\n")]

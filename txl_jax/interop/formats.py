@@ -1,4 +1,7 @@
-"""Reads other implementations' models: recognises the format, infers the configuration, finds the vocabulary."""
+"""Reads other implementations' models.
+
+This recognizes the format, infers the configuration, and finds the vocabulary.
+"""
 
 import dataclasses
 import os
@@ -30,7 +33,8 @@ from txl_jax.interop.torch_files import TorchFile
 from txl_jax.interop.weight_files import Kind, WeightFiles
 from txl_jax.runtime import storage
 
-# In NVIDIA's checkpoints (DeepLearningExamples) the softmax's biases and untied tables are lists of parameters.
+# In NVIDIA's checkpoints (DeepLearningExamples) the softmax's biases and untied tables are lists of
+# parameters.
 _NVIDIA_LISTS = {"biases": "bias", "weights": "weight"}
 _NVIDIA_LISTED = re.compile(r"\Acrit\.out_layers_(biases|weights)\.(\d+)\Z")
 
@@ -48,16 +52,24 @@ class _Weights(NamedTuple):
     """A file's tensors and everything known about them."""
 
     path: Path
-    tensors: Leaves  # By the format's names (`original.Format`).
-    format: Format | None  # None if they belong to another model.
-    facts: Mapping[str, Any]  # The model's arguments, as a pickled module or a checkpoint records them.
-    folders: list[Path]  # Where a vocabulary may be.
-    vocabulary: Any = None  # A pickled vocabulary in the file itself.
+    # By the format's names (`original.Format`).
+    tensors: Leaves
+    # None if they belong to another model.
+    format: Format | None
+    # The model's arguments, as a pickled module or a checkpoint records them.
+    facts: Mapping[str, Any]
+    # Where a vocabulary may be.
+    folders: list[Path]
+    # A pickled vocabulary in the file itself.
+    vocabulary: Any = None
     notes: tuple[str, ...] = ()
 
 
 def read(path: str | os.PathLike[str]) -> Model:
-    """Reads another implementation's model from a file of weights or its directory, with config.json and vocabulary."""
+    """Reads another implementation's model from a file of weights or its directory.
+
+    This includes config.json and the vocabulary.
+    """
     path = Path(path)
     with reading(str(path)):
         files = weight_files.find(path)
@@ -75,7 +87,8 @@ def read(path: str | os.PathLike[str]) -> Model:
     except UserError as error:
         if str(file.parent) in str(error):
             raise
-        raise UserError(f"{file}: {error}") from error  # Errors on tensors and settings name only these.
+        # Errors on tensors and settings name only these.
+        raise UserError(f"{file}: {error}") from error
     return model._replace(leaves=guarded(model.leaves, name=str(file)))
 
 
@@ -100,7 +113,7 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
 
 
 def _vocabulary(weights: _Weights, vocab_size: int) -> vocabularies.Found:
-    """Returns the vocabulary in the file itself, or in the first of the directories that has one."""
+    """Returns the vocabulary in the file itself, or in the first directory that has one."""
     if weights.vocabulary is not None:
         found = vocabularies.of_object(weights.vocabulary, name=str(weights.path))
         return vocabularies.check_size(found, vocab_size, name=str(weights.path))
@@ -140,7 +153,10 @@ def _open(files: WeightFiles) -> _Weights:
 
 
 def _tensors(files: WeightFiles) -> tuple[Leaves, TorchFile | None]:
-    """Returns the tensors of all files by name, and the value of PyTorch's file if there is one file only."""
+    """Returns the tensors of all files by name, and the value of the PyTorch file.
+
+    The value is returned only if there is exactly one file.
+    """
     found: dict[str, Leaf] = {}
     file = None
     for path, wanted in files.parts.items():
@@ -160,7 +176,10 @@ def _tensors(files: WeightFiles) -> tuple[Leaves, TorchFile | None]:
 
 
 def _renamed(tensors: Leaves) -> dict[str, Leaf]:
-    """Returns NVIDIA's tensors by the release's names, without projections that the embedding shares and has too."""
+    """Returns NVIDIA's tensors by the release's names.
+
+    Projections that are shared with the embedding are omitted, because the embedding has them too.
+    """
     return {
         _NVIDIA_LISTED.sub(lambda match: f"crit.out_layers.{match[2]}.{_NVIDIA_LISTS[match[1]]}", name): leaf
         for name, leaf in tensors.items()

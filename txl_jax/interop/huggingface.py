@@ -1,4 +1,6 @@
-"""Hugging Face's `TransfoXLLMHeadModel` (transformers 4.35): its arguments, and a directory for `from_pretrained`.
+"""Export to Hugging Face's `TransfoXLLMHeadModel` (transformers 4.35).
+
+The module builds the class's arguments, and writes a directory for `from_pretrained`.
 
 The preset "hf" of `CompatConfig` gives the same numbers.
 """
@@ -21,7 +23,9 @@ _SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
 
 
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
-    """Returns the keyword arguments of `TransfoXLConfig` for a model at the lengths of `eval_config`, without dropout.
+    """Returns the keyword arguments of `TransfoXLConfig` for a model, without dropout.
+
+    They are for the lengths of `eval_config`.
 
     Raises `UserError` if the class has no such model.
     """
@@ -35,15 +39,18 @@ def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) 
         "proj_init_std": config.projection_init_std,
         "dropout": 0.0,
         "dropatt": 0.0,
-        "eos_token_id": None,  # By default `generate` stops at token 0, here a token like any other.
+        # By default `generate` stops at token 0, here a token like any other.
+        "eos_token_id": None,
     }
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
-    """Writes the files that transformers 4.35.2 reads with `TransfoXLLMHeadModel.from_pretrained(folder)`.
+    """Writes a model's files for transformers 4.35.2.
 
-    TransfoXLTokenizer reads words from vocab.txt without running code. Its own files are pickles. Returns and raises as
-    `original.write_model`.
+    The library reads them with `TransfoXLLMHeadModel.from_pretrained(folder)`.
+
+    TransfoXLTokenizer reads words from vocab.txt without running code. Its own files are pickles.
+    Returns and raises as `original.write_model`.
     """
     config, vocabulary = info.config, info.vocabulary
     arguments = config_of(config.model, config.eval, vocab_size=vocabulary.size) | {
@@ -62,7 +69,8 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
             "lower_case": vocabulary.lower_case,
             "unk_token": vocabulary.unknown,
             "eos_token": MARKS.get(vocabulary.line_mark, vocabulary.unknown),
-            "additional_special_tokens": [],  # The default adds one after the last id, where the table has no row.
+            # The default adds one after the last id, where the table has no row.
+            "additional_special_tokens": [],
         }
         write_json(folder / "tokenizer_config.json", tokenizer)
     return original.write_model(folder, info, leaves, arguments, Format.HUGGINGFACE)

@@ -1,8 +1,9 @@
-"""Infers a model's configuration from the names and shapes of its tensors, and from a file's metadata.
+"""Infers a model's configuration from its tensors' names and shapes, and from a file's metadata.
 
-Names are the authors' PyTorch release's. Shapes give almost everything. The facts, MemTransformerLM's keyword arguments
-as a file records them, add the place of the layer norm, the cutoffs of a softmax whose clusters have one width, the
-number of heads with added sinusoids, and the evaluation lengths. Reading the tensors finds contradictions.
+Names are the authors' PyTorch release's. Shapes give almost everything. The facts,
+MemTransformerLM's keyword arguments as a file records them, add the place of the layer norm, the
+cutoffs of a softmax whose clusters have one width, the number of heads with added sinusoids, and
+the evaluation lengths. Reading the tensors finds contradictions.
 """
 
 import itertools
@@ -27,10 +28,11 @@ _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 
 
 def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
-    """Infers the sizes, ties and encoding, V, the lengths, and one line per choice that is left open.
+    """Infers sizes, ties and encoding, V, the lengths, and one line per choice that is left open.
 
-    Only tensors that may be shared are read. Raises `UserError` if a tensor that decides on a size is missing or has
-    another rank, a fact has another type, or the facts lack something that the shapes leave open.
+    Only tensors that may be shared are read. Raises `UserError` if a tensor that decides on a size
+    is missing or has another rank, a fact has another type, or the facts lack something that the
+    shapes leave open.
     """
     facts = _checked(facts)
     notes: list[str] = []
@@ -48,7 +50,8 @@ def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, 
         **_attention(tensors, facts),
     }
     values |= {size: facts[size] for size in (*_SIZES, "untie_r") if size in facts}
-    values["n_layer"] = min(values["n_layer"], n_layer + 1)  # A huge number is wrong as soon as one layer is missing.
+    # A huge number is wrong as soon as one layer is missing.
+    values["n_layer"] = min(values["n_layer"], n_layer + 1)
     if values["d_embed"] == values["d_model"]:
         values["d_embed"] = None
     if "pre_lnorm" not in facts:
@@ -110,12 +113,14 @@ def _cutoffs(
 def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
     heads = _shape(tensors, "layers.0.dec_attn.o_net.weight", 2)[1]
     if "layers.0.dec_attn.r_net.weight" in tensors:
-        of_layer = "layers.0.dec_attn.r_w_bias"  # Hugging Face's, which has the shared one too if all are equal.
+        # Hugging Face's, which has the shared one too if all are equal.
+        of_layer = "layers.0.dec_attn.r_w_bias"
         by_layer = of_layer in tensors and "r_w_bias" not in tensors
         *layers, n_head, d_head = _shape(tensors, of_layer, 2) if by_layer else _shape(tensors, "r_w_bias", 2, 3)
         untie_r = by_layer or bool(layers)
         return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": untie_r}
-    if "r_bias" in tensors or "r_emb" in tensors:  # Al-Rfou's is cut into heads too, though it is added to the input.
+    # Al-Rfou's is cut into heads too, though it is added to the input.
+    if "r_bias" in tensors or "r_emb" in tensors:
         _, num_positions, n_head, d_head = _shape(tensors, "r_emb", 4)
         encoding = Encoding.SHAW if "r_bias" in tensors else Encoding.AL_RFOU
         return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
@@ -126,7 +131,10 @@ def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ties(tensors: Leaves, config: ModelConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tables and projections that embedding and softmax share, by the facts, or by equal values."""
+    """Returns the tables and projections that embedding and softmax share.
+
+    They are determined by the facts, or else by equal values.
+    """
 
     def tied(own: str, other: str) -> bool:
         return own not in tensors or (other in tensors and is_same(tensors[own], tensors[other]))
@@ -163,7 +171,10 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
 
 
 def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts that are used, by the release's names, or raises `UserError` for one of another type."""
+    """Returns the facts that are used, by the release's names.
+
+    Raises `UserError` for a fact of another type.
+    """
     found: dict[str, Any] = {}
     for key, kind in _KINDS.items():
         value = facts.get(key, facts.get(_OTHER_NAMES.get(key, key)))

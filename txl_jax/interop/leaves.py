@@ -1,4 +1,4 @@
-"""Arrays by name, read one at a time, so that a conversion needs memory for one array instead of all."""
+"""Arrays by name, read one at a time, so that a conversion needs memory for only one of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,18 +10,23 @@ from txl_jax.errors import reading
 
 
 class Leaf(NamedTuple):
-    """One array: its shape and dtype, and a function that reads a part of it, again in each call."""
+    """One array: its shape and dtype, and a function that reads a part of it.
+
+    The function reads the part again in each call.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    part: Callable[[Any], np.ndarray]  # Takes an index: slices, the number of an entry of the first axis, or `...`.
+    # Takes an index: slices, the number of an entry of the first axis, or `...`.
+    part: Callable[[Any], np.ndarray]
 
     def read(self) -> np.ndarray:
         """Returns the whole array."""
         return self.part(...)
 
 
-Leaves = Mapping[str, Leaf]  # A file's tensors by name, or parameters by path: "stack/layers/attention/query".
+# A file's tensors by name, or parameters by path: "stack/layers/attention/query".
+Leaves = Mapping[str, Leaf]
 
 
 def leaf_of(array: Any) -> Leaf:

@@ -1,8 +1,8 @@
 """Names of tensors, without what wrappers and frameworks put before and into them.
 
-A model that was compiled, replicated, or made an attribute of something else has other names than its own. This is the
-one place that knows, for all kinds of files. Names are told by the embedding's table, or by a layer's first matrix,
-which every Transformer-XL has.
+A model that was compiled, replicated, or made an attribute of something else has other names than
+its own. This is the one place that knows, for all kinds of files. Names are told by the embedding's
+table, or by a layer's first matrix, which every Transformer-XL has.
 """
 
 from collections.abc import Iterable
@@ -32,21 +32,27 @@ class Named(NamedTuple):
     """Tensors by an implementation's own names."""
 
     tensors: dict[str, Leaf]
-    notes: list[str]  # What was taken off or omitted, for people.
-    is_recognized: bool  # Whether they are a Transformer-XL's.
-    has_transformer: bool = False  # Whether all but the softmax begin with `TRANSFORMER`, as Hugging Face's do.
+    # What was taken off or omitted, for people.
+    notes: list[str]
+    # Whether they are a Transformer-XL's.
+    is_recognized: bool
+    # Whether all but the softmax begin with `TRANSFORMER`, as Hugging Face's do.
+    has_transformer: bool = False
 
 
 def without_wrappers(name: str) -> str:
-    """Returns a name without its parts that are wrappers: "module.layers.0._orig_mod.u" -> "layers.0.u"."""
+    """Returns a name without its parts that are wrappers.
+
+    For example, "module.layers.0._orig_mod.u" becomes "layers.0.u".
+    """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def known(tensors: Leaves) -> Named:
-    """Returns a model's tensors by its own names, without wrappers and without a prefix that they share.
+    """Returns a model's tensors by its own names, without wrappers and without a shared prefix.
 
-    Tensors that do not have the prefix belong to something else, and are omitted with a note. Raises `UserError` if two
-    names become one.
+    Tensors that do not have the prefix belong to something else, and are omitted with a note.
+    Raises `UserError` if two names become one.
     """
     plain: dict[str, Leaf] = {}
     for name, leaf in tensors.items():
@@ -82,7 +88,8 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     whole = []
     for prefix in prefixes[: 1 + _SHOWN]:  # A file could have one for each of its names.
         outer = prefix.removesuffix(TRANSFORMER)
-        # The softmax tells a model of Hugging Face from another one that is the attribute `transformer`.
+        # The softmax tells a model of Hugging Face from another one that is the attribute
+        # `transformer`.
         is_inner = any(name.startswith(f"{prefix}{_SOFTMAX}") for name in names)
         whole.append(prefix if is_inner else outer)
     return whole

@@ -1,13 +1,16 @@
-"""Weights of the authors' PyTorch release, in both directions, by its names and other implementations' names.
+"""Converts weights of the authors' PyTorch release, in both directions.
 
-    leaves = to_leaves(tensors, config, vocab_size=204)  # our parameters by path, from tensors by name
-    tensors = from_flax(params, config)                  # every name of the release's state_dict
+Tensors can have the release's names and other implementations' names.
 
-`_pieces` is the correspondence as one table, which both directions read. The release stores matrices as [out, in],
-stacks q, k and v in one, and has a tensor per layer and, in the softmax, a bias per cluster. Here matrices are
-[in, out] with heads as their own axis, layers are stacked, and there is one bias. The release's attn_type 0 is our
-relative encoding, 1 Shaw's (with `compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin with the
-greatest distance, ours with 0.
+    leaves = to_leaves(tensors, config, vocab_size=204)  # Our parameters by path.
+    tensors = from_flax(params, config)                  # Every name of the release's state_dict.
+
+`_pieces` is the correspondence as one table, which both directions read. The release stores
+matrices as [out, in], stacks q, k and v in one, and has a tensor per layer and, in the softmax, a
+bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are stacked, and
+there is one bias. The release's attn_type 0 is our relative encoding, 1 Shaw's (with
+`compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin with the greatest
+distance, ours with 0.
 """
 
 import enum
@@ -46,10 +49,14 @@ from txl_jax.runtime.storage import write_json, write_lines
 class Format(enum.StrEnum):
     """Implementations, whose tensors are by the names of the authors' PyTorch release."""
 
-    ORIGINAL = "original"  # That release. The last row of the softmax's head belongs to the first tail cluster.
-    NVIDIA = "nvidia"  # DeepLearningExamples, once `formats` has renamed its tensors.
-    TENSORFLOW = "tensorflow"  # The authors' TensorFlow release (`tensorflow.read`). Tails are in order, as here.
-    HUGGINGFACE = "huggingface"  # Tails in order, `PREFIX` before all but the softmax, u and v in every layer.
+    # That release. The last row of the softmax's head belongs to the first tail cluster.
+    ORIGINAL = "original"
+    # DeepLearningExamples, once `formats` has renamed its tensors.
+    NVIDIA = "nvidia"
+    # The authors' TensorFlow release (`tensorflow.read`). Tails are in order, as here.
+    TENSORFLOW = "tensorflow"
+    # Tails in order, `PREFIX` before all but the softmax, u and v in every layer.
+    HUGGINGFACE = "huggingface"
 
 
 PRESETS = {Format.ORIGINAL: "pytorch", Format.NVIDIA: "pytorch", Format.TENSORFLOW: "tf", Format.HUGGINGFACE: "hf"}
@@ -81,16 +88,20 @@ class Part(NamedTuple):
         return part.T if self.transposed else part
 
 
-Piece = tuple[Part, Part]  # A part of an original tensor, and the part of our parameter that holds the same numbers.
+# A part of an original tensor, and the part of our parameter that holds the same numbers.
+Piece = tuple[Part, Part]
 
 
 def to_leaves(
     tensors: Leaves, config: ModelConfig, *, vocab_size: int, format: Format = Format.ORIGINAL
 ) -> dict[str, Leaf]:
-    """Returns the parameters of `TransformerXL` (with `final_norm` off) by path, in the tensors' dtypes.
+    """Returns the parameters of `TransformerXL` by path, in the tensors' dtypes.
 
-    `tensors` are by their names in `format`. A shared one needs only one of its names. Raises `UserError` if a tensor
-    is missing, unknown or of the wrong shape, shared tensors differ, or the implementation does not support the model.
+    The model has `final_norm` off.
+
+    `tensors` are by their names in `format`. A shared one needs only one of its names. Raises
+    `UserError` if a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the
+    implementation does not support the model.
     """
     pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
     found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(tensors)
@@ -113,14 +124,20 @@ def to_leaves(
 def from_flax(
     params: Mapping[str, Any], config: ModelConfig, *, format: Format = Format.ORIGINAL
 ) -> dict[str, np.ndarray]:
-    """Inverts `to_leaves` for nested parameters, or for their gradients: a shared tensor's is the sum over its uses."""
+    """Inverts `to_leaves` for nested parameters, or for their gradients.
+
+    A shared tensor's gradient is the sum over its uses.
+    """
     leaves = from_leaves(leaves_lib.from_tree(params), config, format=format)
     tensors = {name: leaf.read() for name, leaf in leaves.items()}
     return tensors | {name: tensors[first] for name, first in aliases(config, format).items()}
 
 
 def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
-    """Inverts `to_leaves`, with only the first name of a shared tensor. Raises the same `UserError`s."""
+    """Inverts `to_leaves`, with only the first name of a shared tensor.
+
+    Raises the same `UserError`s.
+    """
     check_exportable(config, format)
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
@@ -134,7 +151,10 @@ def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.
 
 
 def check_exportable(config: ModelConfig, format: Format) -> None:
-    """Raises `UserError` if no setting of an implementation gives the model's formula. Names flags that avoid it."""
+    """Raises `UserError` if no setting of an implementation gives the model's formula.
+
+    Names flags that avoid it.
+    """
     owner = _OWNERS[format]
     preset = f"--compat={PRESETS[format]}"
 
@@ -167,7 +187,10 @@ def _has_encoding(config: ModelConfig, format: Format) -> bool:
 
 
 def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Leaf]:
-    """Returns leaves made of parts of others. Each pair is a part of a source and the part of a result it becomes."""
+    """Returns leaves made of parts of others.
+
+    Each pair is a part of a source and the part of a result it becomes.
+    """
     by_name: dict[str, list[tuple[Part, Part]]] = {}
     for pair in pairs:
         by_name.setdefault(pair[1].name, []).append(pair)
@@ -175,7 +198,8 @@ def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Lea
     def leaf(parts: list[tuple[Part, Part]]) -> Leaf:
         first, result = parts[0]
         dtype = sources[first.name].dtype
-        # By the entry of a stacked parameter, so that reading all layers does not search them for each one.
+        # By the entry of a stacked parameter, so that reading all layers does not search them for
+        # each one.
         entries = {target.place: [(source, target)] for source, target in parts if isinstance(target.place, int)}
 
         def part(index: Any) -> np.ndarray:
@@ -220,7 +244,10 @@ def _name(name: str, format: Format) -> str:
 
 
 def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTensor]:
-    """Returns the encoding's own tensors, or raises `UserError` if an implementation has no such encoding."""
+    """Returns the encoding's own tensors.
+
+    Raises `UserError` if an implementation has no such encoding.
+    """
     if not _has_encoding(config, format):
         raise UserError(f"model.encoding is {config.encoding}, unsupported in the {format} format. Choose another.")
     return encoding_of(config).original_tensors()
@@ -273,7 +300,10 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
 
 
 def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Piece]:
-    """Yields the clusters' tables, projections and biases. With div_val 1 they share one table and one bias."""
+    """Yields the clusters' tables, projections and biases.
+
+    With div_val 1 they share one table and one bias.
+    """
     bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
     shared = aliases(config)
 
@@ -296,19 +326,27 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
 
 
 def _has_frequencies(config: ModelConfig) -> bool:
-    """Returns whether the release adds or attends to sinusoids, whose frequencies its state_dict has."""
+    """Returns whether the release adds or attends to sinusoids.
+
+    If it does, its state_dict contains their frequencies.
+    """
     return encoding_of(config).original_type in (0, 2)
 
 
 def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
-    # Torch computes in float32: so rounded, at most 9 of 640 numbers differ from its own, and none for D = 64.
+    # Torch computes in float32: so rounded, at most 9 of 640 numbers differ from its own, and none
+    # for D = 64.
     exponents = (np.arange(0, d_model, 2, dtype=dtype) / np.array(d_model, dtype)).astype(_DOUBLE)
     return np.array(1, dtype) / (10000**exponents).astype(dtype)
 
 
 def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
-    """Raises `UserError` for other frequencies, which would make another model. A cast to 16 bits may round them."""
-    is_rounded = found.dtype.itemsize < 4 or format is Format.NVIDIA  # NVIDIA's recipe trains in 16 bits.
+    """Raises `UserError` for other frequencies, which would make another model.
+
+    A cast to 16 bits may round them.
+    """
+    # NVIDIA's recipe trains in 16 bits.
+    is_rounded = found.dtype.itemsize < 4 or format is Format.NVIDIA
     expected, rounding = _frequencies(d_model), 2**-8 if is_rounded else 1e-5
     if found.shape != expected.shape or not np.allclose(found.astype(_DOUBLE), expected, rtol=rounding, atol=0):
         wanted = f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}"
@@ -316,7 +354,10 @@ def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
-    """Writes the tensors under the release's names, and its `MemTransformerLM` arguments. See `write_model`."""
+    """Writes the tensors under the release's names, and its `MemTransformerLM` arguments.
+
+    See `write_model`.
+    """
     arguments = arguments_of(info.config.model, info.config.eval, vocab_size=info.vocabulary.size)
     return write_model(folder, info, leaves, arguments, Format.ORIGINAL)
 
@@ -324,7 +365,9 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
 def write_model(
     folder: Path, info: ModelInfo, leaves: Leaves, arguments: Mapping[str, Any], format: Format
 ) -> list[str]:
-    """Writes model.safetensors, config.json and the vocabulary for an implementation. Returns notes on differences.
+    """Writes model.safetensors, config.json and the vocabulary for an implementation.
+
+    Returns notes on differences.
 
     Raises `UserError` if the implementation does not support the model.
     """
@@ -336,7 +379,10 @@ def write_model(
 
 
 def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
-    """Returns the keyword arguments of the release's `MemTransformerLM` at the lengths of `eval_config`."""
+    """Returns the keyword arguments of the release's `MemTransformerLM`.
+
+    They are for the lengths of `eval_config`.
+    """
     same = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "tie_weight", "div_val")
     return {name: getattr(config, name) for name in same} | {
         "n_token": vocab_size,
@@ -356,7 +402,10 @@ def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: in
 
 
 def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
-    """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads. Returns notes on it."""
+    """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads.
+
+    Returns notes on it.
+    """
     portable.write_vocabulary(folder, vocabulary)
     if isinstance(vocabulary, SubwordVocabulary):
         return []
@@ -371,7 +420,10 @@ def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
 
 
 def _differences(config: ExperimentConfig, format: Format) -> list[str]:
-    """Lists the ways in which a model differs from an implementation's, some of which change the losses."""
+    """Lists the ways in which a model differs from an implementation's model.
+
+    Some of them change the losses.
+    """
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append("the release's class shares u and v among the layers, but here each layer has its own (untie_r)")

@@ -1,7 +1,10 @@
-"""txl_jax.json: settings of ours next to weights in another implementation's format, whose config.json lacks them.
+"""txl_jax.json: our settings next to weights in another implementation's format.
 
-It has no parameters. Its digest binds it to the weights that it was written for: next to others it is ignored, with a
-note. What the other config.json says (`Format`'s sizes and lengths) is not repeated, so that a change there is read.
+The file stores the settings that the implementation's config.json lacks.
+
+It has no parameters. Its digest binds it to the weights that it was written for: next to others it
+is ignored, with a note. What the other config.json says (`Format`'s sizes and lengths) is not
+repeated, so that a change there is read.
 """
 
 from pathlib import Path
@@ -34,7 +37,10 @@ class Found(NamedTuple):
 
 
 def names(format: Format) -> list[str]:
-    """Returns the settings that txl_jax.json has next to weights in a format: those that config.json cannot say."""
+    """Returns the settings that txl_jax.json has next to weights in a format.
+
+    They are the settings that config.json cannot express.
+    """
     shapes = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params}
     said = {name for name in shapes if not name.startswith("model.compat.")} | _SAID[format]
     return [name for name in portable.stored_settings(ExperimentConfig()) if name not in said]
@@ -58,7 +64,7 @@ def write(folder: Path, info: ModelInfo, format: Format) -> None:
 
 
 def apply(weights: Path, info: ModelInfo, format: Format) -> Found:
-    """Returns a model that was read from weights, with its own settings if they are next to the file.
+    """Returns a model read from weights, with its own settings if they are next to the file.
 
     Raises `UserError` if the file of settings is corrupted.
     """

@@ -1,14 +1,14 @@
 """Reads pickles without running anything that they name.
 
-`pickletools.genops` splits a pickle into instructions, and the stack machine here has neither an import nor a call. A
-name stays a `Symbol`, whatever it names, and an object becomes a `Record` of its state. Only the functions in `calls`,
-which build plain values, take arguments from a pickle. Calls and instructions that files of weights do not need are a
-`UserError` that names them.
+`pickletools.genops` splits a pickle into instructions, and the stack machine here has neither an
+import nor a call. A name stays a `Symbol`, whatever it names, and an object becomes a `Record` of
+its state. Only the functions in `calls`, which build plain values, take arguments from a pickle.
+Calls and instructions that files of weights do not need are a `UserError` that names them.
 
-The file's size bounds time and memory. A pickle can use a value again for two bytes (its memo), so whatever an
-instruction copies, hashes or compares is short, or counts against a budget: calls may copy a few times the file's size
-in total, and keys and names are short and flat. Before Python 3.12.8, `genops` rejects a `str` of Python 2 in protocol
-0 that is not ASCII.
+The file's size bounds time and memory. A pickle can use a value again for two bytes (its memo), so
+whatever an instruction copies, hashes or compares is short, or counts against a budget: calls may
+copy a few times the file's size in total, and keys and names are short and flat. Before Python
+3.12.8, `genops` rejects a `str` of Python 2 in protocol 0 that is not ASCII.
 """
 
 # ruff: noqa: N802  # The machine's methods have the names that pickletools gives to instructions.
@@ -25,10 +25,13 @@ from txl_jax.errors import UserError
 
 MAX_TEXT = 1 << 24  # Longer text and bytes, such as a corpus's tokens, become `Omitted`.
 _MAX_INTEGER_BITS = 1 << 13  # Python can still print them.
-# Longest text as a key. Two equal ones are compared whole, which at this length takes a fraction of a microsecond.
+# Longest text as a key. Two equal ones are compared whole, which at this length takes a fraction of
+# a microsecond.
 MAX_KEY_TEXT = 1 << 13
-_MAX_KEY_PARTS = 10  # Of a tuple as a key, which is hashed whole at each use. Files of weights have two at most.
-_MAX_NAME = 500  # Characters of a module's name, and of a name in it. They are joined at each use.
+# Of a tuple as a key, which is hashed whole at each use. Files of weights have two at most.
+_MAX_KEY_PARTS = 10
+# Characters of a module's name, and of a name in it. They are joined at each use.
+_MAX_NAME = 500
 
 _BUILTINS = ("builtins", "__builtin__")
 # Calls that occur in files of weights and vocabularies, with results that nobody needs.
@@ -52,7 +55,10 @@ class Symbol(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Record:
-    """An object whose class is not imported. Arguments, and what a subclass of list or dict contains, are omitted."""
+    """An object whose class is not imported.
+
+    Arguments, and what a subclass of list or dict contains, are omitted.
+    """
 
     symbol: Symbol
     state: Any = None
@@ -73,7 +79,7 @@ class Omitted(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """An instruction that cannot be carried out, or a part of a file that `torch.save` does not write."""
+    """An instruction that cannot run, or a part of a file that `torch.save` does not write."""
 
 
 Call = Callable[..., Any]
@@ -81,7 +87,10 @@ _PLAIN_KEYS = (str, bytes, int, type(None), Record)
 
 
 def _key(key: Any) -> Any:
-    """Returns a key if its hash takes no deep recursion, and the file cannot choose it: equal ones take much time."""
+    """Returns a key if hashing it takes no deep recursion and the file cannot choose its hash.
+
+    Keys with equal hashes take much time.
+    """
     parts, bits = (key, 32) if isinstance(key, tuple) else ((key,), 60)
     if len(parts) <= _MAX_KEY_PARTS and all(_is_plain(part, bits) for part in parts):
         return key
@@ -89,7 +98,10 @@ def _key(key: Any) -> Any:
 
 
 def _is_plain(part: Any, bits: int) -> bool:
-    """Returns whether a key, or a part of one, is short. `bits` is the greatest length of an integer."""
+    """Returns whether a key, or a part of one, is short.
+
+    `bits` is the greatest length of an integer.
+    """
     if type(part) is int:
         return part.bit_length() <= bits
     if isinstance(part, str | bytes):
@@ -138,11 +150,14 @@ def load(
     persistent: Callable[[Any], Any] | None = None,
     start: int = 0,
 ) -> tuple[Any, int]:
-    """Reads one pickle, which begins at the byte `start`. Returns its value, and the offset after it.
+    """Reads one pickle, which begins at the byte `start`.
 
-    A value consists of plain values and containers, `Symbol`, `Record`, `Omitted`, and the results of `persistent`,
-    which takes persistent ids, and of `calls`: functions by dotted name, which replace what the pickle calls. They must
-    be harmless with any arguments. Raises `UserError` if the pickle is corrupted, ends early, or calls anything else.
+    Returns its value, and the offset after it.
+
+    A value consists of plain values and containers, `Symbol`, `Record`, `Omitted`, and the results
+    of `persistent`, which takes persistent ids, and of `calls`: functions by dotted name, which
+    replace what the pickle calls. They must be harmless with any arguments. Raises `UserError` if
+    the pickle is corrupted, ends early, or calls anything else.
     """
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # A map reads like a file.
     machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, budget=4 * len(data) + (1 << 20))
@@ -164,20 +179,28 @@ def load(
 
 
 def _pushes(value: Callable[["_Machine", Any], Any]) -> Callable[["_Machine", Any], None]:
-    """Returns an instruction that pushes a value made from the machine and the instruction's argument."""
+    """Returns an instruction that pushes a value.
+
+    The value is made from the machine and the instruction's argument.
+    """
     return lambda machine, argument: machine.push(value(machine, argument))
 
 
 @dataclasses.dataclass(eq=False)
 class _Machine:
-    """The stack machine, with a method per instruction: for plain values of protocols 0 to 5, objects from 2 on."""
+    """The stack machine, with a method per instruction.
+
+    It supports plain values of protocols 0 to 5, and objects from protocol 2 on.
+    """
 
     name: str
     calls: Mapping[str, Call]
     persistent: Callable[[Any], Any] | None
-    budget: int  # Elements that calls may still copy.
+    # Elements that calls may still copy.
+    budget: int
     stack: list[Any] = dataclasses.field(default_factory=list)
-    below_marks: list[list[Any]] = dataclasses.field(default_factory=list)  # Put aside until values above are taken.
+    # Put aside until values above are taken.
+    below_marks: list[list[Any]] = dataclasses.field(default_factory=list)
     memo: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def push(self, value: Any) -> None:
@@ -219,7 +242,10 @@ class _Machine:
         self.push(value if len(value) <= MAX_TEXT else Omitted(len(value)))
 
     def STRING(self, value: str) -> None:
-        """Pushes a `str` of Python 2, whose encoding pickles do not record: UTF-8 if valid, else Latin-1."""
+        """Pushes a `str` of Python 2, whose encoding pickles do not record.
+
+        It is decoded as UTF-8 if that is valid, and as Latin-1 otherwise.
+        """
         with contextlib.suppress(UnicodeDecodeError):
             value = value.encode("latin-1").decode()
         self.UNICODE(value)
@@ -294,7 +320,10 @@ class _Machine:
         self.NEWOBJ(None)
 
     def BUILD(self, _: Any) -> None:
-        """Gives a record its state. Nothing else takes one: neither functions nor plain containers."""
+        """Gives a record its state.
+
+        Nothing else takes one: neither functions nor plain containers.
+        """
         state, target = self.pop(), self.stack[-1]
         if isinstance(target, Record):
             target.state = state
@@ -315,7 +344,10 @@ class _Machine:
         return Symbol(module, name)
 
     def call(self, function: Any, args: Any) -> Any:
-        """Returns the result of one of `calls`, or a record of a known call whose result nobody needs."""
+        """Returns the result of one of `calls`, or a record of a known call.
+
+        The record stands for a call whose result nobody needs.
+        """
         if not isinstance(args, tuple):
             raise DamagedError("arguments are not a tuple")
         dotted = str(function) if isinstance(function, Symbol) else f"a value of type {type(function).__name__}"
@@ -328,7 +360,10 @@ class _Machine:
         raise self.refused("calls", dotted)
 
     def spend(self, elements: int) -> None:
-        """Takes what an instruction copies off the budget, or raises `DamagedError` if nothing is left of it."""
+        """Charges the budget for the elements that an instruction copies.
+
+        Raises `DamagedError` if the budget is exceeded.
+        """
         self.budget -= elements
         if self.budget < 0:
             raise DamagedError("its values are larger than the file")

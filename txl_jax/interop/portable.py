@@ -1,6 +1,9 @@
-"""Portable checkpoints: a directory of trained weights, without optimizer and steps, to be copied and published.
+"""Portable checkpoints: directories of trained weights, to be copied and published.
 
-config.json         sizes, ties and lengths, the training's settings, scores, and the sha256 of the next two
+They do not contain the optimizer and the steps.
+
+config.json         sizes, ties and lengths, the training's settings, scores, and the sha256 of the
+                    next two
 model.safetensors   the parameters, float32, by their paths: "stack.layers.attention.query"
 vocabulary.txt      the tokens by id
 tokenizer.json      a subword vocabulary once more, for other programs
@@ -35,8 +38,10 @@ from txl_jax.runtime.storage import AnyPath
 from txl_jax.version import __version__
 
 CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
-_KIND, _KIND_VERSION = "txl_jax_model", 1  # The key that only a portable checkpoint's config.json has.
-# Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a document.
+# The key that only a portable checkpoint's config.json has.
+_KIND, _KIND_VERSION = "txl_jax_model", 1
+# Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a
+# document.
 _GROUPS = ("seed", "model", "optimizer", "train", "regularization", "average", "eval", "generate")
 _CARD = """---
 library_name: txl_jax
@@ -86,11 +91,15 @@ python -m experiments.convert --from=PATH_OF_THIS_DIRECTORY --to=PATH --to_forma
 class ModelInfo:
     """A trained model without its weights."""
 
-    config: ExperimentConfig  # Only sizes, ties and lengths matter to the weights.
+    # Only sizes, ties and lengths matter to the weights.
+    config: ExperimentConfig
     vocabulary: Vocabulary
-    step: int  # Training steps before the weights were saved, or 0 if unknown.
-    description: str  # Where the weights come from, as one human-readable clause.
-    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Entries of results.json about these weights.
+    # Training steps before the weights were saved, or 0 if unknown.
+    step: int
+    # Where the weights come from, as one human-readable clause.
+    description: str
+    # Entries of results.json about these weights.
+    scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def is_portable(folder: AnyPath) -> bool:
@@ -102,7 +111,9 @@ def is_portable(folder: AnyPath) -> bool:
 
 
 def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
-    """Writes the files into an existing directory, config.json last: without it this is not a portable checkpoint.
+    """Writes the files into an existing directory, config.json last.
+
+    Without config.json, the directory is not a portable checkpoint.
 
     `leaves` are the parameters of `TransformerXL`, which are converted to float32.
     """
@@ -126,7 +137,10 @@ def stored_settings(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def check_scores(scores: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Raises an error, of any of several kinds, unless the scores that go along with weights are numbers."""
+    """Raises an error unless the scores that go along with weights are numbers.
+
+    The error can be of any of several kinds.
+    """
     _score_table(scores, vocabulary.measure)
 
 
@@ -145,7 +159,10 @@ def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dic
 
 
 def read_info(folder: AnyPath) -> ModelInfo:
-    """Reads everything except the weights, or raises `UserError` if it is corrupted or has a newer version."""
+    """Reads everything except the weights.
+
+    Raises `UserError` if the checkpoint is corrupted or has a newer version.
+    """
     with reading(os.path.join(folder, CONFIG)):
         return _read_info(folder)
 
@@ -169,7 +186,10 @@ def _read_info(folder: AnyPath) -> ModelInfo:
 
 
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
-    """Returns the weights by path, each read when it is needed, or raises `CheckpointError` if they are corrupted."""
+    """Returns the weights by path, each read when it is needed.
+
+    Raises `CheckpointError` if they are corrupted.
+    """
     path = os.path.join(folder, WEIGHTS)
     with reading(path):
         expected = str(_read_config(folder)["sha256"].get(WEIGHTS))
@@ -178,7 +198,10 @@ def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
-    """Reads onto each device its part of each parameter, or raises `CheckpointError` for another model's leaves."""
+    """Reads onto each device its part of each parameter.
+
+    Raises `CheckpointError` for another model's leaves.
+    """
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
     # Floats are read in the type that is wanted: with JAX_ENABLE_X64 that is float64.
     types = {path: str(named[path].dtype) if path in named else "float32" for path in leaves}
@@ -187,11 +210,13 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
         raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
 
     def part(path: str, index: Any) -> np.ndarray:
-        # A copy: where a device shares the host's memory, jax would keep the mapped file as its array.
+        # A copy: where a device shares the host's memory, jax would keep the mapped file as its
+        # array.
         return np.array(leaves[path].part(index), named[path].dtype)
 
     placed: dict[str, Any] = {}
-    # The largest comes first, when memory is empty: the host holds an array twice while it is placed.
+    # The largest comes first, when memory is empty: the host holds an array twice while it is
+    # placed.
     for path, like in sorted(named.items(), key=lambda item: -math.prod(item[1].shape)):
         array = jax.make_array_from_callback(like.shape, like.sharding, functools.partial(part, path))
         placed[path] = jax.block_until_ready(array)
@@ -219,7 +244,8 @@ def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
 def read_vocabulary(path: AnyPath) -> Vocabulary:
     """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
     with rephrased(f"{path} cannot be read (%s). Copy or convert the directory again.", OSError, ValueError):
-        return loads(storage.read(path).decode("utf-8-sig"), KINDS)  # Some editors write a byte-order mark.
+        # Some editors write a byte-order mark.
+        return loads(storage.read(path).decode("utf-8-sig"), KINDS)
 
 
 def _card(info: ModelInfo, num_parameters: int) -> str:

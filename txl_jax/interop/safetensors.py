@@ -1,6 +1,9 @@
-"""Files in the safetensors format: checked by the package of that name, mapped into memory, written tensor by tensor.
+"""Files in the safetensors format, mapped into memory and written tensor by tensor.
 
-The package's own writer needs all tensors in memory, and writes wrong numbers for arrays that are not contiguous.
+The package of that name checks them.
+
+The package's own writer needs all tensors in memory, and writes wrong numbers for arrays that are
+not contiguous.
 """
 
 import functools
@@ -31,9 +34,12 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
-    """Returns a file's tensors by name, read-only. Each read maps it again, so that pages of a dropped array are freed.
+    """Returns a file's tensors by name, read-only.
 
-    Raises `CheckpointError` if the file is corrupted, has a dtype unknown to numpy, or another `sha256`.
+    Each read maps it again, so that pages of a dropped array are freed.
+
+    Raises `CheckpointError` if the file is corrupted, has a dtype unknown to numpy, or another
+    `sha256`.
     """
 
     def part(entry: Mapping[str, Any], index: Any) -> np.ndarray:
@@ -45,7 +51,8 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
 
     damaged = f"{path} is corrupted or not a safetensors file (%s). Check the path, or copy it again."
     with rephrased(damaged, OSError, SafetensorError, ValueError, to=CheckpointError):
-        local = storage.local_copy(path, part)  # A copy of a remote file is there as long as a leaf has `part`.
+        # A copy of a remote file is there as long as a leaf has `part`.
+        local = storage.local_copy(path, part)
         if sha256 is not None and storage.sha256(local) != sha256:
             raise ValueError("its sha256 does not match")
         with safe_open(local, "np"):  # Checks all but names that occur twice.
@@ -66,7 +73,8 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
 def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> None:
     """Writes and syncs a file, with one tensor at a time in memory.
 
-    Raises `ValueError` if the format does not support a dtype, or a leaf does not match its description.
+    Raises `ValueError` if the format does not support a dtype, or a leaf does not match its
+    description.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     # Wide dtypes come first, so that every tensor begins at a multiple of its item size.

@@ -1,4 +1,7 @@
-"""A model's tensors by name from a PyTorch file: a state_dict, a dict around one, or a pickled module."""
+"""A model's tensors by name, from a PyTorch file.
+
+The file contains a state_dict, a dict around a state_dict, or a pickled module.
+"""
 
 import math
 import reprlib
@@ -12,19 +15,23 @@ from txl_jax.interop.pickles import Record
 from txl_jax.interop.torch_files import Tensor, TorchFile
 
 _MAX_DEPTH = 32  # Modules in modules, and dicts around a state_dict.
-# Characters of all names of a pickled module, as a multiple of the pickle's bytes, and a number that is always
-# allowed. A shared module is named each time that it is used. Without shared ones, names are shorter than the pickle,
-# where every module and parameter takes a hundred bytes besides its name.
+# Characters of all names of a pickled module, as a multiple of the pickle's bytes, and a number
+# that is always allowed. A shared module is named each time that it is used. Without shared ones,
+# names are shorter than the pickle, where every module and parameter takes a hundred bytes besides
+# its name.
 _NAMES_PER_BYTE, _NAMES_ALWAYS = 4, 1 << 16
-# Bytes of all named tensors, as a multiple of the file's. Names may share numbers, such as tied tables, or the one
-# layer of a model that repeats it: published models have 24 layers at most.
+# Bytes of all named tensors, as a multiple of the file's. Names may share numbers, such as tied
+# tables, or the one layer of a model that repeats it: published models have 24 layers at most.
 _MAX_SHARING = 32
 # Keys of a dict around a state_dict, in order of preference.
 _AROUND = ("model_state", "model_state_dict", "state_dict", "model", "module", "net")
 
 
 def of(file: TorchFile) -> dict[str, Leaf]:
-    """Returns a model's tensors by name, one leaf for all names of a shared one, or raises `UserError` without any."""
+    """Returns a model's tensors by name, with one leaf for all names of a shared tensor.
+
+    Raises `UserError` if no tensors are found.
+    """
     model, named = model_in(file.root), {}
     if isinstance(model, Record):
         named = _Names(file).tensors(model)
@@ -40,14 +47,18 @@ def of(file: TorchFile) -> dict[str, Leaf]:
             f"{file.path}: its tensors share numbers so often that together they have {total:,} bytes, over "
             f"{_MAX_SHARING} times the file's {file.size:,}. Save them without sharing."
         )
-    # Equal tensors by a text: the file could choose the sizes so that the hashes of all tensors are equal.
+    # Equal tensors by a text: the file could choose the sizes so that the hashes of all tensors are
+    # equal.
     places = {name: repr((id(t.storage), t.begin, t.shape, t.strides)) for name, t in tensors.items()}
     leaves = {places[name]: file.leaf(tensor) for name, tensor in tensors.items()}
     return {name: leaves[place] for name, place in places.items()}
 
 
 def model_in(root: Any) -> Any:
-    """Returns the pickled module or state_dict in a file's value, without the dicts and the DataParallel around it."""
+    """Returns the pickled module or state_dict in a file's value.
+
+    This removes the dicts and the DataParallel around it.
+    """
     for _ in range(_MAX_DEPTH):
         inner: list[Any] = []
         if isinstance(root, Record):
@@ -71,7 +82,7 @@ class _Names:
         self._left = _NAMES_PER_BYTE * file.pickle_size + _NAMES_ALWAYS
 
     def tensors(self, root: Record) -> dict[str, Any]:
-        """Returns a module's own parameters and buffers, and those of the modules in it, by name."""
+        """Returns the parameters and buffers of a module and of the modules in it, by name."""
         found: dict[str, Any] = {}
         for prefix, parts in self.modules(root):
             omitted = parts.get("_non_persistent_buffers_set")
@@ -82,7 +93,10 @@ class _Names:
         return found
 
     def modules(self, root: Record) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """Yields the attributes of a module and of those in it, each after the prefix of its tensors' names."""
+        """Yields the attributes of a module and of the modules in it.
+
+        Each module's attributes come after the prefix of its tensors' names.
+        """
         pending = [("", root)]
         while pending:
             prefix, module = pending.pop()
@@ -93,7 +107,10 @@ class _Names:
             pending += [(f"{prefix}{name}.", child) for name, child in children[::-1] if isinstance(child, Record)]
 
     def _entries(self, parts: dict[Any, Any], group: str, prefix: str) -> list[tuple[str, Any]]:
-        """Returns a dict's entries whose keys are texts, or raises `UserError` if names become longer than the file."""
+        """Returns a dict's entries whose keys are texts.
+
+        Raises `UserError` if names become longer than the file.
+        """
         entries = _dict_in(parts, group)
         self._spend(len(entries) * (len(prefix) + 1))  # Before they are looked at one by one.
         named = [(name, value) for name, value in entries.items() if isinstance(name, str)]

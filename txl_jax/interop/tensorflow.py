@@ -1,8 +1,8 @@
 """Checkpoints of the authors' TensorFlow release, read with TensorFlow (the extra `tensorflow`).
 
-Each variable becomes the PyTorch release's tensor: matrices are transposed, and the clusters' biases are joined if they
-share one table. A cluster as wide as the model without projections (One Billion Word) gets identities. The optimizer's
-moments, averages and counters are omitted.
+Each variable becomes the PyTorch release's tensor: matrices are transposed, and the clusters'
+biases are joined if they share one table. A cluster as wide as the model without projections (One
+Billion Word) gets identities. The optimizer's moments, averages and counters are omitted.
 """
 
 import functools
@@ -59,8 +59,9 @@ _LENGTHS = {"enwik8": (128, 3800, 1000), "text8": (128, 3800, 1000), "wt103": (1
 def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """Opens a checkpoint, by its path without ".index".
 
-    Returns the PyTorch release's tensors, the arguments of its MemTransformerLM that names and sizes give, and a note
-    on what is omitted. Raises `UserError` if TensorFlow is missing, a checkpoint is corrupted or a variable unknown.
+    Returns the PyTorch release's tensors, the arguments of its MemTransformerLM that names and
+    sizes give, and a note on what is omitted. Raises `UserError` if TensorFlow is missing, a
+    checkpoint is corrupted or a variable unknown.
     """
     variables = _open(prefix)
     root = _root_of(variables)
@@ -94,7 +95,10 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
 
 
 def _root_of(names: Iterable[str]) -> str:
-    """Returns what the model's variables begin with: "transformer/", perhaps inside the scopes of a wrapper."""
+    """Returns the prefix of the names of the model's variables.
+
+    It is "transformer/", perhaps inside the scopes of a wrapper.
+    """
     for name in names:
         outer, scope, _ = name.partition(f"{_ROOT}{_MARK}")
         if scope and (not outer or outer.endswith("/")) and not _LEFT_OUT.fullmatch(name):
@@ -131,8 +135,9 @@ def _open(prefix: Path) -> dict[str, Leaf]:
 def find(path: Path) -> Path | None:
     """Returns a checkpoint's prefix, or None if there is none.
 
-    `path` is the prefix, any of the checkpoint's files, or a directory with one, itself or in its "model". The file
-    `checkpoint`, and a directory with several, stand for the last step. Raises `UserError` if the index is missing.
+    `path` is the prefix, any of the checkpoint's files, or a directory with one, itself or in its
+    "model". The file `checkpoint`, and a directory with several, stand for the last step. Raises
+    `UserError` if the index is missing.
     """
     if path.is_dir():
         return _latest_in(path)
@@ -160,7 +165,10 @@ def _latest_in(folder: Path) -> Path | None:
 
 
 def lengths(dataset: Any) -> dict[str, Any]:
-    """Returns the published evaluation lengths of a corpus by the release's names, empty if it is unknown."""
+    """Returns the published evaluation lengths of a corpus by the release's names.
+
+    The result is empty if the corpus is unknown.
+    """
     if str(dataset) not in _LENGTHS:
         return {}
     segment_len, mem_len, clamp_len = _LENGTHS[str(dataset)]

@@ -1,9 +1,10 @@
-"""Reads the tensors of PyTorch's files without torch, and without running anything that the files name.
+"""Reads tensors of PyTorch files without torch, and without running anything that the files name.
 
-It reads the zip archive of torch 1.6, and the older sequence of pickles and storages of the published weights.
+It reads the zip archive of torch 1.6, and the older sequence of pickles and storages of the
+published weights.
 
-    file = read("pytorch_model.bin")        # .root: the file's value, with `Tensor` instead of tensors
-    tensors = state_dict.of(file)           # leaves by name; also for a pickled module (model.pt)
+    file = read("pytorch_model.bin")  # .root: the file's value, with `Tensor` instead of tensors.
+    tensors = state_dict.of(file)     # Leaves by name, also for a pickled module (model.pt).
 """
 
 import dataclasses
@@ -64,7 +65,10 @@ class TorchFile:
     pickle_size: int
 
     def leaf(self, tensor: Tensor) -> Leaf:
-        """Returns a tensor's numbers, read-only. Each read maps them again, so that a dropped array frees its pages."""
+        """Returns a tensor's numbers, read-only.
+
+        Each read maps them again, so that a dropped array frees its pages.
+        """
         storage, shape, dtype = tensor.storage, tensor.shape, tensor.storage.dtype
 
         def part(index: Any) -> np.ndarray:
@@ -87,7 +91,10 @@ def _last(tensor: Tensor) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> TorchFile:
-    """Reads a `torch.save` file or a plain pickle. Raises `UserError` if it is corrupted or would run code."""
+    """Reads a `torch.save` file or a plain pickle.
+
+    Raises `UserError` if it is corrupted or would run code.
+    """
     path = Path(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -158,7 +165,10 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 
 def _read_zip(path: Path, data: mmap.mmap) -> TorchFile:
-    """Reads an archive: the pickle NAME/data.pkl, and the storages NAME/data/KEY, which are not compressed."""
+    """Reads an archive: the pickle NAME/data.pkl, and the storages NAME/data/KEY.
+
+    The storages are not compressed.
+    """
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -182,7 +192,8 @@ def _read_zip(path: Path, data: mmap.mmap) -> TorchFile:
 
 def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
     """Returns the place of an archive's entry in the file."""
-    # `zipfile` computes offsets from the directory's own place, which a file with bytes missing has wrong.
+    # `zipfile` computes offsets from the directory's own place, which a file with bytes missing has
+    # wrong.
     if entry.header_offset < 0:
         raise DamagedError(f"{entry.filename[:60]} would begin before the file")
     header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
@@ -196,7 +207,10 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
 
 
 def _read_pickles(path: Path, data: mmap.mmap) -> TorchFile:
-    """Reads the older format: magic number, protocol, machine, value, keys and storages, or a plain pickle."""
+    """Reads the older format, or a plain pickle.
+
+    The older format consists of magic number, protocol, machine, value, keys and storages.
+    """
     reader = _Reader(str(path), len(data))
     if data[:1] != b"\x80" and not data[:1].isascii():
         raise DamagedError("it is neither an archive nor a pickle")
@@ -211,7 +225,8 @@ def _read_pickles(path: Path, data: mmap.mmap) -> TorchFile:
     root, at = reader.load(data, begin)
     pickle_size = at - begin
     keys, at = reader.load(data, at)
-    # The names of `storages` are short. Others are not compared with each other, which could take long.
+    # The names of `storages` are short. Others are not compared with each other, which could take
+    # long.
     known = isinstance(keys, list) and all(isinstance(key, str) and key in reader.storages for key in keys)
     if not known or not len(keys) == len(set(keys)) == len(reader.storages):
         raise DamagedError("its list of storages does not match")

@@ -1,7 +1,9 @@
-"""Which files at a path are weights of another implementation, and of which kind: told by their first bytes.
+"""Finds the files at a path that are weights of another implementation, and their kind.
 
-A name only decides between several files, and where a format has no mark of its own: a checkpoint of TensorFlow is
-several files with one prefix.
+Files are recognized by their first bytes.
+
+A name only decides between several files, and where a format has no mark of its own: a checkpoint
+of TensorFlow is several files with one prefix.
 """
 
 import enum
@@ -28,11 +30,14 @@ class WeightFiles(NamedTuple):
     """Weights at a path."""
 
     kind: Kind
-    path: Path  # The file, the index of several files, or TensorFlow's prefix: what messages name.
-    parts: Mapping[Path, frozenset[str] | None]  # Files with tensors, each with the names to read, or None for all.
+    # The file, the index of several files, or TensorFlow's prefix: what messages name.
+    path: Path
+    # Files with tensors, each with the names to read, or None for all.
+    parts: Mapping[Path, frozenset[str] | None]
 
 
-# Files of weights in a directory, in order of preference. Indexes name the files of a model that is split.
+# Files of weights in a directory, in order of preference. Indexes name the files of a model that is
+# split.
 NAMES = (
     "model.safetensors",
     "pytorch_model.bin",
@@ -52,18 +57,22 @@ _OTHER_MAGIC = {b"\x89HDF\r\n\x1a\n": "HDF5 (Keras, TensorFlow)", b"GGUF": "GGUF
 _OTHER_SUFFIXES = {".h5": "HDF5 (Keras, TensorFlow)", ".msgpack": "msgpack (Flax)", ".gguf": "GGUF"}
 _POINTER = b"version https://git-lfs"  # What Git has in place of a large file.
 _INDEX = ".index.json"
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")  # A file of a model that is split.
-_TORCH_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # The number that old files of torch.save begin with.
+# A file of a model that is split.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
+# The number that old files of torch.save begin with.
+_TORCH_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _FIRST_BYTES = 512
 _MAX_FILES = 1000  # Of a directory that are opened.
 _SHOWN = 5  # Names in an error.
 
 
 def find(path: Path) -> WeightFiles | None:
-    """Returns the weights at a path: a file, a directory, or a checkpoint of TensorFlow by any of its names.
+    """Returns the weights at a path.
 
-    Returns None if there are none. Raises `UserError` if weights are there that cannot be read, parts of them are
-    missing, or it is unclear which file is meant.
+    The weights are a file, a directory, or a TensorFlow checkpoint by any of its names.
+
+    Returns None if there are none. Raises `UserError` if weights are there that cannot be read,
+    parts of them are missing, or it is unclear which file is meant.
     """
     if path.is_dir():
         return _find_in(path)
@@ -98,7 +107,10 @@ def _find_in(folder: Path) -> WeightFiles | None:
 
 
 def _refuse_unreadable(path: Path, *, is_sure: bool) -> None:
-    """Raises `UserError` for a file of weights that is not read. `is_sure` says that it should be one that is."""
+    """Raises `UserError` for a file of weights that is not read.
+
+    `is_sure` says that it should be one that is.
+    """
     begin = _begin(path)
     if begin.startswith(_POINTER) and path.suffix in (*SUFFIXES, *_OTHER_SUFFIXES):
         raise UserError(f"{path} is a pointer of Git LFS, not the file itself. Download it with `git lfs pull`.")
@@ -113,11 +125,14 @@ def _refuse_unreadable(path: Path, *, is_sure: bool) -> None:
 
 
 def _open(path: Path, *, is_sure: bool) -> WeightFiles | None:
-    """Returns a file's weights, with the other files of a model that is split, or None if it is none.
+    """Returns a file's weights, or None if the file is not weights.
+
+    If the model is split, its other files are included.
 
     Args:
       path: A regular file.
-      is_sure: Whether the file is meant. Otherwise, files of the directory that may be something else do not count.
+      is_sure: Whether the file is meant. Otherwise, files of the directory that may be something
+        else do not count.
     """
     if path.name.endswith(_INDEX):
         return _of_index(path)
@@ -130,7 +145,7 @@ def _open(path: Path, *, is_sure: bool) -> WeightFiles | None:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Returns the format of a file of weights by its first bytes, or None if it has none that is read."""
+    """Returns a weights file's format by its first bytes, or None if the format is unsupported."""
     begin = _begin(path)
     if begin.startswith(b"PK\x03\x04"):
         return Kind.TORCH if _first_entry(begin).endswith(b"/data.pkl") or path.suffix in SUFFIXES else None
@@ -155,7 +170,7 @@ def _is_certain(path: Path) -> bool:
 
 
 def _first_entry(begin: bytes) -> bytes:
-    """Returns the name of the first file in a zip archive, of which only the beginning is passed."""
+    """Returns the name of the first file in a zip archive, given only the archive's beginning."""
     if len(begin) < 30:
         return b""
     (length,) = struct.unpack("<H", begin[26:28])
@@ -177,7 +192,10 @@ def _of_index(path: Path) -> WeightFiles:
 
 
 def _of_parts(path: Path, part: re.Match[str]) -> WeightFiles | None:
-    """Returns the files of a split model from one of their names, such as model-00001-of-00003.safetensors."""
+    """Returns the files of a split model from one of their names.
+
+    An example of such a name is model-00001-of-00003.safetensors.
+    """
     if kind_of(path) is None:  # Texts and ids are split too.
         return None
     name, _, count, suffix = part.groups()

@@ -1,4 +1,7 @@
-"""The networks: Transformer-XL and recurrent baselines. Training, evaluation and inference take `AnyModel`."""
+"""The networks: Transformer-XL and recurrent baselines.
+
+Training, evaluation and inference take `AnyModel`.
+"""
 
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL

@@ -1,7 +1,7 @@
 """Multi-head attention over [memory; segment]: projections and dropout.
 
-The scores are computed by `ops.attention.attention`. Terms that depend on positions are the encoding's
-(`modules.positions`). Inference does the same with a KV cache in `inference.forward`.
+The scores are computed by `ops.attention.attention`. Terms that depend on positions are the
+encoding's (`modules.positions`). Inference does the same with a KV cache in `inference.forward`.
 """
 
 from collections.abc import Sequence
@@ -27,21 +27,32 @@ SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
 class LayerContext(flax.struct.PyTreeNode):
     """Inputs shared by all layers."""
 
-    codes: jax.Array | None  # Of the distances K - 1, .., 0; the encoding's `shared_codes`.
-    visibility: Visibility  # Which keys a query sees.
-    parameters: Any = None  # The encoding's `shared_parameters`; within a layer its `layer_parameters`.
-    implementation: Implementation | str = flax.struct.field(pytree_node=False, default="auto")  # Of attention.
-    deterministic: bool = flax.struct.field(pytree_node=False, default=True)  # No dropout.
+    # Of the distances K - 1, .., 0; the encoding's `shared_codes`.
+    codes: jax.Array | None
+    # Which keys a query sees.
+    visibility: Visibility
+    # The encoding's `shared_parameters`; within a layer its `layer_parameters`.
+    parameters: Any = None
+    # Of attention.
+    implementation: Implementation | str = flax.struct.field(pytree_node=False, default="auto")
+    # No dropout.
+    deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
 
 class Attention(nn.Module):
-    """The attention branch of a layer, without residual and layer norm. No projection has a bias."""
+    """The attention branch of a layer, without residual and layer norm.
+
+    No projection has a bias.
+    """
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, segment: jax.Array, states: Sequence[jax.Array], context: LayerContext) -> jax.Array:
-        """Computes the outputs [B, L, D], with keys and values from `states`: memory and segment."""
+        """Computes the attention outputs [B, L, D] of a segment.
+
+        Keys and values come from `states`, which contains the memory and the segment.
+        """
         c, dtype, deterministic = self.config, segment.dtype, context.deterministic
         inward = axes.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
@@ -49,21 +60,23 @@ class Attention(nn.Module):
             """Creates a matrix [D, H, E]."""
             return self.param(name, inward, (c.d_model, c.n_head, c.d_head)).astype(dtype)
 
-        # Heads before positions: the products over E and K then run on contiguous matrices, which on CPU
-        # halves the time of the forward pass.
+        # Heads before positions: the products over E and K then run on contiguous matrices, which
+        # on CPU halves the time of the forward pass.
         w_query, w_key, w_value = (matrix(name) for name in ("query", "key", "value"))
 
         def drop(states: jax.Array, name: str) -> jax.Array:
             """Applies dropout to [..., H, positions, E].
 
-            By names, so that with or without it the other dropouts, which are numbered, draw what they draw.
+            By names, so that with or without it the other dropouts, which are numbered, draw what
+            they draw.
             """
             rate = c.dropout.qkv
             return dropout(c, rate, deterministic=deterministic, name=f"drop_{name}")(states) if is_on(rate) else states
 
         query = drop(self._heads(_project(segment, w_query)), "query")
         key, value = (
-            # Memory and segment apart: no gradient goes into the memory, and one product would compute that of K rows.
+            # Memory and segment apart: no gradient goes into the memory, and one product would
+            # compute that of K rows.
             drop(self._heads(jnp.concatenate([_project(part, kernel) for part in states], axis=-2)), name)
             for name, kernel in (("key", w_key), ("value", w_value))
         )

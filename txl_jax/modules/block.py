@@ -20,7 +20,8 @@ from txl_jax.sharding.activations import constrain
 def layer_norm(name: str, config: ModelConfig) -> nn.LayerNorm:
     """Returns a layer norm over D, computed in at least float32, with outputs in the compute type.
 
-    The variance is taken of the centred values, because flax's default, E[x^2] - E[x]^2, cancels in float32.
+    The variance is taken of the centred values, because flax's default, E[x^2] - E[x]^2, cancels in
+    float32.
     """
     return nn.LayerNorm(
         epsilon=config.compat.layer_norm_eps,
@@ -44,7 +45,8 @@ def feed_forward(
     inputs: jax.Array, inner: Dense, outer: Dense, drop: Callable[[jax.Array], jax.Array] = lambda states: states
 ) -> jax.Array:
     """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D]."""
-    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)  # Sharding: changes no number.
+    # Sharding: changes no number.
+    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)
     return drop(_dense(drop(nn.relu(hidden)), outer))
 
 
@@ -86,10 +88,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """Applies one layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D], and the inputs again.
+        """Applies one layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D].
 
-        The second result, with positions that the encoding adds in each layer, goes into the memory. Only this
-        segment's rows leave the layer: passing the whole memory through the scan would copy it once per layer.
+        Returns the inputs again as a second result.
+
+        The second result, with positions that the encoding adds in each layer, goes into the
+        memory. Only this segment's rows leave the layer: passing the whole memory through the scan
+        would copy it once per layer.
         """
         c = self.config
         attention, feed_forward = Attention(c, name="attention"), FeedForward(c, name="feed_forward")
@@ -116,7 +121,10 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D] and layer inputs [N, B, L, D]."""
+        """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D].
+
+        Returns the layer inputs [N, B, L, D] as a second result.
+        """
         context = context.replace(parameters=encoding_of(self.config).shared_parameters())
         layers = nn.scan(
             _with_remat(Block, self.config.remat),
@@ -130,10 +138,13 @@ class Stack(nn.Module):
 
 
 def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
-    """Returns the layer with activation checkpointing (remat): its backward pass computes activations again."""
+    """Returns the layer with activation checkpointing (remat).
+
+    Its backward pass recomputes activations.
+    """
     if remat is Remat.NONE:
         return block
     policies = {Remat.FULL: None, Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the barrier
-    # that prevents it would only cost time.
+    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the
+    # barrier that prevents it would only cost time.
     return nn.remat(block, policy=policies[remat], prevent_cse=False)

@@ -1,6 +1,7 @@
 """Dropout on activations, with a mask per number or one for all positions of a segment.
 
-A rate may be a traced number, so that vmapped runs with different rates are one program (`txl_jax.training.ensemble`).
+A rate may be a traced number, so that vmapped runs with different rates are one program
+(`txl_jax.training.ensemble`).
 """
 
 import flax.linen as nn
@@ -31,7 +32,10 @@ class Dropout(nn.Dropout):
         return jnp.where(kept, inputs / jnp.asarray(1 - self.rate, inputs.dtype), 0)
 
     def draw_seed(self, n_head: int) -> ProbabilityDropout | None:
-        """Draws the seed of dropout on the attention probabilities of `n_head` heads, which attention applies."""
+        """Samples the seed for dropout on the attention probabilities of `n_head` heads.
+
+        Attention applies this dropout.
+        """
         if not is_on(self.rate) or self.deterministic:
             return None
         seed = jax.random.bits(self.make_rng(self.rng_collection), (), jnp.uint32)
@@ -46,8 +50,9 @@ def is_on(rate: Rate) -> bool:
 def dropout(config: ModelConfig, rate: Rate, *, deterministic: bool | None = None, name: str | None = None) -> Dropout:
     """Returns dropout for arrays [..., positions, width].
 
-    With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani, 2016): a zeroed
-    number is zero throughout a segment. Rows of the batch never share one, and each update samples again.
+    With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani,
+    2016): a zeroed number is zero throughout a segment. Rows of the batch never share one, and each
+    update samples again.
     """
     axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)

@@ -20,11 +20,13 @@ def cluster_sizes(config: ModelConfig, vocab_size: int) -> list[int]:
 
 
 class Embedding(nn.Module):
-    """Embedding with a table and a projection per cluster. With div_val 1 all clusters share one table.
+    """Embedding with a table and a projection per cluster.
 
-    Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width, D]. A projection
-    exists for every cluster if div_val > 1, even where its width is D, and for the single table if d_embed is not
-    d_model. Both are public: a tied softmax uses them.
+    With div_val 1 all clusters share one table.
+
+    Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width,
+    D]. A projection exists for every cluster if div_val > 1, even where its width is D, and for the
+    single table if d_embed is not d_model. Both are public: a tied softmax uses them.
     """
 
     config: ModelConfig
@@ -40,10 +42,11 @@ class Embedding(nn.Module):
     def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Embeds tokens: int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
 
-        With `model.dropout.embedding` the vectors of whole words are zeroed, the same words in all rows (Gal and
-        Ghahramani, 2016), but not at the first position of a segment. If a zeroed word were all that a row has read,
-        all activations would be 0 as long as the biases are. The derivative of a layer norm there is 316, and with
-        two norms in each of 16 layers gradients overflow.
+        With `model.dropout.embedding` the vectors of whole words are zeroed, the same words in all
+        rows (Gal and Ghahramani, 2016), but not at the first position of a segment. If a zeroed
+        word were all that a row has read, all activations would be 0 as long as the biases are. The
+        derivative of a layer norm there is 316, and with two norms in each of 16 layers gradients
+        overflow.
         """
         c = self.config
         of_clusters = zip(self.tables, self.projections, strict=True)
@@ -77,9 +80,10 @@ def _projection(module: "Embedding | Softmax", cluster: int) -> jax.Array:
 class Softmax(nn.Module):
     """Adaptive softmax, with the parameters that are not tied to the embedding.
 
-    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width, D] for each
-    cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`, and only where div_val > 1 or
-    d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed] and `tail_bias` [C - 1].
+    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width,
+    D] for each cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`,
+    and only where div_val > 1 or d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed]
+    and `tail_bias` [C - 1].
     """
 
     config: ModelConfig
@@ -111,7 +115,10 @@ class Softmax(nn.Module):
         return adaptive_softmax.log_probabilities(hidden, clusters, tails)
 
     def clusters(self, embedding: Embedding) -> list[Cluster]:
-        """Returns the clusters' weights in the compute type, the head ending with the tails' entries."""
+        """Returns the clusters' weights in the compute dtype.
+
+        The head's weights end with the tails' entries.
+        """
         clusters, tails = self._weights(embedding)
         return [adaptive_softmax.with_tails(clusters[0], tails), *clusters[1:]]
 

@@ -1,13 +1,15 @@
 """Recurrent language models, LSTM or QRNN: the baselines of the paper's first RECL group.
 
-N layers of D cells between the same embedding and the same softmax, with dropout between layers and not in time
-(Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one training loop serves all. The memory
-holds each layer's state at the segment's end in two slots: cells, then outputs (LSTM) or the latest input (QRNN). The
-arguments `clamp_len`, `same_length` and M are for attention and have no effect here.
+N layers of D cells between the same embedding and the same softmax, with dropout between layers and
+not in time (Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one training
+loop serves all. The memory holds each layer's state at the segment's end in two slots: cells, then
+outputs (LSTM) or the latest input (QRNN). The arguments `clamp_len`, `same_length` and M are for
+attention and have no effect here.
 
-In a quasi-recurrent network (QRNN; Bradbury et al., 2017) candidates z, forget gates f and output gates o come from the
-inputs alone (equation 2, a convolution of width 1 or 2), so all positions of a segment are computed at once. Only their
-pooling is recurrent (equation 4, "fo-pooling"), and it is linear:
+In a quasi-recurrent network (QRNN; Bradbury et al., 2017) candidates z, forget gates f and output
+gates o come from the inputs alone (equation 2, a convolution of width 1 or 2), so all positions of
+a segment are computed at once. Only their pooling is recurrent (equation 4, "fo-pooling"), and it
+is linear:
 
     c_t = f_t * c_{t-1} + (1 - f_t) * z_t
     h_t = o_t * c_t
@@ -28,7 +30,8 @@ from txl_jax.modules.attention import keep
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
 
-State = tuple[jax.Array, jax.Array]  # Of a layer: cells [B, D], and outputs [B, D] (LSTM) or the latest input (QRNN).
+# Of a layer: cells [B, D], and outputs [B, D] (LSTM) or the latest input (QRNN).
+State = tuple[jax.Array, jax.Array]
 
 
 class RecurrentModel(nn.Module):
@@ -56,7 +59,9 @@ class RecurrentModel(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the last layer's outputs [B, L, D] of tokens [B, L], and the states at the segment's end.
+        """Computes the last layer's outputs [B, L, D] and the states at the segment's end.
+
+        The segment is tokens [B, L].
 
         `clamp_len` and `same_length` have no effect. Dropout needs an rng named "dropout".
         """
@@ -78,8 +83,8 @@ class RecurrentModel(nn.Module):
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L].
 
-        Negative targets are ignored: their loss is 0. For a mean, divide the sum by the number of other targets. A
-        target of V or more has the loss nan.
+        Negative targets are ignored: their loss is 0. For a mean, divide the sum by the number of
+        other targets. A target of V or more has the loss nan.
         """
         return self.softmax.nll(hidden, targets, self.embedding)
 
@@ -96,10 +101,15 @@ class RecurrentModel(nn.Module):
 
 
 def _make_layer(config: ModelConfig, number: int) -> nn.Module:
-    """Returns a layer: inputs [B, L, D] and a state of two [B, D] to the state after them and outputs [B, L, D]."""
+    """Returns one recurrent layer, with inputs and outputs [B, L, D].
+
+    The layer maps the inputs and a state of two arrays [B, D] to the state after the inputs and the
+    outputs.
+    """
     types: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.result_type(float)}
     if config.network is Network.QRNN:
-        # A window of 2 in the first layer and of 1 in the others, as Merity et al. (2018) use it for word models.
+        # A window of 2 in the first layer and of 1 in the others, as Merity et al. (2018) use it
+        # for word models.
         return QRNNLayer(config.d_model, window=1 if number else 2, **types)
     return nn.RNN(nn.OptimizedLSTMCell(config.d_model, **types), return_carry=True)
 
@@ -107,14 +117,20 @@ def _make_layer(config: ModelConfig, number: int) -> nn.Module:
 class QRNNLayer(nn.Module):
     """Convolution over the latest `window` inputs, then fo-pooling."""
 
-    features: int  # D, cells; the inputs are as wide.
-    window: int  # Positions that a gate reads, 1 or 2.
-    dtype: jnp.dtype  # Of the convolution. The pooling has float32 at least, as a cell sums over a whole text.
+    # D, cells; the inputs are as wide.
+    features: int
+    # Positions that a gate reads, 1 or 2.
+    window: int
+    # Of the convolution. The pooling has float32 at least, as a cell sums over a whole text.
+    dtype: jnp.dtype
     param_dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, inputs: jax.Array, initial_carry: State) -> tuple[State, jax.Array]:
-        """Computes the state after inputs [B, L, D], and the outputs [B, L, D]. Same interface as `nn.RNN`."""
+        """Computes the state after inputs [B, L, D], and the outputs [B, L, D].
+
+        Same interface as `nn.RNN`.
+        """
         cell, newest = (part.astype(inputs.dtype) for part in initial_carry)
         seen = inputs
         if self.window == 2:
@@ -128,10 +144,16 @@ class QRNNLayer(nn.Module):
 
 
 def fo_pool(candidates: jax.Array, forget: jax.Array, cell: jax.Array) -> jax.Array:
-    """Computes c_t = f_t c_{t-1} + (1 - f_t) z_t: z and f [B, L, D], c_0 [B, D] -> c_1 to c_L [B, L, D]."""
+    """Computes c_t = f_t c_{t-1} + (1 - f_t) z_t for all positions of a segment.
+
+    z and f are [B, L, D], and c_0 is [B, D]. The result is c_1 to c_L, [B, L, D].
+    """
 
     def after(first: State, second: State) -> State:
-        """Joins the steps c -> a c + b of two parts of the segment, the first part's before the second's."""
+        """Joins the steps c -> a c + b of two parts of the segment.
+
+        The first part's steps come before the second part's.
+        """
         (a, b), (c, d) = first, second
         return a * c, c * b + d
 

@@ -1,11 +1,12 @@
 """Transformer-XL: embedding, N layers that read the memory, softmax (Dai et al., 2019).
 
-    variables = model.init(key, tokens, memory)
-    hidden, memory = model.apply(variables, tokens, memory, clamp_len=None, same_length=False, deterministic=True)
-    nll = model.apply(variables, hidden, targets, method=model.nll)
+    variables = model.init(key, tokens, memory) hidden, memory = model.apply(variables, tokens,
+    memory, clamp_len=None, same_length=False, deterministic=True) nll = model.apply(variables,
+    hidden, targets, method=model.nll)
 
-Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ from call to call.
-Inference computes the same with prepared parameters and a KV cache: `txl_jax.inference.forward`.
+Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ
+from call to call. Inference computes the same with prepared parameters and a KV cache:
+`txl_jax.inference.forward`.
 """
 
 import functools
@@ -34,8 +35,10 @@ class TransformerXL(nn.Module):
 
     config: ModelConfig
     vocab_size: int
-    end_token: int | None = None  # Ends a document and resets the memory. None if documents are not kept apart.
-    attention: Implementations | None = None  # None: chosen in each call by `config.attention`.
+    # Ends a document and resets the memory. None if documents are not kept apart.
+    end_token: int | None = None
+    # None: chosen in each call by `config.attention`.
+    attention: Implementations | None = None
 
     def setup(self) -> None:
         """Creates the parts."""
@@ -63,14 +66,17 @@ class TransformerXL(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
     ) -> tuple[jax.Array, Memory]:
-        """Computes the last layer's hidden states [B, L, D] of a segment, and the memory moved on by L positions.
+        """Computes a segment's hidden states [B, L, D] and the memory after it.
+
+        The hidden states are the last layer's outputs. The memory is advanced by L positions.
 
         Args:
-          tokens: int [B, L], below the vocabulary's size. As usual in JAX, larger ids are clipped, not rejected. Or
-            floats [B, L, D] instead of their embeddings (`embed_tokens`). `init` with floats creates only the layers,
-            without embedding and softmax.
+          tokens: int [B, L], below the vocabulary's size. As usual in JAX, larger ids are clipped,
+            not rejected. Or floats [B, L, D] instead of their embeddings (`embed_tokens`). `init`
+            with floats creates only the layers, without embedding and softmax.
           clamp_len: Distances above this share one position code, or None to tell all apart.
-          same_length: Whether every query sees the same number of keys, M (or M + 1, see `model.compat`).
+          same_length: Whether every query sees the same number of keys, M (or M + 1, see
+            `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
 
         Raises:
@@ -81,7 +87,8 @@ class TransformerXL(nn.Module):
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         codes = encoding_of(self.config).shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
         window = self.config.compat.window(mem_len, same_length=same_length)
-        documents = memory_lib.documents(tokens, self.end_token)  # None unless data.reset_at keeps documents apart.
+        # None unless data.reset_at keeps documents apart.
+        documents = memory_lib.documents(tokens, self.end_token)
         start = None if documents is None else documents.start
         visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
         context = LayerContext(
@@ -100,7 +107,10 @@ class TransformerXL(nn.Module):
         return hidden, memory
 
     def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
-        """Computes the input of the first layer before dropout: int [B, L], or embeddings [B, L, D] -> [B, L, D]."""
+        """Computes the input of the first layer before dropout, [B, L, D].
+
+        `tokens` is int [B, L], or embeddings [B, L, D].
+        """
         if _are_embeddings(tokens):
             embedded = tokens.astype(self.config.dtype)
         else:
@@ -108,11 +118,17 @@ class TransformerXL(nn.Module):
         return encoding_of(self.config).add_to_embedding(embedded, clamp_len=clamp_len)
 
     def embed_tokens(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Computes the embeddings of tokens, multiplied by sqrt(D), without positions: int [B, L] -> [B, L, D]."""
+        """Computes the embeddings of tokens, without positions: int [B, L] -> [B, L, D].
+
+        The embeddings are multiplied by sqrt(D).
+        """
         return self.embedding(tokens, deterministic=deterministic)
 
     def finish(self, hidden: jax.Array) -> jax.Array:
-        """Computes the input of the softmax from the last layer's outputs [B, L, D], without dropout."""
+        """Computes the softmax's input from the last layer's outputs [B, L, D].
+
+        Dropout is not applied.
+        """
         if self.config.layer_norm is NormPlace.PRE and self.config.compat.final_norm:
             return self.final_norm(hidden)
         return hidden
@@ -120,8 +136,8 @@ class TransformerXL(nn.Module):
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L].
 
-        Negative targets are ignored: their loss is 0. For a mean, divide the sum by the number of other targets. A
-        target of V or more has the loss nan.
+        Negative targets are ignored: their loss is 0. For a mean, divide the sum by the number of
+        other targets. A target of V or more has the loss nan.
         """
         return self.softmax.nll(hidden, targets, self.embedding)
 

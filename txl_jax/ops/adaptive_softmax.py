@@ -1,10 +1,12 @@
 """Adaptive input and softmax (Grave et al., 2017; Baevski and Auli, 2019), in token order.
 
-The vocabulary, sorted by frequency, is split at the cutoffs into a head and tails. The head's softmax covers its own
-tokens and, after them, one entry per tail, first tail first. A token of tail c has
-log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole vocabulary: the full softmax.
+The vocabulary, sorted by frequency, is split at the cutoffs into a head and tails. The head's
+softmax covers its own tokens and, after them, one entry per tail, first tail first. A token of tail
+c has log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole vocabulary: the
+full softmax.
 
-On an ambient mesh of several devices (`jax.set_mesh`) `embed` and `negative_log_likelihood` run under `shard_map`:
+On an ambient mesh of several devices (`jax.set_mesh`) `embed` and `negative_log_likelihood` run
+under `shard_map`:
 rows of the batch are sharded over its data axes, the tokens of each cluster over its tensor axis.
 """
 
@@ -42,8 +44,8 @@ class TailEntries(NamedTuple):
 def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of type `dtype`, not yet scaled by sqrt(D).
 
-    Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the table's
-    type: in bfloat16 a sum of ones stops at 256.
+    Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the
+    table's type: in bfloat16 a sum of ones stops at 256.
     """
     local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=axes.vocab_axis())
     if ambient_mesh() is None:
@@ -60,14 +62,17 @@ def negative_log_likelihood(
     *,
     chunk_size: int | None = None,
 ) -> jax.Array:
-    """Computes each target's loss in nats: [B, ..., D] and int [B, ...] -> [B, ...], in at least float32.
+    """Computes each target's loss in nats: [B, ..., D] and int [B, ...] -> [B, ...].
 
-    `clusters` are the head and the tails, `cutoffs` the first token of each tail. `tails` are the head's entries for
-    them, or None without tails or if the head ends with them (`with_tails`). A tail is computed only at the positions
-    whose target it contains, `chunk_size` of them at a time on a device, or `_tail_chunk_size` if that is None.
+    The losses are in at least float32.
 
-    A negative target is ignored, as padding is in other libraries: its loss is 0, and so are its gradients. A target of
-    V or more has the loss nan.
+    `clusters` are the head and the tails, `cutoffs` the first token of each tail. `tails` are the
+    head's entries for them, or None without tails or if the head ends with them (`with_tails`). A
+    tail is computed only at the positions whose target it contains, `chunk_size` of them at a time
+    on a device, or `_tail_chunk_size` if that is None.
+
+    A negative target is ignored, as padding is in other libraries: its loss is 0, and so are its
+    gradients. A target of V or more has the loss nan.
     """
     # In 8 bits, a vocabulary of 256 tokens would wrap to 0 in the comparison with V below.
     targets = targets.astype(jnp.result_type(targets, jnp.int32))
@@ -75,13 +80,17 @@ def negative_log_likelihood(
     # An ignored position is computed like any other, as the token 0, and then dropped.
     tokens = jnp.where(is_ignored, 0, targets)
     nll = _nll_of_tokens(hidden, tokens, clusters, tails, cutoffs, chunk_size=chunk_size)
-    # Sharded logits have no row for a token beyond the vocabulary, which would leave a plausible loss.
+    # Sharded logits have no row for a token beyond the vocabulary, which would leave a plausible
+    # loss.
     nll = jnp.where(tokens < _vocab_size(clusters, cutoffs), nll, jnp.nan)
     return jnp.where(is_ignored, 0, nll)
 
 
 def _vocab_size(clusters: Sequence[Cluster], cutoffs: Sequence[int]) -> int:
-    """Returns V. The head may end with the tails' entries, so that only the last cluster's rows count."""
+    """Returns V.
+
+    The head may end with the tails' entries, so that only the last cluster's rows count.
+    """
     first_of_last: int = cutoffs[-1] if cutoffs else 0
     rows: int = clusters[-1].table.shape[0]
     return first_of_last + rows
@@ -96,7 +105,10 @@ def _nll_of_tokens(
     *,
     chunk_size: int | None,
 ) -> jax.Array:
-    """`negative_log_likelihood` of targets that are all tokens of the vocabulary, on one device or on the mesh."""
+    """Computes `negative_log_likelihood` on one device or on the mesh.
+
+    All targets are tokens of the vocabulary.
+    """
     vocab_axis = axes.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
     sync_axes = batch_spec(hidden.shape[0]) if vocab_axis else ()
@@ -109,7 +121,10 @@ def _nll_of_tokens(
 def _embed(
     tokens: jax.Array, *, clusters: Sequence[Cluster], cutoffs: Sequence[int], dtype: jnp.dtype, vocab_axis: str | None
 ) -> jax.Array:
-    """`embed` on one device. `vocab_axis` is the mesh axis over which the tables' rows are sharded, or None."""
+    """`embed` on one device.
+
+    `vocab_axis` is the mesh axis over which the tables' rows are sharded, or None.
+    """
     total: Any = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
         rows = cluster.table.shape[0]
@@ -137,7 +152,10 @@ def _nll(
     vocab_axis: str | None,
     sync_axes: tuple[str, ...],
 ) -> jax.Array:
-    """`negative_log_likelihood` on one device, with `vocab_axis` as in `_embed`, `sync_axes` as in `chunked_apply`."""
+    """Computes `negative_log_likelihood` on one device.
+
+    `vocab_axis` is as in `_embed`, and `sync_axes` is as in `chunked_apply`.
+    """
     bounds = [0, *cutoffs]
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     n_head_token = cutoffs[0] if cutoffs else clusters[0].table.shape[0]
@@ -158,7 +176,10 @@ def _nll(
 
 
 def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: TailEntries | None) -> jax.Array:
-    """Computes the log probabilities (logprobs) of all tokens: [..., D] -> [..., V], in at least float32."""
+    """Computes the log probabilities (logprobs) of all tokens: [..., D] -> [..., V].
+
+    The result is in at least float32.
+    """
     head = jax.nn.log_softmax(logits(hidden, with_tails(clusters[0], tails)))
     n_head_token = head.shape[-1] - (len(clusters) - 1)
     parts = [head[..., :n_head_token]]
@@ -169,7 +190,10 @@ def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: Tai
 
 
 def _cluster_nll(cluster: Cluster, hidden: jax.Array, labels: jax.Array, *, vocab_axis: str | None) -> jax.Array:
-    """Losses of labels of one cluster, in nats: [..., D] and int [...] -> [...], `vocab_axis` as in `_nll`."""
+    """Computes the losses of one cluster's labels, in nats.
+
+    The shapes are [..., D] and int [...] -> [...]. `vocab_axis` is as in `_nll`.
+    """
     if vocab_axis is None:
         return optax.softmax_cross_entropy_with_integer_labels(logits(hidden, cluster), labels)
     log_total, target = _sharded_softmax(logits(hidden, cluster), labels, vocab_axis=vocab_axis)
@@ -198,10 +222,13 @@ def _head_nll(
 
 
 def _sharded_softmax(own: jax.Array, labels: jax.Array, *, vocab_axis: str) -> tuple[jax.Array, jax.Array]:
-    """Computes a softmax over sharded logits: device i has [..., rows] of the labels i * rows, .., (i + 1) * rows - 1.
+    """Computes a softmax over sharded logits.
 
-    Tensor parallel: each all-reduce over `vocab_axis` carries a few numbers per position, never logits. Returns, the
-    same on all devices, the logsumexp of the logits and the label's logit, 0 for a label below 0: [...] each.
+    Device i has the logits [..., rows] of the labels i * rows, .., (i + 1) * rows - 1.
+
+    Tensor parallel: each all-reduce over `vocab_axis` carries a few numbers per position, never
+    logits. Returns, the same on all devices, the logsumexp of the logits and the label's logit, 0
+    for a label below 0: [...] each.
     """
     most = jax.lax.pmax(jax.lax.stop_gradient(own.max(axis=-1)), vocab_axis)
     total = jax.lax.psum(jnp.exp(own - most[..., None]).sum(axis=-1), vocab_axis)
@@ -220,7 +247,10 @@ def _first_row(rows: int, vocab_axis: str | None) -> jax.Array | int:
 def _on_mesh(
     local: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], clusters: Sequence[Cluster], **replicated: Any
 ) -> jax.Array:
-    """Calls `local` under `shard_map`: arrays [B, ...] by rows, clusters by tokens, all else replicated."""
+    """Calls `local` under `shard_map`.
+
+    Arrays [B, ...] are sharded by rows and clusters by tokens. Everything else is replicated.
+    """
     rows, tokens = PartitionSpec(batch_spec(arrays[0].shape[0]) or None), PartitionSpec(axes.vocab_axis())
     of_cluster = Cluster._make([tokens, tokens, PartitionSpec()])
     num_shards = axes.num_vocab_shards()
@@ -231,7 +261,10 @@ def _on_mesh(
 
 
 def _pad_to_shards(cluster: Cluster, num_shards: int) -> Cluster:
-    """Returns the cluster with rows of probability 0 at its end, so that their number divides into `num_shards`."""
+    """Returns the cluster, padded to a number of rows that is divisible by `num_shards`.
+
+    The rows added at its end have probability 0.
+    """
     missing = -cluster.table.shape[0] % num_shards
     if not missing:
         return cluster
@@ -244,12 +277,13 @@ def _pad_to_shards(cluster: Cluster, num_shards: int) -> Cluster:
 def _tail_chunk_size(rows: int, n_position: int) -> int:
     """Positions per chunk of a tail.
 
-    The largest power of two that keeps a chunk's logits within 2**25 numbers, 128 MiB in float32, of which the
-    backward pass holds two; and within 1/32 of the positions, as the last chunk's empty slots cost as much as
-    full ones (on a CPU, 370 positions of a tail of 20,000 took 0.25 s in chunks of 256, 1.0 s in one of 2048).
-    But at least 128, or matrix units starve; or an eighth of so few positions that 128 would be most of them: 512
-    tokens with 86 in three tails of WikiText-103 took 204, 181 and 281 ms on an AMD EPYC (2 cores) in chunks of 16, 64
-    and 128, and 64 tokens at a time 403 and 347 ms in chunks of 16 and 8.
+    The largest power of two that keeps a chunk's logits within 2**25 numbers, 128 MiB in float32,
+    of which the backward pass holds two; and within 1/32 of the positions, as the last chunk's
+    empty slots cost as much as full ones (on a CPU, 370 positions of a tail of 20,000 took 0.25 s
+    in chunks of 256, 1.0 s in one of 2048). But at least 128, or matrix units starve; or an eighth
+    of so few positions that 128 would be most of them: 512 tokens with 86 in three tails of
+    WikiText-103 took 204, 181 and 281 ms on an AMD EPYC (2 cores) in chunks of 16, 64 and 128, and
+    64 tokens at a time 403 and 347 ms in chunks of 16 and 8.
     """
     slots = max(min(2**25 // rows, n_position // 32), min(n_position // 8, 128), 1)
     return 2 ** (slots.bit_length() - 1)

@@ -1,11 +1,15 @@
-"""Applies a function at selected positions only, in chunks of fixed size, under `jit` and with gradients.
+"""Applies a function at selected positions only, in chunks of fixed size.
 
-How many positions are selected is known only when the program runs, and shapes are fixed before. So the selected
-positions are processed in chunks of `chunk_size`, as many as they fill: no position is dropped whatever their number,
-work grows with it, and memory is one chunk's. Without selected positions nothing is computed.
+This works under `jit` and with gradients.
 
-T positions. A loop with a dynamic number of rounds has no reverse-mode derivative, so a custom one is given: it goes
-through the chunks again, recomputes each and takes its gradient. Forward mode (`jax.jvp`) is not supported.
+How many positions are selected is known only when the program runs, and shapes are fixed before. So
+the selected positions are processed in chunks of `chunk_size`, as many as they fill: no position is
+dropped whatever their number, work grows with it, and memory is one chunk's. Without selected
+positions nothing is computed.
+
+T positions. A loop with a dynamic number of rounds has no reverse-mode derivative, so a custom one
+is given: it goes through the chunks again, recomputes each and takes its gradient. Forward mode
+(`jax.jvp`) is not supported.
 """
 
 import functools
@@ -29,12 +33,15 @@ def chunked_apply(
     selected: jax.Array,
     sync_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Computes `function(weights, states [T, ...], labels int [T])` where `selected`, bool [T], 0 elsewhere: [T].
+    """Computes `function(weights, states, labels)` where `selected`, and 0 elsewhere.
 
-    The function must not close over arrays that need gradients. Unused slots of the last chunk are zeros. Gradients of
-    the weights are summed over chunks in at least float32: a bfloat16 sum of ones stops at 256. `sync_axes` are, inside
-    `jax.shard_map`, mesh axes whose devices must run the same number of rounds, as collectives in `function` need.
-    Devices with fewer positions process empty chunks.
+    `states` is [T, ...], `labels` is int [T] and `selected` is bool [T]. The result is [T].
+
+    The function must not close over arrays that need gradients. Unused slots of the last chunk are
+    zeros. Gradients of the weights are summed over chunks in at least float32: a bfloat16 sum of
+    ones stops at 256. `sync_axes` are, inside `jax.shard_map`, mesh axes whose devices must run the
+    same number of rounds, as collectives in `function` need. Devices with fewer positions process
+    empty chunks.
     """
     values, _ = _forward(function, chunk_size, weights, states, labels, selected, sync_axes)
     return values
@@ -91,7 +98,10 @@ chunked_apply.defvjp(_forward, _backward)
 
 
 def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the selected positions, int [chunks, chunk_size], T in empty slots, and how many chunks they fill."""
+    """Returns the selected positions in chunks, and how many chunks they fill.
+
+    The positions are int [chunks, chunk_size], with T in empty slots.
+    """
     n_position = selected.shape[0]
     most = -(-n_position // chunk_size)
     positions = jnp.flatnonzero(selected, size=most * chunk_size, fill_value=n_position)

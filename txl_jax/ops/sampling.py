@@ -1,9 +1,10 @@
 """Sampling of the next token, without computing tails of an adaptive softmax that cannot matter.
 
-The probability of a tail bounds the probability of each of its words. So the k most likely words, which are all that
-greedy and top-k sampling need, need a tail only if its bound reaches the k-th word found so far, at any temperature.
-Plain sampling at temperature 1 draws the cluster first and computes that tail alone. All other cases, such as top-p
-without top-k, need every probability, and every tail is computed.
+The probability of a tail bounds the probability of each of its words. So the k most likely words,
+which are all that greedy and top-k sampling need, need a tail only if its bound reaches the k-th
+word found so far, at any temperature. Plain sampling at temperature 1 draws the cluster first and
+computes that tail alone. All other cases, such as top-p without top-k, need every probability, and
+every tail is computed.
 """
 
 import functools
@@ -30,8 +31,9 @@ def sample(
 ) -> jax.Array:
     """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
-    The head ends with the tails' entries (`adaptive_softmax.with_tails`). A temperature of 0 means greedy. Top-k
-    samples among the k most likely, top-p (nucleus sampling) among the most likely of them that together reach it.
+    The head ends with the tails' entries (`adaptive_softmax.with_tails`). A temperature of 0 means
+    greedy. Top-k samples among the k most likely, top-p (nucleus sampling) among the most likely of
+    them that together reach it.
     """
     if temperature == 0:
         return top_k_tokens(hidden, clusters, 1)[1][:, 0]
@@ -48,10 +50,13 @@ def sample(
 def sample_rows(
     keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster], *, temperature: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """Samples one token per row, each with its own limits, [B]: keys [B], hidden states [B, D] -> int32 [B].
+    """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
-    A row gets what `sample` draws with its limits and without top-k, whatever the other rows' limits are: greedy rows,
-    plain ones (temperature and top_p 1) and all others are drawn apart, each kind only if there is a row of it.
+    Each row has its own limits, `temperature` and `top_p`, [B] each.
+
+    A row gets what `sample` draws with its limits and without top-k, whatever the other rows'
+    limits are: greedy rows, plain ones (temperature and top_p 1) and all others are drawn apart,
+    each kind only if there is a row of it.
     """
     greedy = temperature == 0
     plain = (temperature == 1) & (top_p == 1)
@@ -72,9 +77,13 @@ def sample_rows(
 
 
 def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns log probabilities [B, k], the largest first, and the k most likely tokens int32 [B, k] after [B, D].
+    """Returns the log probabilities of the k most likely tokens, and the tokens.
 
-    k is at most V. The choice among equal probabilities at the border is unspecified. For k = 1 it is the lowest id.
+    The log probabilities are [B, k], the largest first, and the tokens are int32 [B, k]. The tokens
+    follow hidden states [B, D].
+
+    k is at most V. The choice among equal probabilities at the border is unspecified. For k = 1 it
+    is the lowest id.
     """
     bounds, head = _bounds(clusters), adaptive_softmax.logits(hidden, clusters[0])
     log_p, tokens, entries = _top_log_p(head[:, : bounds[1]], k, head[:, bounds[1] :])
@@ -97,12 +106,16 @@ def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tupl
 
 
 def mask_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
-    """Applies the top-p (nucleus) filter: -inf for all but the most likely that reach `top_p`, [B, n] -> [B, n].
+    """Applies the top-p (nucleus) filter: [B, n] -> [B, n].
 
-    The most likely always stays, and so do all ties at the border. `top_p` is one number, or an array [B].
+    All entries become -inf, except the most likely ones that reach `top_p`.
+
+    The most likely always stays, and so do all ties at the border. `top_p` is one number, or an
+    array [B].
     """
     if isinstance(top_p, jax.Array):
-        top_p = jnp.where(top_p < 1, top_p, jnp.inf)[:, None]  # The sum of all may be rounded to 1 before the last.
+        # The sum of all may be rounded to 1 before the last.
+        top_p = jnp.where(top_p < 1, top_p, jnp.inf)[:, None]
     elif top_p == 1:
         return logits
     sorted_logits = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
@@ -113,7 +126,10 @@ def mask_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
 
 
 def _sample_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster]) -> jax.Array:
-    """Samples from the head, whose last entries are the tails, and then inside the tail that was drawn."""
+    """Samples from the head, and then inside the tail that was sampled.
+
+    The head's last entries are the tails.
+    """
     bounds, head = _bounds(clusters), jax.nn.log_softmax(adaptive_softmax.logits(hidden, clusters[0]))
     drawn = _categorical(_fold(keys, 0), head)
     nothing = jnp.zeros_like(drawn)
@@ -124,7 +140,8 @@ def _sample_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence
             return bounds[c + 1] + _categorical(_fold(keys, c + 1), adaptive_softmax.logits(hidden, cluster))
 
         word = jax.lax.cond(jnp.any(inside), sample_tail, lambda: nothing)
-        # A word's id may equal the place of an entry: found words are negative until all tails are done.
+        # A word's id may equal the place of an entry: found words are negative until all tails are
+        # done.
         drawn = jnp.where(inside, -1 - word, drawn)
     return jnp.where(drawn < 0, -1 - drawn, drawn)
 
@@ -136,18 +153,22 @@ def _bounds(clusters: Sequence[Cluster]) -> list[int]:
 
 
 def _top_log_p(logits: jax.Array, k: int, others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the up to k most likely of a softmax over logits [B, n] and `others` [B, m], which are not searched.
+    """Finds the up to k most likely entries of a softmax over `logits` and `others`.
 
-    Only what is found is normalized. With 16 rows all tables of wt103_base take 36.5 ms so, and 42.5 with the log
-    probabilities of all tokens, which are 17 MB to write. Matmuls by themselves take 33 (2 AMD EPYC cores, jax 0.10.2).
-    Returns their log probabilities (largest first), their places, and the log probabilities of `others`.
+    `logits` is [B, n] and `others` is [B, m]. `others` is not searched.
+
+    Only what is found is normalized. With 16 rows all tables of wt103_base take 36.5 ms so, and
+    42.5 with the log probabilities of all tokens, which are 17 MB to write. Matmuls by themselves
+    take 33 (2 AMD EPYC cores, jax 0.10.2). Returns their log probabilities (largest first), their
+    places, and the log probabilities of `others`.
     """
     groups = _Groups.of(logits, k)
     found, places = groups.top(k)
     most = found[:, :1]
     if others.shape[1]:
         most = jnp.maximum(most, jnp.max(others, axis=1, keepdims=True))
-    # One row in groups would be summed a number at a time: 16.7 ms for wt103_base's tables, and 13.9 so.
+    # One row in groups would be summed a number at a time: 16.7 ms for wt103_base's tables, and
+    # 13.9 so.
     total = jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True) if len(logits) == 1 else groups.sum_exp(most)
     total += jnp.sum(jnp.exp(others - most), axis=1, keepdims=True)
     log_total = jnp.log(total)
@@ -157,7 +178,8 @@ def _top_log_p(logits: jax.Array, k: int, others: jax.Array) -> tuple[jax.Array,
 class _Groups(NamedTuple):
     """Logits of B rows in groups of w neighbours, the last of which may be shorter.
 
-    The k largest lie in the k groups whose largest are the largest. XLA's CPU backend sorts the whole input of `top_k`:
+    The k largest lie in the k groups whose largest are the largest. XLA's CPU backend sorts the
+    whole input of `top_k`:
     20,000 numbers in 6.8 ms, the two short lists of `top` in under 0.5.
     """
 
@@ -179,7 +201,8 @@ class _Groups(NamedTuple):
         largest = jnp.concatenate([jnp.max(self.full, axis=1), jnp.max(self.rest, axis=0, keepdims=True)])
         # Without the barrier XLA computes the largest of each group again while it sorts them.
         _, chosen = jax.lax.top_k(jax.lax.optimization_barrier(largest).T, min(k, n_full + 1))
-        members = jnp.take_along_axis(self.full, chosen.T[:, None], axis=0, mode="clip")  # [k, w, B]
+        # [k, w, B]
+        members = jnp.take_along_axis(self.full, chosen.T[:, None], axis=0, mode="clip")
         missing = [(0, width - self.rest.shape[0]), (0, 0)]
         rest = jnp.pad(self.rest, missing, constant_values=-jnp.inf)[None]
         members = jnp.where((chosen == n_full).T[:, None], rest, members).reshape(-1, batch)
@@ -188,7 +211,8 @@ class _Groups(NamedTuple):
 
     def sum_exp(self, most: jax.Array) -> jax.Array:
         """Computes the sum of exp(logit - most): [B, 1]."""
-        # Without the barrier both sums would become one, with a thread for each row's whole sum, and XLA uses one.
+        # Without the barrier both sums would become one, with a thread for each row's whole sum,
+        # and XLA uses one.
         full = jax.lax.optimization_barrier(jnp.sum(jnp.exp(self.full - most.T[None]), axis=1))
         return (jnp.sum(full, axis=0) + jnp.sum(jnp.exp(self.rest - most.T), axis=0))[:, None]
 

@@ -1,1 +1,4 @@
-"""One run: its directory and record, and the tasks on it: training, scoring, generation, conversion."""
+"""One run, with its directory, its record and the tasks on it.
+
+The tasks are training, scoring, generation and conversion.
+"""

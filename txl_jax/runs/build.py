@@ -1,4 +1,7 @@
-"""Builds a config's model, optimizer, schedule, mesh, attention, and the functions compiled for them."""
+"""Builds a config's model, optimizer, schedule, mesh, attention and compiled functions.
+
+The functions are compiled for these parts.
+"""
 
 import dataclasses
 import functools
@@ -50,7 +53,10 @@ class Chosen(NamedTuple):
 
 
 class AttentionChoice(NamedTuple):
-    """The implementations that a run uses, chosen once for its lengths and the devices of its mesh."""
+    """The implementations of attention that a run uses.
+
+    They are chosen once, for the run's lengths and the devices of its mesh.
+    """
 
     training: Chosen
     evaluation: Chosen  # Of generation too: both read a KV cache.
@@ -60,7 +66,10 @@ class AttentionChoice(NamedTuple):
         return {use: str(chosen.implementation) for use, chosen in self._asdict().items()}
 
     def describe(self, before: Mapping[str, str] | None = None) -> str:
-        """Describes the choice and its reasons, for the log. With `before`, only the uses that differ from it."""
+        """Describes the choice and its reasons, for the log.
+
+        With `before`, only the uses that differ from it.
+        """
         clauses: dict[str, list[str]] = {}  # By reason.
         for use, name in self.record().items():
             reasoned = clauses.setdefault(getattr(self, use).reason, [])
@@ -107,7 +116,10 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
 
 
 def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position: int) -> dict[str, Any]:
-    """Describes what both problems state alike. An abstract mesh has no devices, and counts as CPUs."""
+    """Describes what both problems state alike.
+
+    An abstract mesh has no devices, and counts as CPUs.
+    """
     model, device = config.model, None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     return {
         "platform": "cpu" if device is None else device.platform,
@@ -122,10 +134,12 @@ def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position:
 
 
 def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: bool) -> Chosen:
-    """Chooses as `path` asks. An earlier start's implementation stays if it can serve and is still asked for.
+    """Chooses as `path` asks.
 
-    If a path that `runs` fails on the device (`first_contact`), the next one replaces it, unless the user asked for
-    that path, which raises `UserError`.
+    An earlier start's implementation stays if it can serve and is still asked for.
+
+    If a path that `runs` fails on the device (`first_contact`), the next one replaces it, unless
+    the user asked for that path, which raises `UserError`.
     """
     failed: dict[str, str] = {}  # Paths, and why.
     while True:
@@ -145,9 +159,12 @@ def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: 
 class Compilation(NamedTuple):
     """A compiled program, ready to be called."""
 
-    program: Callable[..., Any]  # A `jax.stages.Compiled`, perhaps with its first argument bound.
-    seconds: float  # Of the compilation, without tracing and lowering.
-    temporary_bytes: int | None  # Activations and other scratch per device, or None if the backend reports none.
+    # A `jax.stages.Compiled`, perhaps with its first argument bound.
+    program: Callable[..., Any]
+    # Of the compilation, without tracing and lowering.
+    seconds: float
+    # Activations and other scratch per device, or None if the backend reports none.
+    temporary_bytes: int | None
 
     @classmethod
     def of(cls, lowered: jax.stages.Lowered) -> "Compilation":
@@ -161,18 +178,26 @@ class Compilation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A config's model, optimizer, schedule, mesh and attention, and the functions compiled for them."""
+    """A config's model, optimizer, schedule, mesh, attention and compiled functions.
+
+    The functions are compiled for these parts.
+    """
 
     config: ExperimentConfig
     model: AnyModel
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     mesh: Mesh
-    attention: AttentionChoice | None = None  # None for a network without attention.
-    configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)  # Of an ensemble's members.
+    # None for a network without attention.
+    attention: AttentionChoice | None = None
+    # Of an ensemble's members.
+    configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Jits a function, which enters the mesh at each call, on any thread. On one device this is `jax.jit`."""
+        """Jits a function, which enters the mesh at each call, on any thread.
+
+        On one device this is `jax.jit`.
+        """
         return bind_mesh(self.mesh, jax.jit(function, **options))
 
     # Training
@@ -212,14 +237,20 @@ class Built:
         return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Returns the state before the first update, made on the devices. A warm start makes it from the parameters."""
+        """Returns the state before the first update, made on the devices.
+
+        A warm start makes it from the parameters.
+        """
         if warm_state is not None:
             return warm_state(self.init_params())
         shardings = _shardings(self.abstract_state)
         return self.jit(lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=shardings)()
 
     def state_from_params(self, params: Any) -> TrainState:
-        """Returns the state before the first update of training that begins with these parameters."""
+        """Returns the state before the first training step.
+
+        Training begins with the parameters `params`.
+        """
         return self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))(params)
 
     def _first_params(self) -> Any:
@@ -238,7 +269,10 @@ class Built:
         return Compilation.of(jitted.lower(self.abstract_state, self.abstract_segments(self.config.train)))
 
     def check_batch_size(self) -> None:
-        """Raises `UserError` if the training rows cannot be split evenly over devices and microbatches."""
+        """Raises `UserError` if the training rows cannot be split evenly.
+
+        They are split over devices and microbatches.
+        """
         train, shards = self.config.train, num_batch_shards(self.mesh)
         multiple = shards * train.grad_accum_steps
         require(
@@ -250,10 +284,12 @@ class Built:
     # Batches
 
     def own_rows(self, batch_size: int) -> np.ndarray:
-        """Returns the row numbers of a batch that this process's devices hold and it must read, ascending.
+        """Returns the ascending numbers of the batch rows that this process must read.
 
-        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a tile of it. Raises
-        `UserError` if no device of the process is in the mesh.
+        The process's devices hold these rows.
+
+        They need not be contiguous: where a mesh is laid over a torus, the chips of a host form a
+        tile of it. Raises `UserError` if no device of the process is in the mesh.
         """
         if jax.process_count() == 1:
             return np.arange(batch_size)
@@ -266,8 +302,8 @@ class Built:
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
         """Transfers segments to the devices, with the rows sharded like the memory's.
 
-        They have the `own_rows` of this process, out of `batch_size` rows over all processes, or all rows if that is
-        None. In an ensemble they have a leading member axis.
+        They have the `own_rows` of this process, out of `batch_size` rows over all processes, or
+        all rows if that is None. In an ensemble they have a leading member axis.
         """
         if self.mesh.size == 1:
             return jax.device_put(segments, named_sharding(self.mesh))
@@ -280,7 +316,10 @@ class Built:
         return jax.tree.map(put, self._segment_shardings(batch_size), segments)
 
     def abstract_segments(self, lengths: TrainConfig | EvalConfig) -> Segments:
-        """Returns shapes, types and shardings of the segments that one call of the train or eval step takes."""
+        """Returns the shapes, dtypes and shardings of the segments for one call.
+
+        One call of the train or eval step takes these segments.
+        """
         per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
         tokens = (per_call, lengths.batch_size, lengths.segment_len)
         kinds = (tokens, "int32"), (tokens, "int32"), (tokens, "float32"), (tokens[:2], "bool")
@@ -297,7 +336,10 @@ class Built:
         return Memory(self._sharding(axes.LAYERS, rows, axes.LENGTH, None), self._sharding(rows))
 
     def _sharding(self, *logical_axes: str | None) -> Any:
-        """Returns the sharding of an array by its logical axes, which replaces the array in trees of shardings."""
+        """Returns the sharding of an array by its logical axes.
+
+        It replaces the array in trees of shardings.
+        """
         return named_sharding(self.mesh, *logical_axes)
 
     # Evaluation
@@ -368,9 +410,10 @@ def build(
 ) -> Built:
     """Builds a config's model. Raises `UserError` if settings, V and the devices are incompatible.
 
-    `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None. `recorded` are the
-    implementations of attention of an earlier start, chosen again where they can serve. `uses` names where attention
-    will run, "training" or "evaluation": on an accelerator it is compared with the reference there first.
+    `end_token` is the id of the token that `data.reset_at` names. `mesh` is the config's if None.
+    `recorded` are the implementations of attention of an earlier start, chosen again where they can
+    serve. `uses` names where attention will run, "training" or "evaluation": on an accelerator it
+    is compared with the reference there first.
     """
     config.validate()
     config.model.validate_vocabulary(vocab_size)
@@ -393,7 +436,8 @@ def build(
         model = RecurrentModel(config.model, vocab_size)
     else:
         path = str(config.model.attention)
-        # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes, the reference.
+        # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes,
+        # the reference.
         before = recorded or Implementations(path, path)
         attention = AttentionChoice(
             _choose(before.training, path, training_problem(config, mesh), runs="training" in uses),
@@ -406,7 +450,10 @@ def build(
 
 
 def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) -> Built:
-    """Calls `build` for this vocabulary. Raises `UserError` too if `data.reset_at` is not the text of one token."""
+    """Calls `build` for this vocabulary.
+
+    Raises `UserError` too if `data.reset_at` is not the text of one token.
+    """
     end = config.data.reset_at
     end_token = None if end is None else ready_ids.find_tokens(vocabulary, end, name="data.reset_at")[0]
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

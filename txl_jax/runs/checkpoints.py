@@ -1,4 +1,8 @@
-"""The checkpoints of a run (`runs.run`): the latest, with everything, and the best parameters of each member."""
+"""The checkpoints of a run (`runs.run`), both the latest and the best.
+
+The latest checkpoint contains everything. The best checkpoints contain each member's best
+parameters.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +16,10 @@ from txl_jax.training.step import TrainState
 
 
 class RunCheckpoints(contextlib.ExitStack):
-    """A context manager, the same in every process, that saves and restores. Raises if another run writes too."""
+    """A context manager, the same in every process, that saves and restores.
+
+    Raises if another run writes too.
+    """
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         super().__init__()
@@ -29,14 +36,18 @@ class RunCheckpoints(contextlib.ExitStack):
         return self
 
     def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-        """Restores the latest sound step, as `Checkpointer.restore`: (updates done, state, notes), or None."""
+        """Restores the latest valid step, like `Checkpointer.restore`.
+
+        Returns (updates done, state, notes), or None.
+        """
         restored = self._latest.restore(abstract_state)
         self.saved_step = None if restored is None else restored[0]
         return restored
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
         """Starts writing a step, once the best parameters of its evaluation are on disk."""
-        self.wait_for_best()  # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        self.wait_for_best()
         distributed.run_on_all(self._confirm)
         self._latest.save(step, state, notes)
         self.saved_step = step

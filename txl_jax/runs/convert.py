@@ -1,7 +1,7 @@
 """Conversion of trained weights between the formats of this project and of other implementations.
 
-A conversion is verified: the written tensors equal the ones that were read, bit for bit, and so do the losses, up to
-rounding.
+A conversion is verified: the written tensors equal the ones that were read, bit for bit, and so do
+the losses, up to rounding.
 """
 
 import enum
@@ -61,18 +61,21 @@ def convert(
 ) -> None:
     """Converts weights and verifies the result: reads it back, and compares tensors and losses.
 
-    One array at a time is in memory while files are written, and the parameters once while losses are computed. The
-    directory gets its name once it is verified. After an error nothing of it remains.
+    One array at a time is in memory while files are written, and the parameters once while losses
+    are computed. The directory gets its name once it is verified. After an error nothing of it
+    remains.
 
     Args:
-      source: A run's workdir, a portable checkpoint, or a file or directory of another implementation.
+      source: A run's workdir, a portable checkpoint, or a file or directory of another
+        implementation.
       target: A directory that is missing or empty.
       to_format: The format of `target`.
       member: The ensemble member, if `source` is an ensemble's workdir.
       log: Takes one line.
 
     Raises:
-      UserError: If the weights cannot be read or have parts that the format lacks, or `target` cannot be written.
+      UserError: If the weights cannot be read or have parts that the format lacks, or `target`
+        cannot be written.
     """
     began = time.monotonic()
     source, target = storage.as_path(source), storage.as_path(target)
@@ -109,7 +112,8 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
     if not isinstance(found.source, Run):
         return Model(TargetFormat.NATIVE, found.source, portable.read_leaves(source), [])
     step, params = found.params(found.build(log=log), log=log)
-    # If checkpoints were averaged, the weights are the mean already, and results.json has the scores of others.
+    # If checkpoints were averaged, the weights are the mean already, and results.json has the
+    # scores of others.
     config = config_tree.replace(found.config, {"eval.average_checkpoints": None})
     scores = {} if found.config.eval.average_checkpoints is not None else _scores(found.source, step)
     description = f"{found.description.partition(', ')[2]}, after {step:,} updates"
@@ -150,7 +154,8 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     vocabulary = read.info.vocabulary
     before = portable.stored_settings(config)
     after = portable.stored_settings(again)
-    # The sizes are checked with the tensors. Equal ones have more than one name: d_embed=none is d_model.
+    # The sizes are checked with the tensors. Equal ones have more than one name: d_embed=none is
+    # d_model.
     sizes = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params}
     changed = [name for name in before if before[name] != after[name] and name not in sizes]
     changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
@@ -161,7 +166,10 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
 
 
 def _check_same_tensors(read: Leaves, written: Leaves) -> None:
-    """Raises `CheckpointError` unless names, shapes and float32 values are bit-for-bit equal, one array at a time."""
+    """Raises `CheckpointError` unless all tensors are bit-for-bit equal.
+
+    Names, shapes and float32 values must be equal. One array is compared at a time.
+    """
     shapes = [{path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)]
     if difference := describe_difference(shapes[1], shapes[0]):
         raise CheckpointError(f"the written weights differ from those read ({difference})")
@@ -172,7 +180,10 @@ def _check_same_tensors(read: Leaves, written: Leaves) -> None:
 
 
 def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
-    """Returns the largest difference in nats. Raises `CheckpointError` if it is more than rounding, or not finite."""
+    """Returns the largest difference in nats.
+
+    Raises `CheckpointError` if it is more than rounding, or not finite.
+    """
     if not np.isfinite(expected).all():
         raise CheckpointError("the weights give losses that are not finite. They are corrupted, or from another model.")
     difference = float(np.abs(expected - found).max())
@@ -182,7 +193,10 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) -> np.ndarray:
-    """Computes losses in nats of random tokens, the ends of every cluster among them, on one device: float32 [B, L]."""
+    """Computes the losses of random tokens in nats on one device, float32 [B, L].
+
+    The tokens include the ends of every cluster.
+    """
     # Equal settings share one compiled program: the source and the result usually have them.
     built = _build(ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size)
     tokens = np.random.default_rng(0).integers(vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32)

@@ -1,9 +1,12 @@
-"""Ensembles: runs that differ in seed, learning rate or dropout, trained as one run with a leading member axis.
+"""Ensembles of runs that are trained as one run with a leading member axis.
 
-There is one workdir, one compiled training step (`txl_jax.training.ensemble`) and one checkpoint, whose arrays have the
-member axis. The best parameters are kept per member, and records name their member. `train_run` trains them. All
-members have made the same number of updates. If a loss of one is not finite, all stop. Any member can be scored,
-sampled and exported by its name (`--ensemble_member=NAME`), and `split_off` makes it a separate run.
+The runs differ in seed, learning rate or dropout.
+
+There is one workdir, one compiled training step (`txl_jax.training.ensemble`) and one checkpoint,
+whose arrays have the member axis. The best parameters are kept per member, and records name their
+member. `train_run` trains them. All members have made the same number of updates. If a loss of one
+is not finite, all stop. Any member can be scored, sampled and exported by its name
+(`--ensemble_member=NAME`), and `split_off` makes it a separate run.
 """
 
 import functools
@@ -31,11 +34,17 @@ from txl_jax.training.step import TrainState, init_params
 
 
 class Ensemble(Built):
-    """The model and functions of the base, with the step and the first state of all members at once."""
+    """The base's model and functions, with the step and first state of all ensemble members.
+
+    The step and the first state are for all members at once.
+    """
 
     @classmethod
     def of(cls, base: Built, members: MemberSettings) -> "Ensemble":
-        """Returns the ensemble of these members. Raises `UserError` if it cannot be trained as one."""
+        """Returns the ensemble of these members.
+
+        Raises `UserError` if it cannot be trained as one.
+        """
         configs = member_configs(base.config, members)
         size = base.mesh.size
         require(size == 1, f"an ensemble must train on one device, got a mesh of {size}. Pass --mesh.data=1.")
@@ -44,7 +53,8 @@ class Ensemble(Built):
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
         """Like `Built.init_state`, for all members. `warm_state` makes one member's state."""
 
-        # Each member is initialized by itself, so that its parameters are, bit for bit, those of a run of its own.
+        # Each member is initialized by itself, so that its parameters are, bit for bit, those of a
+        # run of its own.
         @jax.jit
         def params_of(seed: jax.Array) -> Any:
             return nn.unbox(init_params(self.model, jax.random.key(seed)))
@@ -67,7 +77,10 @@ class Ensemble(Built):
 
 
 def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str, ExperimentConfig]:
-    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001". Checks them."""
+    """Returns the config of each member by its name, as "seed=2+learning_rate=0.001".
+
+    Checks them.
+    """
     require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
     for name in sorted({name for member in members for name in member}):
         there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
@@ -91,8 +104,9 @@ def in_order(member: Mapping[str, float]) -> dict[str, float]:
 def split_off(workdir: str, member: str, target: str) -> None:
     """Copies an ensemble member into a new workdir, where ordinary training resumes it.
 
-    The state equals the ensemble's, bit for bit. Updates from there agree with the ensemble's up to rounding. Raises
-    `UserError` if the member or its checkpoint does not exist, or `target` contains a run.
+    The state equals the ensemble's, bit for bit. Updates from there agree with the ensemble's up to
+    rounding. Raises `UserError` if the member or its checkpoint does not exist, or `target`
+    contains a run.
     """
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:

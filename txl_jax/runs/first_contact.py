@@ -1,10 +1,12 @@
-"""First contact: a path of attention is compared with the reference on the device, before a run uses it there.
+"""First contact, which compares a path of attention with the reference on the device.
 
-Kernels are compiled for each kind of device by each version of jax and the compiler, and nobody may have tried these
-together. So `runs.build` compares its choice, forward and backward, with the run's dtype, head size, memory and tile,
-and with few rows, heads and queries. A finding holds for the process. A later process compares again, with programs
-from JAX's compilation cache, whose keys have device and versions. CPUs compare only kernels that are interpreted: the
-tests compare the others.
+The comparison is made before a run uses the path there.
+
+Kernels are compiled for each kind of device by each version of jax and the compiler, and nobody may
+have tried these together. So `runs.build` compares its choice, forward and backward, with the run's
+dtype, head size, memory and tile, and with few rows, heads and queries. A finding holds for the
+process. A later process compares again, with programs from JAX's compilation cache, whose keys have
+device and versions. CPUs compare only kernels that are interpreted: the tests compare the others.
 
 `experiments.bench.device` compares and times all paths with the same functions.
 """
@@ -26,13 +28,16 @@ from txl_jax.runtime import distributed
 
 T = TypeVar("T")
 Arrays = dict[str, jax.Array]
-# Relative differences above which an implementation is wrong, not rounded: in float32, and in 16 bits, where tiles
-# differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
+# Relative differences above which an implementation is wrong, not rounded: in float32, and in 16
+# bits, where tiles differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
-_LEAST = 0.1  # If an array has no larger element, such as the gradient of queries with one key, it is rounding.
-_MOST_QUERIES = 511  # Odd, no smaller than the largest tile, and enough for the kernels with any number of keys.
+# If an array has no larger element, such as the gradient of queries with one key, it is rounding.
+_LEAST = 0.1
+# Odd, no smaller than the largest tile, and enough for the kernels with any number of keys.
+_MOST_QUERIES = 511
 _DROPOUT_RATE = 0.1
-# Inputs and their axes in `Problem`'s letters, in training and over a KV cache: of all calls, and with position keys.
+# Inputs and their axes in `Problem`'s letters, in training and over a KV cache: of all calls, and
+# with position keys.
 _INPUTS = (
     ("query:bhle key:bhke value:bhke cotangent:bhle", "position_key:hpe content_bias:he position_bias:he"),
     ("query:bhle key:bhle value:bhle ring_key:bher ring_value:bhre", "position_query:bhle position_key:hep"),
@@ -50,7 +55,10 @@ _findings: dict[str, Finding] = {}
 
 
 def compare(implementation: Implementation, problem: Problem) -> Finding:
-    """Compares an implementation that was chosen for a run with the reference, once in a process; never raises."""
+    """Compares an implementation that was chosen for a run with the reference.
+
+    Each comparison is made once in a process. The function never raises.
+    """
     device = default_device()
     # Estimates compile for devices that are not here.
     is_here = (problem.platform, problem.device_kind) == (device.platform, device.device_kind)
@@ -69,7 +77,10 @@ def compare(implementation: Implementation, problem: Problem) -> Finding:
 
 
 def build_on_all(build: Callable[[], T]) -> T:
-    """Runs `build`, which calls `compare`, in all processes; what failed in one of them has then failed in all."""
+    """Runs `build`, which calls `compare`, in all processes.
+
+    What failed in one process has then failed in all of them.
+    """
     while True:
         built = distributed.run_on_all(build)
         failures = {key: finding.sentence for key, finding in sorted(_findings.items()) if finding.failed}
@@ -103,13 +114,16 @@ def describe_error(name: str, difference: float, problem: Problem) -> str:
 
 
 def largest_difference(implementation: Implementation, problem: Problem, inputs: Arrays) -> tuple[str, float]:
-    """Compares output and gradients with the reference in at least float32: (array that differs most, by how much).
+    """Compares output and gradients with the reference in at least float32.
 
-    An array's difference is its elements' largest, divided by the reference's largest element, or infinity for nan.
+    Returns (array that differs most, how much it differs).
+
+    An array's difference is its elements' largest, divided by the reference's largest element, or
+    infinity for nan.
     """
     wide = {name: array.astype(jnp.promote_types(array.dtype, jnp.float32)) for name, array in inputs.items()}
-    # By default TPUs round float32 to bfloat16, and GPUs to TF32. For 16 bits that will do, and compiles in a third of
-    # the time (TPU v5e, 511 x 1023 pairs: 12 s, not 34).
+    # By default TPUs round float32 to bfloat16, and GPUs to TF32. For 16 bits that will do, and
+    # compiles in a third of the time (TPU v5e, 511 x 1023 pairs: 12 s, not 34).
     with jax.default_matmul_precision("highest" if jnp.dtype(problem.dtype).itemsize > 2 else "default"):
         expected = jax.device_get(jax.jit(make_function(REFERENCE, problem))(wide | {"valid": inputs["valid"]}))
         found = jax.device_get(jax.jit(make_function(implementation, problem))(inputs))
@@ -124,7 +138,8 @@ def largest_difference(implementation: Implementation, problem: Problem, inputs:
 def make_inputs(problem: Problem, valid: Sequence[int]) -> Arrays:
     """Returns random arrays for rows with `valid` filled slots.
 
-    Queries, keys and values have unit variance, as behind a layer norm, and biases a standard deviation of 0.2.
+    Queries, keys and values have unit variance, as behind a layer norm, and biases a standard
+    deviation of 0.2.
     """
     p = problem
     lengths = {"b": p.batch, "h": p.n_head, "l": p.segment_len, "k": p.n_keys, "e": p.d_head, "r": p.capacity or 0}
@@ -140,7 +155,10 @@ def make_inputs(problem: Problem, valid: Sequence[int]) -> Arrays:
 
 
 def make_function(implementation: Implementation, problem: Problem) -> Callable[[Arrays], Arrays]:
-    """Returns the function of inputs that computes attention's output, and in training all gradients, by name."""
+    """Returns the function that computes attention's output and, in training, all gradients.
+
+    The function takes the inputs and returns its results by name.
+    """
     p = problem
 
     def training(inputs: Arrays) -> Arrays:

@@ -1,4 +1,7 @@
-"""Generation with a trained run: samples texts after a prompt, and streams the first as it is written."""
+"""Generation with a trained run, which samples texts after a prompt.
+
+The first text is streamed as it is written.
+"""
 
 import codecs
 import functools
@@ -27,11 +30,13 @@ from txl_jax.runtime.output import say
 def generate_text(
     config: ExperimentConfig, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> list[bytes]:
-    """Prints `generate.samples` texts of a trained model, the first as it is written, and saves all in its directory.
+    """Prints and saves `generate.samples` texts of a trained model.
 
-    Returns the texts, each with the prompt and the stop that ended it. Raises `UserError` if the model has no
-    checkpoint or cannot generate, or the prompt or the stop cannot be read. `stop_requested` is asked between segments
-    of the prompt and between blocks of tokens.
+    The first text is printed as it is written. All texts are saved in the model's directory.
+
+    Returns the texts, each with the prompt and the stop that ended it. Raises `UserError` if the
+    model has no checkpoint or cannot generate, or the prompt or the stop cannot be read.
+    `stop_requested` is asked between segments of the prompt and between blocks of tokens.
     """
     weights = Weights.of(model, config)
     check_same_settings(config)
@@ -60,8 +65,9 @@ def continue_prompts(
 
         {"index": 0, "sample": 0, "prompt": "Once upon", "text": " a time"}
 
-    `index` counts the prompts, and `sample` the samples of each, which are the same as from `generate_text`.
-    `eval.batch_size` samples are generated in parallel. Arguments and errors are as for `score.score_documents`.
+    `index` counts the prompts, and `sample` the samples of each, which are the same as from
+    `generate_text`. `eval.batch_size` samples are generated in parallel. Arguments and errors are
+    as for `score.score_documents`.
     """
     config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
     check_can_generate(model.config)
@@ -86,11 +92,14 @@ def continue_prompts(
 
 
 def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[..., list[bytes]]:
-    """Returns a function of (built model, parameters, stop_requested, write) that generates texts. A collective.
+    """Returns a function of (built model, parameters, stop_requested, write) that generates texts.
 
-    It returns process 0's prompt with each sample after it, or no texts if a stop came while the prompt was read.
-    `write` takes the pieces of the first one as its tokens come. Samples of a model compile once. Raises `UserError` if
-    such a model cannot generate, or the prompt or the stop cannot be read.
+    A collective.
+
+    It returns process 0's prompt with each sample after it, or no texts if a stop came while the
+    prompt was read. `write` takes the pieces of the first one as its tokens come. Samples of a
+    model compile once. Raises `UserError` if such a model cannot generate, or the prompt or the
+    stop cannot be read.
     """
     check_can_generate(config)
     settings = config.generate
@@ -101,7 +110,8 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[.
     )
     ids = ready_ids.token_ids(vocabulary, typed, name="the prompt")
     note_unknown(vocabulary.count_unknown(ids), len(ids), "so the model does not read the prompt as it is written")
-    prompt = vocabulary.decode(ids)  # As the model reads it: words with single spaces between them, for example.
+    # As the model reads it: words with single spaces between them, for example.
+    prompt = vocabulary.decode(ids)
 
     def sample(
         built: Built, params: Any, stop_requested: Callable[[], Any], write: Callable[[str], Any] = lambda text: None
@@ -124,7 +134,8 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[.
         for block in blocks:
             has_begun = True
             add(stream.add(row) for stream, row in zip(streams, block, strict=True))
-            if all(stream.ended for stream in streams):  # By strings, which the generator does not see.
+            # By strings, which the generator does not see.
+            if all(stream.ended for stream in streams):
                 break
         add(stream.finish() for stream in streams)
         write(decoder.decode(b"", final=True) + "\n")
@@ -149,19 +160,25 @@ def check_can_generate(config: ExperimentConfig) -> None:
 
 
 def read_prompt(config: GenerateConfig, *, as_bytes: bool = False) -> bytes:
-    """Returns the prompt as bytes, empty if none is set. Raises `UserError` if `prompt_file` cannot be read.
+    """Returns the prompt as bytes, empty if none is set.
+
+    Raises `UserError` if `prompt_file` cannot be read.
 
     A file's byte-order mark is dropped unless it is read `as_bytes`, for a model of bytes.
     """
     if not config.prompt_file:
-        return os.fsencode(unescape(config.prompt or ""))  # The bytes that are typed need not be valid UTF-8.
+        # The bytes that are typed need not be valid UTF-8.
+        return os.fsencode(unescape(config.prompt or ""))
     with rephrased(f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.", OSError):
         content = storage.read_small(config.prompt_file)
     return content if as_bytes else content.removeprefix(BYTE_ORDER_MARK.encode())
 
 
 def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
-    """Returns the token or the text that ends a sample, or None. Raises `UserError` if a token is unknown."""
+    """Returns the token or the text that ends a sample, or None.
+
+    Raises `UserError` if a token is unknown.
+    """
     if not config.stop:
         return None
     ids = ready_ids.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)

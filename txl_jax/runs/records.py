@@ -1,7 +1,9 @@
-"""Reads runs as rows of a table: scores, speed, the settings in which they differ, and means over seeds.
+"""Reads runs as rows of a table.
 
-A row is a dict by column name: "run", the settings that differ, "best_valid", "test", "measure", "steps", "seconds",
-"state". Columns whose values are not known yet are missing.
+The table has scores, speed, the settings in which runs differ, and means over seeds.
+
+A row is a dict by column name: "run", the settings that differ, "best_valid", "test", "measure",
+"steps", "seconds", "state". Columns whose values are not known yet are missing.
 """
 
 import csv
@@ -25,7 +27,8 @@ from txl_jax.runtime.storage import as_path, is_dir, names
 Row = Mapping[str, Any]
 Point = tuple[int, float]  # A training step, and the value recorded there.
 
-PER_BYTE = ("bits_per_byte", "approximate_bits_per_byte")  # Of the test text; the second one where tokens are words.
+# Of the test text; the second one where tokens are words.
+PER_BYTE = ("bits_per_byte", "approximate_bits_per_byte")
 MEASURED = ("best_valid", "test", "measure", *PER_BYTE, "steps", "seconds")
 SEED = "seed"
 _SCORES = ("best_valid", "test")
@@ -35,16 +38,24 @@ _SCORES = ("best_valid", "test")
 class RunRecords:
     """One run, or one member of an ensemble, as its directory describes it."""
 
-    name: str  # Of the directory and of the member, or the path where two directories have the same name.
-    path: str  # The workdir.
+    # Of the directory and of the member, or the path where two directories have the same name.
+    name: str
+    # The workdir.
+    path: str
     member: str | None
     config: ExperimentConfig
-    measure: Measure  # In which its losses are reported.
-    records: Sequence[Mapping[str, Any]]  # In metrics.jsonl.
-    results: Mapping[str, Any] | None  # In results.json, or None before training has ended.
+    # In which its losses are reported.
+    measure: Measure
+    # In metrics.jsonl.
+    records: Sequence[Mapping[str, Any]]
+    # In results.json, or None before training has ended.
+    results: Mapping[str, Any] | None
 
     def curve(self, kind: str, field: str) -> list[Point]:
-        """Returns the finite values of a field in the records of a kind ("train", "valid", "test"), by step."""
+        """Returns the finite values of a field in the records of a kind, by step.
+
+        The kinds are "train", "valid" and "test".
+        """
         found = ((each["step"], each.get(field)) for each in self.records if each["kind"] == kind)
         return [(step, value) for step, value in found if isinstance(value, int | float) and abs(value) < 1e300]
 
@@ -65,14 +76,20 @@ class RunRecords:
 
     @property
     def training_seconds(self) -> float:
-        """Time of all training steps by their recorded rates, without start, evaluation and checkpoints."""
+        """Time of all training steps in seconds, by their recorded rates.
+
+        Startup, evaluation and checkpoints are not included.
+        """
         rates = [(step, rate) for step, rate in self.curve("train", "tokens_per_second") if rate > 0]
         tokens_per_step = self.config.train.batch_size * self.config.train.new_tokens
         before = [0, *(step for step, _ in rates)]
         return sum((step - since) * tokens_per_step / rate for since, (step, rate) in zip(before, rates, strict=False))
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the run as a row with these settings. Until training ends, the best score is the recorded one."""
+        """Returns the run as a row with these settings.
+
+        Until training ends, the best score is the recorded one.
+        """
         row: dict[str, Any] = {"run": self.name}
         row |= {name: config_tree.format_value(config_tree.get(self.config, name)) for name in names}
         if seconds := self.training_seconds:
@@ -100,7 +117,10 @@ def state_of(results: Mapping[str, Any]) -> str:
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
-    """Reads workdirs, or directories of workdirs such as a sweep's --out. Raises `UserError` if it cannot."""
+    """Reads workdirs, or directories of workdirs such as a sweep's --out.
+
+    Raises `UserError` if it cannot.
+    """
     folders = list(dict.fromkeys(folder for path in paths for folder in _workdirs(path)))
     last = [Path(folder).name for folder in folders]
     short = {folder: name if last.count(name) == 1 else folder for folder, name in zip(folders, last, strict=True)}
@@ -125,7 +145,8 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
     members = by_name(record.members)
     for member in members or [None]:
         results, train = read_results(folder, member), record.config.train
-        # Those of an earlier end stay until a run that got more steps ends. With patience a run may end before.
+        # Those of an earlier end stay until a run that got more steps ends. With patience a run may
+        # end before.
         ended = results.get("steps", train.steps) == train.steps or train.patience is not None
         yield RunRecords(
             name=": ".join(filter(None, [name, member])) or Path(folder).name,
@@ -139,7 +160,10 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
 
 
 def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
-    """Returns the settings in which runs differ, in the order of the config, if they change numbers beyond rounding."""
+    """Returns the settings in which runs differ, in the order of the config.
+
+    Only settings that change numbers beyond rounding are included.
+    """
     first, *others = [run.config for run in runs]
     found = {leaf.name for other in others for leaf, _, _ in config_tree.differences(first, other)}
     leaves = config_tree.leaves(ExperimentConfig)
@@ -147,7 +171,10 @@ def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups rows that differ only in their seed among the settings `names`, in the order of each group's first row."""
+    """Groups rows that differ only in their seed among the settings `names`.
+
+    The groups are in the order of their first rows.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(repr([row.get(name, "") for name in names if name != SEED]), []).append(row)
@@ -157,7 +184,8 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
 def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns a row for each group of seeds, or no rows if no two runs differ only in their seed.
 
-    A row has the settings, "seeds" (the number of finished runs), and means and standard deviations of the scores.
+    A row has the settings, "seeds" (the number of finished runs), and means and standard deviations
+    of the scores.
     """
     groups, found = seed_groups(names, rows), []
     for group in groups:
@@ -166,7 +194,8 @@ def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
         if ended:
             mean["measure"] = ended[0]["measure"]
         for name in _SCORES:
-            known = [row[name] for row in ended if math.isfinite(row.get(name, math.nan))]  # Not of runs that diverged.
+            # Not of runs that diverged.
+            known = [row[name] for row in ended if math.isfinite(row.get(name, math.nan))]
             if known:
                 mean[name] = statistics.fmean(known)
             if len(known) > 1:
@@ -191,7 +220,10 @@ def csv_file(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
 
 
 def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines of a Markdown table of rows, and of a second one with the means over seeds, if any."""
+    """Yields the lines of a Markdown table of rows.
+
+    A second table with the means over seeds follows, if there are any.
+    """
     speed = ["tokens_per_second"] * any("tokens_per_second" in row for row in rows)
     # Not where it is every run's bpc.
     per_byte = [name for name in PER_BYTE if any(name in row and row[name] != row["test"] for row in rows)]

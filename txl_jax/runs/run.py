@@ -1,8 +1,12 @@
-"""`Run`, the directory of one run and its record, which is read once, and the lock that keeps other runs out.
+"""The directory of one run and its record (`Run`), and the lock that keeps other runs out.
 
-config.json       settings, text, implementations of attention, version, and the differences of ensemble members
+The record is read once.
+
+config.json       settings, text, implementations of attention, version, and the differences of
+                  ensemble members
 vocabulary.txt    the tokens by id
-checkpoints/      latest/ (everything), best/ or best/MEMBER/ (parameters of the lowest validation loss)
+checkpoints/      latest/ (everything), best/ or best/MEMBER/ (parameters of the lowest validation
+                  loss)
 metrics.jsonl, log.txt, tensorboard/
 results.json      written when training has ended
 """
@@ -28,12 +32,16 @@ from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import access_error
 
 RESULTS = "results.json"
-FORMAT = 3  # Of config.json; raised when settings, parameters or draws change meaning.
-MemberSettings = Sequence[Mapping[str, float]]  # What the members of an ensemble differ in; empty: a run by itself.
+# Of config.json; raised when settings, parameters or draws change meaning.
+FORMAT = 3
+# What the members of an ensemble differ in; empty: a run by itself.
+MemberSettings = Sequence[Mapping[str, float]]
 
 _CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
-_MOST_NAMED = 5  # Runs that an error names: they fit on a few lines, and show what to pass.
-_SECONDS_TO_APPEAR = 30  # Network file systems show a new file to other hosts once their caches expire.
+# Runs that an error names: they fit on a few lines, and show what to pass.
+_MOST_NAMED = 5
+# Network file systems show a new file to other hosts once their caches expire.
+_SECONDS_TO_APPEAR = 30
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 # Settings that the choice of attention for evaluation depends on.
 _EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
@@ -49,27 +57,38 @@ class TextInfo:
     description: str
     digest: str
     vocabulary: Vocabulary
-    data_dir: str = ""  # The folders that it and its ids were read from; on another machine they may differ.
+    # The folders that it and its ids were read from; on another machine they may differ.
+    data_dir: str = ""
     cache_dir: str = ""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Run(contextlib.AbstractContextManager["Run"]):
-    """The directory of one run, and its record. All processes make the same calls. Process 0 reads and writes files."""
+    """The directory of one run, and its record.
 
-    path: str  # Absolute.
-    member: str | None = None  # Chosen member of an ensemble, or None for all members and for a single run.
-    is_new: bool = True  # Whether nothing is recorded yet. `config` and `text` are not set then.
-    config: ExperimentConfig = dataclasses.field(init=False)  # As recorded, with the member's settings.
-    text: TextInfo = dataclasses.field(init=False)  # As recorded.
-    members: MemberSettings = ()  # Settings that the members of an ensemble differ in. Empty for a single run.
+    All processes make the same calls. Process 0 reads and writes files.
+    """
+
+    # Absolute.
+    path: str
+    # Chosen member of an ensemble, or None for all members and for a single run.
+    member: str | None = None
+    # Whether nothing is recorded yet. `config` and `text` are not set then.
+    is_new: bool = True
+    # As recorded, with the member's settings.
+    config: ExperimentConfig = dataclasses.field(init=False)
+    # As recorded.
+    text: TextInfo = dataclasses.field(init=False)
+    # Settings that the members of an ensemble differ in. Empty for a single run.
+    members: MemberSettings = ()
     # Implementations by use, as first chosen: {"training": "tiled 128x256", "evaluation": ...}.
     attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
     weights: Mapping[str, Any] | None = None
     # Lines for the log: settings that changed, a lock that was taken over.
     notes: list[str] = dataclasses.field(default_factory=list)
-    is_open: bool = False  # Whether the run is to be trained.
+    # Whether the run is to be trained.
+    is_open: bool = False
     _saved: list[str] | None = None
     _lock: RunLock | None = None
 
@@ -107,8 +126,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def open(cls, path: str | os.PathLike[str]) -> "Run":
         """Opens a run to train, new or recorded, as a context manager.
 
-        A recorded one is locked before it is read, so that its record cannot change. For a new one nothing is made
-        before `begin`, so that mistakes in settings leave no directory.
+        A recorded one is locked before it is read, so that its record cannot change. For a new one
+        nothing is made before `begin`, so that mistakes in settings leave no directory.
         """
         run = cls(os.fspath(path), is_open=True)
         try:
@@ -145,14 +164,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @property
     def member_names(self) -> tuple[str, ...]:
-        """Names of the members of an ensemble, in the order of the member axis, empty for a single run."""
+        """Names of an ensemble's members, in the order of the member axis.
+
+        The tuple is empty for a single run.
+        """
         return tuple(by_name(self.members))
 
     def attention_for(self, config: ExperimentConfig) -> Implementations:
-        """Returns the implementations of attention for a start with `config`: the recorded ones, or its own choice.
+        """Returns the implementations of attention for a start with `config`.
 
-        Another device or version may choose others, whose numbers agree up to rounding only, and a resumed run must
-        stay equal bit for bit. If `model.attention`, or for evaluation a length, was changed, the config chooses again.
+        These are the recorded implementations, or the config's own choice.
+
+        Another device or version may choose others, whose numbers agree up to rounding only, and a
+        resumed run must stay equal bit for bit. If `model.attention`, or for evaluation a length,
+        was changed, the config chooses again.
         """
         asked, uses = str(config.model.attention), dict[str, Implementation | None]()
         if not self.is_new and self.config.model.attention is config.model.attention:
@@ -162,7 +187,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
-        """Compares settings between processes and with the record. Raises `UserError` if one changed that must not."""
+        """Compares settings between processes and with the record.
+
+        Raises `UserError` if one changed that must not.
+        """
         check_same_settings(config)
         if self.is_new:
             return
@@ -185,10 +213,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         weights: Mapping[str, Any] | None = None,
         members: MemberSettings = (),
     ) -> None:
-        """Claims the directory and records the run in it: the first write of a start, and the only one of the record.
+        """Claims the directory and records the run in it.
 
-        Raises `UserError` if text, vocabulary or `weights` (the record of a warm start) are not the recorded ones, the
-        directory cannot be written to, not all processes see it, or another run is in it.
+        This is the first write of a start, and the only write of the record.
+
+        Raises `UserError` if text, vocabulary or `weights` (the record of a warm start) are not the
+        recorded ones, the directory cannot be written to, not all processes see it, or another run
+        is in it.
         """
         if not self.is_new:
             old, now = self.text.vocabulary, text.vocabulary
@@ -225,7 +256,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         )
 
     def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
-        """Returns a line for each setting that differs from the record: the ones that may differ, or the others."""
+        """Returns a line for each setting that differs from the record.
+
+        If `allowed`, these are the settings that may differ. Otherwise, they are the others.
+        """
         return [
             config_tree.describe_change(leaf, before, after)
             for leaf, before, after in config_tree.differences(config if self.is_new else self.config, config)
@@ -244,7 +278,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         attention: Mapping[str, str],
         members: MemberSettings = (),
     ) -> None:
-        """Writes vocabulary.txt and then config.json, which makes the directory a run, unless nothing changed."""
+        """Writes vocabulary.txt and then config.json, unless nothing changed.
+
+        The file config.json makes the directory a run.
+        """
         facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
         saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
         optional = {"attention": attention, "warm_start": self.weights, "members": members}
@@ -270,7 +307,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         distributed.run_on_all(lambda: None if texts is None else self._parse(*texts))
 
     def _texts(self) -> list[str] | None:
-        """Reads config.json and vocabulary.txt, each once, or returns None if the directory contains no run."""
+        """Reads config.json and vocabulary.txt, each once.
+
+        Returns None if the directory contains no run.
+        """
         if self.is_open and holds_run(self.path):
             self.claim()
         texts = []
@@ -298,7 +338,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             facts = {name: str(text[name]) for name in _TEXT_FACTS}
             expected, self.members = str(text["vocabulary_sha256"]), saved.get("members", [])
             for changes in by_name(self.members).values():
-                numbers = all(isinstance(value, int | float) for value in changes.values())  # And no "../..".
+                # And no "../..".
+                numbers = all(isinstance(value, int | float) for value in changes.values())
                 require(numbers, "the settings of ensemble members must be numbers, as they name directories")
                 from_dict(ExperimentConfig, saved["config"] | changes)
             self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
@@ -325,7 +366,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         lock = RunLock(self.path)
         lock.acquire()
         self._lock = lock
-        ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)  # Other half-written files may belong to a running program.
+        # Other half-written files may belong to a running program.
+        ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)
         for name in storage.names(self.path):
             partial = name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
             if name.startswith(".probe-") or partial:
@@ -352,9 +394,12 @@ def _runs_below(folder: str) -> list[str]:
 
 
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns data_dir and cache_dir of the run in a directory, if on this machine. `Run` raises a record's errors.
+    """Returns data_dir and cache_dir of the run in a directory, if on this machine.
 
-    They are of use where the run is trained on: the record of a stranger's run may name any directory.
+    `Run` raises a record's errors.
+
+    They are of use where the run is trained on: the record of a stranger's run may name any
+    directory.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
@@ -366,12 +411,18 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _is_absolute(folder: str) -> bool:
-    """Returns whether a recorded directory is the same wherever the command is run, as all that are written are."""
+    """Returns whether a recorded directory is the same wherever the command is run.
+
+    This is true of all directories that are written.
+    """
     return storage.is_remote(folder) or os.path.isabs(folder)
 
 
 def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
-    """Returns results.json, with a member's own scores if one is named, or {} if it is missing or corrupted."""
+    """Returns the content of results.json, or {} if it is missing or corrupted.
+
+    If a member is named, the result includes the member's own scores.
+    """
     try:
         results = dict(storage.read_json(os.path.join(workdir, RESULTS)))
         results |= {} if member is None else results.pop("members")[member]
@@ -383,7 +434,10 @@ def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
 
 
 def member_name(differences: Mapping[str, float]) -> str:
-    """Returns the name of a member and its directories: "seed=2+learning_rate=0.001", or "base" if nothing differs."""
+    """Returns the name of a member and of its directories: "seed=2+learning_rate=0.001".
+
+    The name is "base" if nothing differs.
+    """
     return "+".join(f"{short_name(name)}={value}" for name, value in differences.items()) or "base"
 
 
@@ -393,18 +447,27 @@ def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
 
 
 def short_name(setting: str) -> str:
-    """Shortens a setting's dotted name: "learning_rate" for optimizer.learning_rate, "seed" for seed."""
+    """Shortens a setting's dotted name.
+
+    The short name is "learning_rate" for optimizer.learning_rate, and "seed" for seed.
+    """
     return setting.removeprefix("model.").removeprefix("optimizer.")
 
 
 def check_same_settings(config: ExperimentConfig) -> None:
-    """Raises `UserError` in all processes if one has other settings than process 0, except for the places of files."""
+    """Raises `UserError` in all processes if one has other settings than process 0.
+
+    The places of files may differ.
+    """
     settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
     distributed.assert_same_on_all(settings, "Start all hosts with the same command.")
 
 
 def check_same_text(text: Corpus) -> None:
-    """Raises `UserError` in all processes if one has another text, of which each reads its own rows."""
+    """Raises `UserError` in all processes if one of them has another text.
+
+    Each process reads its own rows of the text.
+    """
     found = f"{text.description} (sha256 {text.digest[:12]}...)"
     facts = {"the text": found, "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}..."}
     distributed.assert_same_on_all(facts, "Use the same files and library versions on all hosts.")

@@ -1,4 +1,7 @@
-"""Scores of a trained model: the losses of a text, of both splits of a corpus, and of many documents side by side."""
+"""Scores of a trained model: the losses of a text, of a corpus, and of many documents.
+
+Both splits of a corpus are scored. Documents are scored side by side.
+"""
 
 import collections
 import contextlib
@@ -44,7 +47,8 @@ from txl_jax.runtime.storage import as_path, download, is_remote, write_json, wr
 
 _SECONDS_BETWEEN_LINES = 20.0
 _TOKENS_PER_BLOCK = 1 << 16
-# Control characters and line separators: a reader may end a line there, and a terminal may obey them.
+# Control characters and line separators: a reader may end a line there, and a terminal may obey
+# them.
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 
@@ -70,10 +74,12 @@ def score(
     stop_requested: Callable[[], Any] = lambda: False,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Computes the losses of a text [T]: streaming with a memory, or, with `eval.stride`, in a sliding window.
+    """Computes the losses of a text [T], either streaming or in a sliding window.
 
-    `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored. Raises `Interrupted` on
-    request, and `NonFiniteError` if the loss is nan or infinite.
+    The text is streamed with a memory or, with `eval.stride`, scored in a sliding window.
+
+    `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored.
+    Raises `Interrupted` on request, and `NonFiniteError` if the loss is nan or infinite.
     """
     lengths = components.config.eval
     progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
@@ -95,7 +101,8 @@ def score(
             batch_size=lengths.batch_size,
             segment_len=lengths.segment_len,
             warmup_tokens=lengths.warmup_tokens,
-            own=components.own_rows(lengths.batch_size),  # Each process reads the rows of its own devices.
+            # Each process reads the rows of its own devices.
+            own=components.own_rows(lengths.batch_size),
         )
         weights = components.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
@@ -133,7 +140,8 @@ def evaluate_splits(
 ) -> dict[str, Any]:
     """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
 
-    The text may differ from the training text if its vocabulary is the same. After `Interrupted` nothing is written.
+    The text may differ from the training text if its vocabulary is the same. After `Interrupted`
+    nothing is written.
     """
     weights = Weights.of(model, config)
     folder = weights.outputs()
@@ -156,15 +164,18 @@ def evaluate_splits(
 def score_tokens(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
 ) -> dict[str, Totals]:
-    r"""Scores both splits like `evaluate_splits`. Writes scores-valid.tsv and scores-test.tsv, each when it is done.
+    r"""Scores both splits like `evaluate_splits`.
+
+    Writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
         index	token	nats
         1	h	2.3841858
         2	\n	0.017624786
 
-    There is a line for each token but the first, in the order of the text, with its name as `printable` escapes it.
-    `nats` is minus its logprob, and reads back as exactly the number that was computed. It depends on the evaluation
-    lengths and on `eval.batch_size`: every row of the batch begins with an empty memory.
+    There is a line for each token but the first, in the order of the text, with its name as
+    `printable` escapes it. `nats` is minus its logprob, and reads back as exactly the number that
+    was computed. It depends on the evaluation lengths and on `eval.batch_size`: every row of the
+    batch begins with an empty memory.
     """
     found: dict[str, Totals] = {}
     weights = Weights.of(model, config)
@@ -181,7 +192,11 @@ def score_tokens(
 def _score_splits(
     weights: Weights, corpus: Corpus, stop_requested: Callable[[], Any], *, per_token: bool = False
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
-    """Yields the step of the parameters, a split, its scores, and the nats of its tokens [T] if `per_token`."""
+    """Yields the scores of each split, with the step of the parameters.
+
+    Each item is (step of the parameters, split, scores, nats). The nats are an array [T] for the
+    split's tokens if `per_token`, otherwise None.
+    """
     components, step, params = load_to_score(weights.config, corpus, weights, log=say)
     scored: tuple[Totals, Any] | None = None
     line = ""
@@ -213,19 +228,28 @@ def note_unknown(unknown: int, tokens: int, consequence: str) -> None:
 class Likeness(NamedTuple):
     """Losses of a document's targets [T], and which of them greedy decoding would have written."""
 
-    nats: Any  # Floats [T].
-    greedy: Any  # bool [T], whether the target is the most likely token. Of equally likely tokens, the lowest id is.
+    # Floats [T].
+    nats: Any
+    # bool [T], whether the target is the most likely token. Of equally likely tokens, the lowest id
+    # is.
+    greedy: Any
 
 
 class DocumentReader:
-    """Reads documents with one model at the evaluation lengths, each from an empty memory, without stride or warm-up.
+    """Reader that runs one model over documents, each from an empty memory.
 
-    One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and a document's
-    results are the same as by itself. They come in order, also before an error of the documents' iterator.
+    It reads at the evaluation lengths, without stride or warm-up.
+
+    One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and
+    a document's results are the same as by itself. They come in order, also before an error of the
+    documents' iterator.
     """
 
     def __init__(self, components: Built, weights: Any, *, batch_size: int):
-        """Takes prepared parameters (`Built.prepare_params`) and the number of documents side by side."""
+        """Takes prepared parameters and the number of documents to read side by side.
+
+        `Built.prepare_params` prepares the parameters.
+        """
         check_batch_size(batch_size)
         lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
         config = dataclasses.replace(components.config, eval=lengths)
@@ -241,7 +265,10 @@ class DocumentReader:
         return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), "likeness")
 
     def hidden_states(self, inputs: Iterable[np.ndarray], *, vectors: bool = False) -> Iterator[np.ndarray]:
-        """Yields the final hidden states [T, D] of each document, ids [T] or, with `vectors`, floats [T, D]."""
+        """Yields the final hidden states [T, D] of each document.
+
+        A document is passed as ids [T] or, with `vectors`, as floats [T, D].
+        """
         if vectors:
             takes_embeddings(self._components)
         documents = (Pairs(each, np.zeros(len(each), np.int32)) for each in inputs)
@@ -259,7 +286,8 @@ class DocumentReader:
             vectors=(config.model.d_model, dtype) if vectors else None,
         )
         memory = self._components.init_memory(self._weights)
-        pieces: dict[int, list[Any]] = collections.defaultdict(list)  # Parts of documents that are being read.
+        # Parts of documents that are being read.
+        pieces: dict[int, list[Any]] = collections.defaultdict(list)
         finished: dict[int, Any] = {}
         pending: tuple[Call, Any] | None = None
         while pending is not None or not rows.ended:
@@ -268,7 +296,8 @@ class DocumentReader:
                 segments = self._components.place(call.segments)
                 memory, results = step(self._weights, memory, segments, np.int32(call.n_segments))
                 following = call, results
-            if pending is not None:  # Fetched one call late, so that the device never waits for the host.
+            # Fetched one call late, so that the device never waits for the host.
+            if pending is not None:
                 results = jax.tree.map(distributed.to_host, pending[1])
                 for part in pending[0].parts:
                     here = part.segment, part.row, slice(part.length)
@@ -286,9 +315,14 @@ class DocumentReader:
 
     @functools.cache  # noqa: B019 (a reader lives as long as its compiled programs)
     def _step(self, what: str) -> Callable[..., Any]:
-        """Returns (weights, memory, segments, their number) -> (memory, results [S, B, L, ..]), the memory donated."""
+        """Returns a compiled function that reads segments, starting from a memory.
+
+        It maps (weights, memory, segments, number of segments) to (memory, results [S, B, L, ..]).
+        The memory is donated.
+        """
         scorer = self._components.scorer
-        # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of arrays [B, L, ..].
+        # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of
+        # arrays [B, L, ..].
         kinds: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
             "nats": scorer.nll,
             "likeness": lambda *of: Likeness(scorer.nll(*of), self._is_greedy(*of)),
@@ -310,14 +344,18 @@ class DocumentReader:
             n_segment = segments.targets.shape[0]
             _, shapes = jax.eval_shape(read, memory, jax.tree.map(lambda array: array[0], segments))
             results = jax.tree.map(lambda shape: jnp.zeros((n_segment, *shape.shape), shape.dtype), shapes)
-            # A loop instead of a `lax.scan`: few documents fill few of the S segments, and the others take no time.
+            # A loop instead of a `lax.scan`: few documents fill few of the S segments, and the
+            # others take no time.
             memory, results = jax.lax.fori_loop(0, count, body, (memory, results))
             return memory, results
 
         return self._components.jit(document_step, donate_argnums=1)
 
     def _is_greedy(self, weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns whether each target [B, L] is the most likely token after the hidden states [B, L, D]."""
+        """Returns whether each target [B, L] is the most likely token after the hidden states.
+
+        The hidden states are [B, L, D].
+        """
         model: Any = self._components.model
         if isinstance(model, TransformerXL):
             flat = hidden.reshape(-1, hidden.shape[-1])
@@ -329,7 +367,10 @@ class DocumentReader:
 
 
 def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarray]], Iterator[Any]]) -> list[Any]:
-    """Returns the results of documents in their order. The longest are read first, so that rows end together."""
+    """Returns the results of documents in their order.
+
+    The longest are read first, so that rows end together.
+    """
     listed = list(documents)
     order = sorted(range(len(listed)), key=lambda i: -len(listed[i]))
     found = dict(zip(order, read(listed[i] for i in order), strict=True))
@@ -361,16 +402,20 @@ def open_input(path: str) -> BinaryIO:
     hint = "For standard input, pass /dev/stdin." if path == "-" else "Check --input."
     with rephrased(f"cannot read the input {path} (%s). {hint}", OSError):
         if is_remote(path):
-            with tempfile.NamedTemporaryFile() as copy:  # Its name goes; its bytes go with the descriptor.
+            # Its name goes; its bytes go with the descriptor.
+            with tempfile.NamedTemporaryFile() as copy:
                 download(as_path(path), copy.name)
                 return open(copy.name, "rb")
         return open(path, "rb")
 
 
 def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = False) -> Iterator[tuple[int, bytes]]:
-    r"""Yields the documents, without the newline at their end, each after the number of its first line, from 1 on.
+    r"""Yields each document after the number of its first line, counted from 1.
 
-    Unless they are read `as_bytes`, the \r of that newline and the file's byte-order mark are dropped too.
+    Documents come without the newline at their end.
+
+    Unless they are read `as_bytes`, the \r of that newline and the file's byte-order mark are
+    dropped too.
     """
     mark, newline = (b"", b"\n") if as_bytes else (BYTE_ORDER_MARK.encode(), b"\r\n")
     read = ((number, line.removeprefix(mark) if number == 1 else line) for number, line in enumerate(lines, start=1))
@@ -386,20 +431,23 @@ def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = Fal
 def score_documents(
     model: Weights, texts: Iterable[tuple[int, bytes]], *, name: str, per_token: bool, write: Callable[[str], Any]
 ) -> None:
-    r"""Writes the JSON records of each document as soon as it is scored: one per document, or one per token.
+    r"""Writes the JSON records of each document as soon as it is scored.
+
+    There is one record per document or, with `per_token`, one per token:
 
         {"index": 0, "nats": 35.17, "tokens": 14, "bytes": 14}
 
         {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
 
-    `index` counts the documents, which are read as by `DocumentReader`. The first token of each is not scored. `bytes`
-    is missing if the vocabulary does not know the bytes of its tokens. `token` is its name in the vocabulary, with \xNN
-    for a byte that is not a whole character. `nats` is minus the logprob, and reads back as exactly the number that was
-    computed.
+    `index` counts the documents, which are read as by `DocumentReader`. The first token of each is
+    not scored. `bytes` is missing if the vocabulary does not know the bytes of its tokens. `token`
+    is its name in the vocabulary, with \xNN for a byte that is not a whole character. `nats` is
+    minus the logprob, and reads back as exactly the number that was computed.
 
-    `texts` are the documents, each after the number of its line. Errors name that number and the input's `name`.
-    `write` takes a document's records, lines with their newlines, and gets those before an error too. At the end a note
-    is printed if more than one in a thousand tokens are unknown.
+    `texts` are the documents, each after the number of its line. Errors name that number and the
+    input's `name`. `write` takes a document's records, lines with their newlines, and gets those
+    before an error too. At the end a note is printed if more than one in a thousand tokens are
+    unknown.
     """
     components, vocabulary = model.build(log=say), model.vocabulary
     _, params = model.params(components, log=say)
@@ -407,7 +455,8 @@ def score_documents(
     reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
     names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
     encoded = ((line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")) for line, text in texts)
-    to_read, to_name = itertools.tee(encoded)  # The second holds only the documents that are being read.
+    # The second holds only the documents that are being read.
+    to_read, to_name = itertools.tee(encoded)
     scored = zip(reader.nats(ids for _, ids in to_read), to_name, strict=True)
     n_unknown = 0
     n_token = 0
@@ -436,7 +485,11 @@ def as_record(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns `as_record` for a JSON file: a perplexity above the largest float, of a run that diverged, is null."""
+    """Returns `as_record` for a JSON file, with null for a perplexity that is too large.
+
+    A perplexity is too large if it is above the largest float, which happens in a run that
+    diverged.
+    """
     record: dict[str, Any] = as_record(totals, vocabulary)
     if math.isfinite(record["perplexity"]):
         return record
@@ -455,10 +508,12 @@ def progress_bar(
 ) -> Iterator[Callable[[float, Totals], None]]:
     """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
-    Yields a function that takes how much of `total` is done, and the scores so far. It raises `Interrupted` on request.
+    Yields a function that takes how much of `total` is done, and the scores so far. It raises
+    `Interrupted` on request.
     """
     began = last_line = time.monotonic()
-    # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line takes its place.
+    # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
+    # takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
 
         def show(done: float, totals: Totals) -> None:
@@ -466,7 +521,8 @@ def progress_bar(
             if stop_requested():
                 raise Interrupted(name)
             now = time.monotonic()
-            # While only warm-up tokens have been read, and for what is no scoring, there is no score to show.
+            # While only warm-up tokens have been read, and for what is no scoring, there is no
+            # score to show.
             score_so_far = totals.format(measure) if totals.tokens else ""
             if not bar.disable:
                 bar.set_postfix_str(score_so_far, refresh=False)
@@ -487,7 +543,10 @@ def check_finite(totals: Totals, name: str) -> None:
 
 
 def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:
-    """Yields the lines of scores-*.tsv for ids [T] and their nats [T]. The first token is omitted."""
+    """Yields the lines of scores-*.tsv for ids [T] and their nats [T].
+
+    The first token is omitted.
+    """
     names = list(map(printable, vocabulary.names()))
     yield "index\ttoken\tnats\n"
     for first in range(1, len(tokens), _TOKENS_PER_BLOCK):
@@ -498,7 +557,10 @@ def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) ->
 
 
 def printable(name: bytes) -> str:
-    r"""Escapes tabs, line breaks, control characters, invalid UTF-8 and a first quotation mark in a token's name.
+    r"""Escapes special characters in a token's name so that it can be printed on one line.
+
+    It escapes tabs, line breaks, control characters, invalid UTF-8, and a quotation mark at the
+    start of the name.
 
     >>> printable(b"a\tb"), printable("\n\N{LINE SEPARATOR}".encode()), printable("é".encode()[:1])
     ('a\\tb', '\\n\\u2028', '\\xc3')
@@ -507,6 +569,7 @@ def printable(name: bytes) -> str:
     """
     text = escape(name.decode(errors="surrogateescape")).replace("\t", "\\t")
     text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    if text.startswith('"'):  # Readers of tables take it for the start of a cell that may have several lines.
+    # Readers of tables take it for the start of a cell that may have several lines.
+    if text.startswith('"'):
         text = f"\\u{ord(text[0]):04x}{text[1:]}"
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

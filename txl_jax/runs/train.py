@@ -1,8 +1,8 @@
 """Training: from config and text to checkpoints and results.json.
 
-In this order cheap failures come first, and nothing is written before them: the model is built and the text cut into
-segments, the weights of a warm start are read, the run is recorded, and `txl_jax.runs.trainer` restores or initializes
-the state and trains.
+In this order cheap failures come first, and nothing is written before them: the model is built and
+the text cut into segments, the weights of a warm start are read, the run is recorded, and
+`txl_jax.runs.trainer` restores or initializes the state and trains.
 """
 
 import math
@@ -46,18 +46,24 @@ def train_run(
     verbose: bool = False,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
-    """Trains an open run to the end, or until a stop is requested. A recorded run resumes where it stopped.
+    """Trains an open run to the end, or until a stop is requested.
+
+    A recorded run resumes where it stopped.
 
     Args:
-      members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or empty for one run.
-      hooks: Run after evaluation and before the checkpoint of a step. To train N updates of a longer schedule, pass
+      members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or
+        empty for one run.
+      hooks: Run after evaluation and before the checkpoint of a step. To train N updates of a
+        longer schedule, pass
         one that calls `HookContext.request_stop` at update N, a multiple of `train.eval_every`.
       sinks: Get the records in addition to metrics.jsonl and TensorBoard's files.
-      profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None for no profile.
+      profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None
+        for no profile.
       verbose: Whether to print details of attention and memory that on one device only log.txt has.
 
     Raises:
-      UserError: If settings, members, text and workdir are incompatible, or the workdir cannot be used.
+      UserError: If settings, members, text and workdir are incompatible, or the workdir cannot be
+        used.
       NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
       CheckpointError: If none of the run's checkpoints can be read.
       RemoteProcessError: If another process could not continue.
@@ -116,16 +122,20 @@ def train(
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
 ) -> Outcome:
-    """Trains a config as the programs do: reads its corpus, and starts or resumes the run in the directory `path`.
+    """Trains a config, starting or resuming the run in the directory `path`.
 
-    The same call resumes a stopped run. For a finished run it returns the results. It raises as `train_run` does.
+    It reads the corpus of the config and then trains, as the scripts do.
 
-    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals with your own handler,
-    and all signals outside the main thread, are not handled: use a hook that calls `HookContext.request_stop`.
+    The same call resumes a stopped run. For a finished run it returns the results. It raises as
+    `train_run` does.
+
+    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals
+    with your own handler, and all signals outside the main thread, are not handled: use a hook that
+    calls `HookContext.request_stop`.
 
     Args:
-      config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of `TrainConfig` and
-        `EvalConfig` are for the 12-layer enwik8 model.
+      config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of
+        `TrainConfig` and `EvalConfig` are for the 12-layer enwik8 model.
       path: The workdir, made if missing.
       data_dir: Directory of the corpora's own files.
       cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
@@ -135,7 +145,8 @@ def train(
     require(isinstance(config, ExperimentConfig), f"config must be an ExperimentConfig, got {config!r:.40}. {advice}")
     config = config.resolved()
     config.validate()
-    check_hooks(hooks, config.train.segments_per_call)  # Before a text is read, which may take minutes.
+    # Before a text is read, which may take minutes.
+    check_hooks(hooks, config.train.segments_per_call)
     with Run.open(path) as run:
         run.compare(config)
         corpus = warm_start.read_corpus(config, run, data_dir, cache_dir)
@@ -150,7 +161,10 @@ def train(
 
 
 def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
-    """Cuts the text into segments in the config's order. Raises `UserError` if it is too short for one segment."""
+    """Cuts the text into segments in the config's order.
+
+    Raises `UserError` if it is too short for one segment.
+    """
     data, train_config = built.config.data, built.config.train
     return training_segments(
         corpus.train,
@@ -167,10 +181,13 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 def steps_in(
     seconds: float, config: ExperimentConfig, corpus: Corpus, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[int, float]:
-    """Measures updates. Returns how many fit into the time together with their evaluations, and the seconds per update.
+    """Measures updates.
 
-    The timed updates are discarded. Compilation does not count, and evaluations count by their FLOPs. Raises
-    `UserError` if the text cannot be trained on, or evaluations leave no time for updates.
+    Returns how many fit into the time together with their evaluations, and the seconds per update.
+
+    The timed updates are discarded. Compilation does not count, and evaluations count by their
+    FLOPs. Raises `UserError` if the text cannot be trained on, or evaluations leave no time for
+    updates.
     """
     built = build_for(config, corpus.vocabulary)
     built.check_batch_size()

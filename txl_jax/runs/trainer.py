@@ -1,4 +1,7 @@
-"""The trainer owns state, log and checkpoints of a run or an ensemble. Everything periodic is a hook."""
+"""The trainer owns state, log and checkpoints of a run or an ensemble.
+
+Everything periodic is a hook.
+"""
 
 import contextlib
 import dataclasses
@@ -36,7 +39,8 @@ class Outcome:
     """Outcome of training.
 
     Attributes:
-      finished: Whether training has ended. Otherwise it was stopped on request, with everything saved.
+      finished: Whether training has ended. Otherwise it was stopped on request, with everything
+        saved.
       step: Number of training steps done.
       results: Content of results.json, or None if training was stopped.
     """
@@ -50,19 +54,30 @@ class Outcome:
 class Trainer:
     """One start of a run that was begun in its directory. `train` is called once."""
 
-    built: Built  # What is trained: one run or, with a leading member axis, an ensemble.
-    run: Run  # After `Run.begin`.
+    # What is trained: one run or, with a leading member axis, an ensemble.
+    built: Built
+    # After `Run.begin`.
+    run: Run
     corpus: Corpus
-    readers: Sequence[SegmentReader]  # The training segments of each member.
+    # The training segments of each member.
+    readers: Sequence[SegmentReader]
     _: dataclasses.KW_ONLY
-    warm_state: Callable[[Any], TrainState] | None  # Initial parameters -> the first state of a warm start.
-    opening: Sequence[str]  # Lines that introduce the run in its log.
-    stop_requested: Callable[[], Any]  # Asked between calls of the train step and while a text is scored.
-    hooks: Sequence[Hook]  # Run after evaluation and before the checkpoint of a step, which has the state they return.
-    sinks: Sequence[Sink]  # Get settings and records too.
-    profile_steps: tuple[int, int] | None  # First and last update of a profile, or None for no profile.
-    sampler: Callable[..., list[bytes]] | None  # Writes the samples of `train.sample_every`.
-    verbose: bool  # Whether to print details on one device too, where else only log.txt has them.
+    # Initial parameters -> the first state of a warm start.
+    warm_state: Callable[[Any], TrainState] | None
+    # Lines that introduce the run in its log.
+    opening: Sequence[str]
+    # Asked between calls of the train step and while a text is scored.
+    stop_requested: Callable[[], Any]
+    # Run after evaluation and before the checkpoint of a step, which has the state they return.
+    hooks: Sequence[Hook]
+    # Get settings and records too.
+    sinks: Sequence[Sink]
+    # First and last update of a profile, or None for no profile.
+    profile_steps: tuple[int, int] | None
+    # Writes the samples of `train.sample_every`.
+    sampler: Callable[..., list[bytes]] | None
+    # Whether to print details on one device too, where else only log.txt has them.
+    verbose: bool
 
     def __post_init__(self) -> None:
         run = self.run
@@ -89,7 +104,8 @@ class Trainer:
             step, state, saved = restored or (0, built.init_state(self.warm_state), {})
             validation.pending = saved.get("evaluation_pending", False)
             validation.changes = self._changes(step, saved)
-            # What was recorded and then lost its consequences to a kill is done, and recorded, again.
+            # What was recorded and then lost its consequences to a kill is done, and recorded,
+            # again.
             redone = {"valid"} if validation.pending else set()
             if validation.results_after(step) is None:
                 redone.add("test")
@@ -105,7 +121,8 @@ class Trainer:
                 if step:
                     epoch, index = divmod(step, self.readers[0].n_segments)
                     log.print(f"resuming  from step {step} (epoch {epoch + 1}, segment {index})")
-                compilation = built.compile_step()  # Traces `make_train_step` (training/step.py) with its `jax.grad`.
+                # Traces `make_train_step` (training/step.py) with its `jax.grad`.
+                compilation = built.compile_step()
                 _report_build(built, compilation, log, show_details=self.verbose or built.mesh.size > 1)
                 self._progress = Progress(
                     log,
@@ -129,7 +146,10 @@ class Trainer:
                 return Outcome(results is not None, step, results)
 
     def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the changes of `train.steps` so far: the checkpoint's, and this start's, if any."""
+        """Returns the changes of `train.steps` so far.
+
+        They are the checkpoint's changes, and the change made by this start, if any.
+        """
         changes, config, new = saved.get("changes", []), self.built.config, self._config.steps
         old = saved.get("steps", new)
         if old == new:
@@ -146,7 +166,10 @@ class Trainer:
         return ended and not self._validation.pending
 
     def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
-        """Updates the state, with everything periodic as hooks: (updates done, state after them)."""
+        """Updates the state, with everything periodic as hooks.
+
+        Returns (updates done, state after them).
+        """
         config, validation, progress = self._config, self._validation, self._progress
         evaluation = validation.hooks()
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
@@ -156,7 +179,8 @@ class Trainer:
         hooks = [*evaluation, *wait, *self.hooks, save]
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, self._save_on_notice))
-        if validation.pending:  # A stop cut the last evaluation short: it is repeated. A first start skips this.
+        # A stop cut the last evaluation short: it is repeated. A first start skips this.
+        if validation.pending:
             state, _ = run_hooks(evaluation, step, state, progress)
             if not self._validation.pending:
                 # Else a kill before the next checkpoint would evaluate, and record, again.
@@ -190,7 +214,10 @@ class Trainer:
                 raise NonFiniteError(f"{error}. {there}. Try a lower --optimizer.learning_rate, or {advice}.") from None
 
     def _read(self, first: int, count: int) -> Segments:
-        """Returns the segments of updates `first`, .. on the devices: [S, B, L], or [n, S, B, L] of an ensemble."""
+        """Returns the segments of the updates from `first` on, placed on the devices.
+
+        Their shape is [S, B, L], or [n, S, B, L] for an ensemble.
+        """
         segments, *others = [reader.segments(first, count) for reader in self.readers]
         if others:
             segments = jax.tree.map(lambda *arrays: np.stack(arrays), segments, *others)
@@ -200,7 +227,8 @@ class Trainer:
         validation = self._validation
         notes = {"running_totals": self._progress.state(), "evaluation_pending": validation.pending}
         notes |= {"steps": self._config.steps, "changes": validation.changes}
-        self._log.seal()  # The records up to here are not made again by a run that resumes from this checkpoint.
+        # The records up to here are not made again by a run that resumes from this checkpoint.
+        self._log.seal()
         self._checkpoints.save(context.step, context.state, notes)
 
     def _save_on_notice(self, context: HookContext) -> None:
@@ -221,11 +249,13 @@ def run_updates(
 ) -> tuple[int, TrainState]:
     """Updates the state by `calls`, or until a stop is requested: (updates done, state after them).
 
-    `calls` has the number of updates before each call, S apart. `train_step` makes S updates, and the state is donated
-    to it. `prefetched` returns the next S segments, on the devices, for the number of updates done. Before any hook
-    runs, every loss up to there was found finite, so that a checkpoint never holds the result of a nan.
+    `calls` has the number of updates before each call, S apart. `train_step` makes S updates, and
+    the state is donated to it. `prefetched` returns the next S segments, on the devices, for the
+    number of updates done. Before any hook runs, every loss up to there was found finite, so that a
+    checkpoint never holds the result of a nan.
     """
-    pending: list[tuple[int, UpdateMetrics]] = []  # At most the metrics of one call, which are not fetched yet.
+    # At most the metrics of one call, which are not fetched yet.
+    pending: list[tuple[int, UpdateMetrics]] = []
 
     def segments_of(step: int) -> Any:
         began = time.monotonic()
@@ -251,14 +281,18 @@ def run_updates(
         if due:
             report()
             state, stopping = run_hooks(due, step, state, progress)
-        if stop_requested() or stopping:  # Asked after the hooks: one that was cut short must be repeated at this step.
+        # Asked after the hooks: one that was cut short must be repeated at this step.
+        if stop_requested() or stopping:
             break
     report()
     return step, state
 
 
 def run_hooks(hooks: Sequence[Hook], step: int, state: TrainState, progress: Progress) -> tuple[TrainState, bool]:
-    """Runs hooks one after the other. Returns the state to continue with, and whether a hook has requested a stop."""
+    """Runs hooks one after the other.
+
+    Returns the state to continue with, and whether a hook has requested a stop.
+    """
     stopping = False
     for hook in hooks:
         began = time.monotonic()
@@ -271,7 +305,10 @@ def run_hooks(hooks: Sequence[Hook], step: int, state: TrainState, progress: Pro
 
 
 def _report_build(built: Built, compilation: Compilation, log: RunLog, *, show_details: bool) -> None:
-    """Logs attention, the estimated memory per device, and the compilation time. Details may go only to log.txt."""
+    """Logs attention, the estimated memory per device, and the compilation time.
+
+    Details may go only to log.txt.
+    """
     if built.attention is not None:
         show = show_details or any(chosen.failed for chosen in built.attention)
         log.print(f"attention {built.attention.describe()}", show=show)

@@ -1,4 +1,7 @@
-"""Scores while a run trains and at its end: best parameters, weight averaging, early stopping, results.json."""
+"""Scoring while a run trains and at its end.
+
+It covers the best parameters, weight averaging, early stopping, and results.json.
+"""
 
 import dataclasses
 import os
@@ -24,7 +27,10 @@ from txl_jax.training.step import TrainState
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Validation:
-    """Scores the splits with the parameters of a run, or of each member of an ensemble: the hooks, and results.json."""
+    """Scoring of the splits with the parameters of a run, or of each ensemble member.
+
+    It provides the hooks, and results.json.
+    """
 
     built: Built
     corpus: Corpus
@@ -32,13 +38,17 @@ class Validation:
     checkpoints: RunCheckpoints
     log: RunLog
     stop_requested: Callable[[], Any]
-    sampler: Callable[..., list[bytes]] | None = None  # Of `make_sampler`, with `train.sample_every`.
-    pending: bool = False  # Whether the last evaluation was cut short. A resumed run repeats it.
-    # Changes of `train.steps`: [{"step": after which it came, "name": .., "old": .., "new": ..}, ..].
+    # Of `make_sampler`, with `train.sample_every`.
+    sampler: Callable[..., list[bytes]] | None = None
+    # Whether the last evaluation was cut short. A resumed run repeats it.
+    pending: bool = False
+    # Changes of `train.steps`: [{"step": after which it came, "name": .., "old": .., "new": ..},
+    # ..].
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.losses: list[list[float]] = [[] for _ in self.built.members.labels]  # Of validation, by member.
+        # Of validation, by member.
+        self.losses: list[list[float]] = [[] for _ in self.built.members.labels]
         self.results_path = os.path.join(self.run.path, RESULTS)
         self._config = self.built.config
         self._members = self.built.members
@@ -48,7 +58,10 @@ class Validation:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the last `patience` validation losses were all no better than the best before them."""
+        """Returns whether the last `patience` validation losses did not improve on the best.
+
+        This is the case if all of them were no better than the best loss before them.
+        """
         patience = self._config.train.patience
         if not patience:
             return False
@@ -90,7 +103,8 @@ class Validation:
         for index, (totals, line) in enumerate(scored):
             best = self._best(index)
             context.record("valid", as_record(totals, self._vocabulary), member=self._members.labels[index])
-            # Those of this very step are written again: a kill may have come before they had their digests.
+            # Those of this very step are written again: a kill may have come before they had their
+            # digests.
             if best is None or totals.nll < best["loss"] or best["step"] == context.step:
                 context.log(f"{line}  best so far")
                 notes = {"step": context.step, **as_result(totals, self._vocabulary), "eval": self._eval_settings}
@@ -102,7 +116,10 @@ class Validation:
             context.request_stop()
 
     def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
-        """Scores a split with each member's parameters: the scores, and a line about them, or None if stopped."""
+        """Scores a split with each member's parameters.
+
+        Returns the scores and a line about them for each member, or None if stopped.
+        """
         tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
         options: dict[str, Any] = {"log": self.log.print, "stop_requested": self.stop_requested}
         names = [f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))]
@@ -115,7 +132,7 @@ class Validation:
             return None
 
     def start_averaging(self, context: HookContext) -> TrainState | None:
-        """NT-ASGD: starts weight averaging in members whose validation loss has stopped improving."""
+        """Starts weight averaging (NT-ASGD) in members whose validation loss stopped improving."""
         trigger, average = self._config.average.nt_asgd_patience or 0, context.state.average
         if self.pending or average is None:
             return None
@@ -158,22 +175,32 @@ class Validation:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The text, the size and the weights that the run began with: the first part of results.json."""
+        """Returns the run's metadata, which is the first part of results.json.
+
+        It describes the text, the size, and the weights that the run began with.
+        """
         corpus, weights = self.corpus, self.run.weights
         facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self.built.num_parameters}
         return facts | ({"warm_start": dict(weights)} if weights else {})
 
     def results_after(self, step: int) -> dict[str, Any] | None:
-        """Returns the results after `step` updates, or None if none exist at these evaluation settings."""
+        """Returns the results after `step` updates, or None if there are no results.
+
+        Only results at these evaluation settings count.
+        """
         results = read_results(self.run.path)
         try:
             same = results["steps"] == step and results["eval"] == self._eval_settings
-        except (KeyError, TypeError, AttributeError):  # The file is missing, or corrupted: it is made again.
+        except (KeyError, TypeError, AttributeError):
+            # The file is missing, or corrupted: it is made again.
             return None
         return results if same else None
 
     def make_results(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Scores the test split with each member's best parameters. Returns None if a stop was requested meanwhile."""
+        """Scores the test split with each member's best parameters.
+
+        Returns None if a stop was requested meanwhile.
+        """
         best, of_members = zip(*(self._best_or_last(i, state) for i in range(len(self._members))), strict=True)
         scored = self._score(Split.TEST, of_members)
         if scored is None:
@@ -204,7 +231,10 @@ class Validation:
         return content
 
     def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
-        """Returns scores and parameters of the best checkpoint, or None and the last parameters if it is unreadable."""
+        """Returns the scores and the parameters of the best checkpoint.
+
+        If the checkpoint is unreadable, returns None and the last parameters.
+        """
         try:
             restored = self.checkpoints.best[index].restore({"params": self.built.abstract_state.params})
         except CheckpointError as error:

@@ -1,8 +1,10 @@
-"""Warm starts: training that begins with the parameters of a trained model (`init_from`), as in fine-tuning.
+"""Warm starts: training from the parameters of a trained model (`init_from`), as in fine-tuning.
 
-Optimizer, step, memory and the position in the text start over. A warm start happens once, before the first checkpoint:
-config.json records the weights read, and later starts of the same command resume without the weights. The settings that
-determine the parameters come from the trained model unless a flag sets them.
+Optimizer, step, memory and the position in the text start over. A warm start happens once, before
+the first checkpoint:
+config.json records the weights read, and later starts of the same command resume without the
+weights. The settings that determine the parameters come from the trained model unless a flag sets
+them.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ from txl_jax.training.step import TrainState
 from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, transfer
 
 _CUTOFFS = "model.cutoffs"
-# Settings beside those of the model and its compatibility in which the fine-tuning may differ, and which change losses.
+# Settings beside those of the model and its compatibility in which the fine-tuning may differ, and
+# which change losses.
 _NOTED = ("train.segment_len", "train.mem_len", "train.clamp_len", "train.same_length")
 _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projection_init_std")
 
@@ -35,9 +38,12 @@ _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projectio
 class WarmStart(NamedTuple):
     """Weights that a run begins with, or began with."""
 
-    record: Mapping[str, Any]  # Their path, step, sha256 and tokens, for config.json.
-    state: Callable[[Any], TrainState]  # Initial parameters of a new model -> the state before the first update.
-    note: str = ""  # A line about settings that differ and change losses, if any.
+    # Their path, step, sha256 and tokens, for config.json.
+    record: Mapping[str, Any]
+    # Initial parameters of a new model -> the state before the first update.
+    state: Callable[[Any], TrainState]
+    # A line about settings that differ and change losses, if any.
+    note: str = ""
 
     @property
     def lines(self) -> list[str]:
@@ -53,12 +59,19 @@ class WarmStart(NamedTuple):
 
 
 def basis(path: str, run: Run) -> Weights:
-    """Returns the run itself if it is recorded and needs no other weights, or else the model at `path`."""
+    """Returns the run itself if it is recorded, otherwise the model at `path`.
+
+    A recorded run needs no other weights.
+    """
     return _open(path) if run.is_new else Weights.of_run(run)
 
 
 def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: InitVocabulary) -> ExperimentConfig:
-    """Returns `defaults` with the trained model's sizes and compatibility and, if its vocabulary is kept, tokens."""
+    """Returns `defaults` with the settings that come from the trained model.
+
+    These are its sizes and compatibility settings and, if its vocabulary is kept, its token
+    settings.
+    """
     leaves = config_tree.leaves(ExperimentConfig)
     names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("model.compat.")]
     taken = {name: config_tree.get(trained.config, name) for name in names}
@@ -68,7 +81,10 @@ def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: I
 
 
 def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
-    """Reads the text of a config in its own vocabulary or, with `init_vocabulary` kept, in the trained model's."""
+    """Reads the text of a config in its own vocabulary or in the trained model's vocabulary.
+
+    The trained model's vocabulary is used if `init_vocabulary` is kept.
+    """
     vocabulary: Vocabulary | None = None
     if config.init_from is not None and config.init_vocabulary is InitVocabulary.KEPT:
         vocabulary = basis(config.init_from, run).vocabulary
@@ -93,7 +109,10 @@ def other_sizes(config: ExperimentConfig, trained: ExperimentConfig) -> dict[str
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
-    """Raises `UserError` if settings that determine parameters differ. Bounds of clusters may differ."""
+    """Raises `UserError` if settings that determine parameters differ.
+
+    Bounds of clusters may differ.
+    """
     refused = []
     for name, theirs in other_sizes(config, trained).items():
         here, there = (config_tree.format_value(value) or "empty" for value in (config_tree.get(config, name), theirs))
@@ -103,7 +122,10 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
-    """Reads the weights at `init_from`, once. If the run resumes, returns only their record, or None if it has none."""
+    """Reads the weights at `init_from`, once.
+
+    If the run resumes, returns only their record, or None if it has none.
+    """
     config = components.config
     assert config.init_from is not None
 
@@ -133,7 +155,10 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
 
 
 def digest(params: Any) -> str:
-    """Returns sha256 of parameters: names, dtypes, shapes and values, in hexadecimal. All processes call it."""
+    """Returns the sha256 digest of parameters, in hexadecimal.
+
+    The digest covers names, dtypes, shapes and values. All processes call this function.
+    """
     found = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
         values = np.ascontiguousarray(distributed.to_host(leaf))
@@ -164,7 +189,10 @@ def _is_read(name: str, config: ExperimentConfig) -> bool:
 
 
 def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
-    """Matches the tokens. Raises `UserError` for another model, or if tokens of the vocabularies mean other things."""
+    """Matches the tokens.
+
+    Raises `UserError` for another model, or if tokens of the vocabularies mean other things.
+    """
     check_model(config, trained.config)
     theirs = trained.vocabulary
     same = theirs == vocabulary

@@ -1,4 +1,4 @@
-"""Trained weights at a path: the config, the vocabulary and the parameters of a run or of a portable checkpoint.
+"""Trained weights at a path: config, vocabulary and parameters of a run or portable checkpoint.
 
 `txl_jax.interop` is imported when a path is opened: a run that begins at random needs none of it.
 """
@@ -39,12 +39,17 @@ _REMOTE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".
 class Weights:
     """A trained model at a path. Its weights are not read before `params`."""
 
-    path: str  # Absolute.
-    config: ExperimentConfig  # Of the model and of its training.
+    # Absolute.
+    path: str
+    # Of the model and of its training.
+    config: ExperimentConfig
     vocabulary: Vocabulary
-    description: str  # One clause for the user: what the directory contains, and what the weights were trained on.
-    source: "Run | ModelInfo"  # The run or its member, or the portable checkpoint's contents without the weights.
-    out: str | None = None  # Directory for scores and samples, or None for the model's own.
+    # One clause for the user: what the directory contains, and what the weights were trained on.
+    description: str
+    # The run or its member, or the portable checkpoint's contents without the weights.
+    source: "Run | ModelInfo"
+    # Directory for scores and samples, or None for the model's own.
+    out: str | None = None
 
     @classmethod
     def of_run(cls, run: Run) -> "Weights":
@@ -59,7 +64,9 @@ class Weights:
         return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
 
     def outputs(self, *, needed: bool = False) -> str | None:
-        """Returns the directory for scores and samples, or None, with a note, if the model's own is read-only.
+        """Returns the directory for scores and samples, or None if the model's own is read-only.
+
+        If it returns None, it also prints a note.
 
         Raises `UserError` instead if the directory is `needed`, or if `out` cannot be written to.
         """
@@ -78,7 +85,9 @@ class Weights:
         return distributed.broadcast_from_primary(find)
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
-        """Builds the model on its config's mesh, a run's with its recorded attention. All processes call it.
+        """Builds the model on its config's mesh, a run's with its recorded attention.
+
+        All processes call it.
 
         Raises `UserError` if settings do not match the devices.
         """
@@ -100,9 +109,10 @@ class Weights:
     def params(self, built: Built, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
-        For a run see `load_parameters`. From a portable checkpoint each device reads its own part of the file.
-        `built` has this config's `model`, on any mesh. Raises `UserError` if no checkpoint exists yet, and
-        `CheckpointError` if the weights are corrupted or belong to another model.
+        For a run see `load_parameters`. From a portable checkpoint each device reads its own part
+        of the file. `built` has this config's `model`, on any mesh. Raises `UserError` if no
+        checkpoint exists yet, and `CheckpointError` if the weights are corrupted or belong to
+        another model.
         """
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
@@ -119,10 +129,13 @@ def open_weights(
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> Weights:
-    """Opens the directory of a trained model: a run's workdir, or a portable checkpoint (see `interop.portable`).
+    """Opens a trained model's directory, which is a run's workdir or a portable checkpoint.
 
-    Takes the arguments of `txl_jax.load`. All processes call it, and not within `distributed.run_on_all`. Raises
-    `UserError` if the run or member does not exist, its files cannot be read, or the model cannot have these dtypes.
+    Portable checkpoints are described in `interop.portable`.
+
+    Takes the arguments of `txl_jax.load`. All processes call it, and not within
+    `distributed.run_on_all`. Raises `UserError` if the run or member does not exist, its files
+    cannot be read, or the model cannot have these dtypes.
     """
     folder = as_path(path)
     try:
@@ -137,7 +150,10 @@ def open_weights(
 
 
 def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weights:
-    """Opens a portable checkpoint. Raises `no_run`, or an error that says more, if the directory contains none."""
+    """Opens a portable checkpoint.
+
+    Raises `no_run`, or an error that says more, if the directory contains none.
+    """
     from txl_jax.interop import exported, portable
 
     def check() -> None:
@@ -177,7 +193,10 @@ def holds_other_weights(path: str) -> bool:
 def load_to_score(
     config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, log: Callable[[str], None]
 ) -> tuple[Built, int, Any]:
-    """Loads a trained model to score a text of the same vocabulary: (the built model, step, parameters)."""
+    """Loads a trained model to score a text of the same vocabulary.
+
+    Returns (the built model, step, parameters).
+    """
     check_same_settings(config)
     check_same_text(corpus)
     weights = Weights.of(model, config)
@@ -193,11 +212,14 @@ def load_to_score(
 
 
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
-    """Loads the best parameters of a run, or the latest before its first evaluation: (step, parameters).
+    """Loads the best parameters of a run, or its latest before the first evaluation.
 
-    With JAX_ENABLE_X64 they are read as float64, and the model computes in its own dtype as ever. With
-    `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of the last. Raises
-    `UserError` if the run has too few checkpoints, and `CheckpointError` if none can be read.
+    Returns (step, parameters).
+
+    With JAX_ENABLE_X64 they are read as float64, and the model computes in its own dtype as ever.
+    With `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of
+    the last. Raises `UserError` if the run has too few checkpoints, and `CheckpointError` if none
+    can be read.
     """
     if count := built.config.eval.average_checkpoints:
         return _mean_of_latest(built, run, count, log=log)
@@ -223,10 +245,13 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 def load_state(
     built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None, casts: bool = False
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Loads the latest valid training state, before step `before` if passed: (step, state, notes), or None.
+    """Loads the latest valid training state.
 
-    For a chosen ensemble member it is that member's state, with the notes of all members. `casts` is as in
-    `Checkpointer.restore`.
+    If `before` is passed, only states before that step count. Returns (step, state, notes), or None
+    if no step exists.
+
+    For a chosen ensemble member it is that member's state, with the notes of all members. `casts`
+    is as in `Checkpointer.restore`.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
@@ -239,7 +264,10 @@ def load_state(
 
 
 def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
-    """Averages the scored parameters of the latest checkpoints. Returns the last step and the mean."""
+    """Averages the scored parameters of the latest checkpoints.
+
+    Returns the last step and the mean.
+    """
     steps: list[int] = []
     total = None
     while len(steps) < count:

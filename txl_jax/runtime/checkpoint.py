@@ -1,21 +1,24 @@
 """Checkpoints that a run can trust after it was stopped in any way.
 
-Orbax writes and reads the arrays: asynchronously, sharded, under a temporary name until all is there. Digests and the
-fallback to an earlier step are added here, because a flipped byte in Orbax's files restores silently:
+Orbax writes and reads the arrays: asynchronously, sharded, under a temporary name until all is
+there. Digests and the fallback to an earlier step are added here, because a flipped byte in Orbax's
+files restores silently:
 
-    <directory>/200/state/...          arrays, as Orbax lays them out
-    <directory>/200/notes/...          a small JSON object
-    <directory>/200/digests.json       sha256 of every other file of the step; written last, so it vouches for them
-    <directory>/200.again-1/           step 200, written again by a run that fell back past it; then 200 is deleted
-    <directory>/100.deleted/           a step that is being deleted
+    <directory>/200/state/...     arrays, as Orbax lays them out
+    <directory>/200/notes/...     a small JSON object
+    <directory>/200/digests.json  sha256 of every other file of the step; written last, so it
+                                  vouches for them
+    <directory>/200.again-1/      step 200, written again by a run that fell back past it; then 200
+                                  is deleted
+    <directory>/100.deleted/      a step that is being deleted
 
-Object storage has no rename. A step there is complete once Orbax has written `commit_success.txt`, which is the last
-object that it writes and the first that is deleted.
+Object storage has no rename. A step there is complete once Orbax has written `commit_success.txt`,
+which is the last object that it writes and the first that is deleted.
 
-Old steps are deleted only after the new one has its digests, so at no time is there less to go back to than before the
-save. That is why Orbax's CheckpointManager is not used: it deletes right after the commit, and its list of steps goes
-stale when steps are replaced. Opening a directory and restoring from it write nothing, so both are safe while a run
-writes there.
+Old steps are deleted only after the new one has its digests, so at no time is there less to go back
+to than before the save. That is why Orbax's CheckpointManager is not used: it deletes right after
+the commit, and its list of steps goes stale when steps are replaced. Opening a directory and
+restoring from it write nothing, so both are safe while a run writes there.
 """
 
 import concurrent.futures
@@ -58,10 +61,12 @@ class _IncompleteError(Exception):
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
-    """The checkpoints in one directory, of which the latest `keep` stay. A context manager, for all processes alike.
+    """The checkpoints in one directory, of which the latest `keep` stay.
 
-    All processes must see the directory, which the first save makes. A single process may call `notes`. `log` takes one
-    line, such as why a step was skipped.
+    A context manager, for all processes alike.
+
+    All processes must see the directory, which the first save makes. A single process may call
+    `notes`. `log` takes one line, such as why a step was skipped.
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
@@ -89,11 +94,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     # Writing
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
-        """Starts writing a step. Returns once the arrays are copied to the host, so they may be donated.
+        """Starts writing a step, and returns once the arrays are copied to the host.
 
-        An existing checkpoint of this step is replaced, and later steps are deleted, once the new one is verified: they
-        belong to a run that was abandoned when this one fell back. Raises `CheckpointError` if this save cannot start
-        or the one before it failed, and `RemoteProcessError` if that happened in another process.
+        The arrays may then be donated.
+
+        An existing checkpoint of this step is replaced, and later steps are deleted, once the new
+        one is verified: they belong to a run that was abandoned when this one fell back. Raises
+        `CheckpointError` if this save cannot start or the one before it failed, and
+        `RemoteProcessError` if that happened in another process.
         """
         distributed.run_on_all(self.wait)
         path = os.path.join(self._directory, distributed.broadcast_from_primary(lambda: self._prepare(step)))
@@ -110,7 +118,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._pending = step, self._threads.submit(finish)
 
     def sweep(self) -> None:
-        """Deletes what killed runs left behind. Only for the run that writes here, and not during a save."""
+        """Deletes what killed runs left behind.
+
+        Only for the run that writes here, and not during a save.
+        """
         if distributed.is_primary():
             with _reading(self._directory):
                 for name in storage.names(self._directory, missing_ok=True):
@@ -118,7 +129,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                         storage.remove_tree(os.path.join(self._directory, name))
 
     def wait(self) -> None:
-        """Waits for the last save and its digests. Raises `CheckpointError` if it failed: earlier steps are intact."""
+        """Waits for the last save and its digests.
+
+        Raises `CheckpointError` if it failed: earlier steps are intact.
+        """
         if self._pending is not None:
             step, future = self._pending
             concurrent.futures.wait([future])
@@ -127,7 +141,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 future.result()
 
     def _prepare(self, step: int) -> str:
-        """Deletes what killed runs left behind, and returns the name of the directory for a step."""
+        """Deletes what killed runs left behind, and returns the name of a step's directory."""
         with self._writing(step):
             storage.make_folder(self._directory)
             self.sweep()
@@ -147,7 +161,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         arrays: dict[str, stored_arrays.StoredArray],
         links: contextlib.ExitStack,
     ) -> None:
-        """Waits for the commit, opens the arrays, writes the digests, then deletes steps no longer kept.
+        """Waits for the commit of a step, and completes the checkpoint.
+
+        It opens the arrays, writes the digests, and then deletes steps that are no longer kept.
 
         Runs in the background, in all processes.
         """
@@ -168,7 +184,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 delete_step(folder)
 
     def _opens_everywhere(self, path: str, arrays: dict[str, stored_arrays.StoredArray]) -> bool:
-        """Opens each array of a committed step, and returns whether all other processes could do so too.
+        """Opens each array of a committed step, and returns whether all other processes could too.
 
         If one process cannot, it deletes the step, and this raises `_IncompleteError` there.
         """
@@ -186,14 +202,20 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return storage.exists(os.path.join(path, COMMIT) if is_remote(path) else path)
 
     def _wait_for_all(self, what: str, path: str) -> None:
-        """Waits until every process has come here for a step. Safe beside the collectives of the thread that trains."""
+        """Waits until every process has reached this point for a step.
+
+        It is safe alongside the collectives of the thread that trains.
+        """
         if distributed.is_multiprocess():
             key = f"{os.path.basename(self._directory)}_{what}.{os.path.basename(path)}"
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_VERDICT_TIMEOUT_SECONDS * 1000)
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Turns an error of the block into a `CheckpointError`. The next save opens another writer."""
+        """Turns an error of the block into a `CheckpointError`.
+
+        The next save opens another writer.
+        """
         try:
             yield
         except _IncompleteError as error:
@@ -210,7 +232,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     # Reading
 
     def notes(self) -> dict[str, Any] | None:
-        """Returns the notes of the latest step, or None without one. Raises `CheckpointError` if they are corrupted."""
+        """Returns the notes of the latest step, or None without one.
+
+        Raises `CheckpointError` if they are corrupted.
+        """
         self.wait()
         found = find_steps(self._directory)
         if not found:
@@ -223,12 +248,16 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def restore(
         self, abstract_state: Any, *, before: int | None = None, casts: bool = False
     ) -> tuple[int, Any, dict[str, Any]] | None:
-        """Restores the latest valid checkpoint (`before` a step): verified ones first, then ones without digests.
+        """Restores the latest valid checkpoint.
 
-        Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like the saved one, of
-        jax.ShapeDtypeStruct with shardings, or of arrays. Returns (step, state with those shardings, notes), or None if
-        no step exists. With `casts`, arrays that were saved as 32-bit floats may be restored as 64-bit floats. Raises
-        `CheckpointError` if no step can be restored, or they belong to another model.
+        If `before` is passed, only checkpoints before that step are tried. Verified checkpoints are
+        tried first, then checkpoints without digests.
+
+        Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like
+        the saved one, of jax.ShapeDtypeStruct with shardings, or of arrays. Returns (step, state
+        with those shardings, notes), or None if no step exists. With `casts`, arrays that were
+        saved as 32-bit floats may be restored as 64-bit floats. Raises `CheckpointError` if no step
+        can be restored, or they belong to another model.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
@@ -264,7 +293,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _try_restore(
         self, path: str, abstract_state: Any, tried: list[str], *, is_verified: bool, casts: bool
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Restores (state, notes) of a step, or None if Orbax cannot. Raises for another model's step."""
+        """Restores (state, notes) of a step, or None if Orbax cannot.
+
+        Raises for another model's step.
+        """
         reader, wanted = ocp.Checkpointer(_handler()), _drop_empty(abstract_state)
         restored, difference, failure = None, "", None
         try:
@@ -282,7 +314,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
             failure = _short(error)
         if failure := distributed.first_error(failure):
-            if is_verified and is_remote(path):  # An older one would undo updates because of the network.
+            # An older one would undo updates because of the network.
+            if is_verified and is_remote(path):
                 raise UserError(f"cannot read {path} ({failure}). Start again once it can be reached.")
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
@@ -303,7 +336,10 @@ def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
 
 
 def delete_step(path: str) -> None:
-    """Deletes a step. A kill halfway does not leave half a step that counts, and the next save sweeps what is left."""
+    """Deletes a step so that a kill halfway does not leave half a step that counts.
+
+    After a kill, the next save sweeps the remaining files.
+    """
     if is_remote(path):
         storage.remove(os.path.join(path, COMMIT))
         storage.remove_tree(path)
@@ -313,7 +349,10 @@ def delete_step(path: str) -> None:
 
 
 def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
-    """Returns (step, how many times it was written before, name) of all steps, complete or not, the latest first."""
+    """Returns all steps, complete or not, with the latest first.
+
+    Each item is (step, how many times it was written before, name).
+    """
     found = map(_STEP.fullmatch, storage.names(directory, missing_ok=True))
     return sorted(((int(match[1]), int(match[2] or 0), match[0]) for match in found if match), reverse=True)
 
@@ -331,7 +370,9 @@ def _reading(directory: AnyPath) -> contextlib.AbstractContextManager[None]:
 
 
 def find_damage(folder: AnyPath) -> str | None:
-    """Compares the digests of all files. Returns None, `NO_DIGESTS`, or a clause that names a corrupted file.
+    """Compares the digests of all files.
+
+    Returns None, `NO_DIGESTS`, or a clause that names a corrupted file.
 
     Raises `UserError` if object storage cannot be reached, so that nothing is known.
     """
@@ -348,7 +389,8 @@ def find_damage(folder: AnyPath) -> str | None:
             if storage.sha256(path) != digest:
                 return f"the file {name} is corrupted (its sha256 is not the one in {DIGESTS})"
     except OSError as error:
-        if is_remote(folder) and not isinstance(error, FileNotFoundError):  # An outage is not damage.
+        # An outage is not damage.
+        if is_remote(folder) and not isinstance(error, FileNotFoundError):
             raise storage.access_error("read", path, error) from error
         return NO_DIGESTS if name == DIGESTS else f"the file {name} cannot be read ({error.strerror})"
     except (ValueError, AttributeError):  # Digests that cannot be read vouch for nothing.
@@ -369,7 +411,10 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def _is_wider(wanted: str, saved: str) -> bool:
-    """Returns whether an array's description is another one's, but for 64-bit instead of 32-bit floats."""
+    """Returns whether two array descriptions differ only in the size of their floats.
+
+    The wanted array must have 64-bit floats where the saved array has 32-bit floats.
+    """
     return saved.startswith("float32[") and wanted == saved.replace("float32[", "float64[", 1)
 
 
@@ -395,7 +440,10 @@ def _without_widths(described: dict[str, str]) -> dict[str, str]:
 
 
 def _drop_empty(tree: Any) -> Any:
-    """Returns the tree with None for each array of size zero, which Orbax rejects: a memory without recurrence."""
+    """Returns the tree with None for each array of size zero, which Orbax rejects.
+
+    A memory without recurrence has size zero.
+    """
     return jax.tree.map(lambda leaf: leaf if np.size(leaf) else None, tree)
 
 
@@ -419,18 +467,26 @@ def _handler() -> ocp.CompositeCheckpointHandler:
 
 
 def _open_writer(name: str) -> ocp.AsyncCheckpointer:
-    """Opens a writer. `name` keeps processes from meeting at the barriers of another writer that is open."""
+    """Opens a writer.
+
+    `name` keeps processes from meeting at the barriers of another writer that is open.
+    """
     multiprocessing = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name)
-    # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a computer that slept, for a
-    # save that hangs. With several processes the limit stays: one that fails leaves the others waiting at a barrier.
+    # Orbax gives a save 20 minutes of the time of day, and takes a clock that was set, or a
+    # computer that slept, for a save that hangs. With several processes the limit stays: one that
+    # fails leaves the others waiting at a barrier.
     timeout = {} if distributed.is_multiprocess() else {"timeout_secs": _SAVE_TIMEOUT_SECONDS}
-    # Its threads wait for folders that are created asynchronously, with another such limit, which cannot be set.
+    # Its threads wait for folders that are created asynchronously, with another such limit, which
+    # cannot be set.
     asynchronous = ocp.options.AsyncOptions(create_directories_asynchronously=False, **timeout)
     return ocp.AsyncCheckpointer(_handler(), async_options=asynchronous, multiprocessing_options=multiprocessing)
 
 
 def _short(error: BaseException) -> str:
-    """Returns an error in one line: Orbax's fill pages, and name the system's reason far behind the paths."""
+    """Returns an error in one line.
+
+    Orbax's errors fill pages, and name the system's reason far behind the paths.
+    """
     if code := re.search(r"\[os_error_code='?(\d+)", str(error)):
         return os.strerror(int(code[1]))
     line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -438,11 +494,14 @@ def _short(error: BaseException) -> str:
 
 
 def quiet_orbax() -> None:
-    """Hides what Orbax logs, and what Python prints of writes that Orbax did not wait for once one has failed.
+    """Hides Orbax's log lines, and Python's messages about writes that Orbax abandoned.
 
-    `CheckpointError` and the `log` of a `Checkpointer` report it. A program calls this once at its start: it changes
-    the process's log filters, warning filters and `sys.unraisablehook` for good, because abandoned writes outlive the
-    save. With absl's verbosity at INFO or DEBUG all of Orbax's log lines are shown.
+    Once one write has failed, Orbax does not wait for the others.
+
+    `CheckpointError` and the `log` of a `Checkpointer` report it. A program calls this once at its
+    start: it changes the process's log filters, warning filters and `sys.unraisablehook` for good,
+    because abandoned writes outlive the save. With absl's verbosity at INFO or DEBUG all of Orbax's
+    log lines are shown.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_wanted)  # Adds no filter twice.
@@ -452,13 +511,19 @@ def quiet_orbax() -> None:
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """A filter of log records without Orbax's lines, and asyncio's of failed writes that Orbax did not wait for."""
+    """Filters out Orbax's log records, and asyncio's log records of failed writes.
+
+    Orbax did not wait for these writes.
+    """
     if record.name == "asyncio":
         return "os_error_code=" not in str(record.exc_info and record.exc_info[1])
     return absl.logging.get_verbosity() >= absl.logging.INFO or f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _hide_closed_loops(unraisable: Any) -> None:
-    """sys.unraisablehook without TensorStore's reports of writes that end after Orbax gave up on the first of them."""
+    """Acts as `sys.unraisablehook`, but hides TensorStore's reports of abandoned writes.
+
+    These writes end after Orbax gave up on the first of them.
+    """
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)

@@ -1,8 +1,9 @@
 """Multiple processes that run the same program (usually one per host), each on its own devices.
 
-Process 0, the primary, reads and writes the files of a run. Every function here but `is_multiprocess`, `is_primary` and
-`is_known_to_all` is a collective: all processes must call it in the same order, and each waits for the others. With one
-process each is the plain call that it wraps.
+Process 0, the primary, reads and writes the files of a run. Every function here but
+`is_multiprocess`, `is_primary` and `is_known_to_all` is a collective: all processes must call it in
+the same order, and each waits for the others. With one process each is the plain call that it
+wraps.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ def is_primary() -> bool:
 
 
 def broadcast_from_primary(find: Callable[[], T]) -> T:
-    """Runs `find` on process 0 and broadcasts its result as JSON, so other processes get lists for tuples.
+    """Runs `find` on process 0 and broadcasts its result as JSON.
+
+    Because of JSON, the other processes get lists instead of the tuples returned by `find`.
 
     If it fails, process 0 raises its error, and the others `RemoteProcessError`.
     """
@@ -50,7 +53,9 @@ def broadcast_from_primary(find: Callable[[], T]) -> T:
 
 
 def run_on_all(act: Callable[[], T]) -> T:
-    """Runs `act`, which must not be a collective, in every process. Returns its result once it succeeded in all.
+    """Runs `act`, which must not be a collective, in every process.
+
+    Returns its result once it succeeded in all.
 
     If it fails, the processes in which it did raise its error, and the others `RemoteProcessError`.
     """
@@ -64,7 +69,10 @@ def run_on_all(act: Callable[[], T]) -> T:
 
 
 def first_error(own: str | None) -> str | None:
-    """Gathers each process's error message. Returns the first, with its process's number, or None if all succeeded."""
+    """Gathers each process's error message.
+
+    Returns the first, with its process's number, or None if all succeeded.
+    """
     if not is_multiprocess():
         return own
     errors = gather_texts(own or "")
@@ -72,7 +80,10 @@ def first_error(own: str | None) -> str | None:
 
 
 def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
-    """Raises `UserError` in all processes if facts, as JSON, differ from process 0's. Names the first that differ."""
+    """Raises `UserError` in all processes if facts, as JSON, differ from process 0's.
+
+    Names the first that differ.
+    """
     first, *others = map(json.loads, gather_texts(json.dumps(facts))) if is_multiprocess() else [{}]
     for number, other in enumerate(others, start=1):
         names = [name for name in first | other if other.get(name) != first.get(name)][:3]
@@ -82,12 +93,18 @@ def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
 
 
 def is_known_to_all(error: BaseException) -> bool:
-    """Returns whether every process raises this error or its counterpart, so that none waits for another."""
+    """Returns whether every process raises this error or its counterpart.
+
+    If so, no process waits for another.
+    """
     return getattr(error, _KNOWN_TO_ALL, False)
 
 
 def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
-    """Raises `UserError`, the complaint, in a process that does not see process 0's directory within some seconds."""
+    """Raises `UserError` in a process that does not see process 0's directory in time.
+
+    The error's message is `complaint`. A process has `seconds` seconds to see the directory.
+    """
     if not is_multiprocess():
         return
     marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))
@@ -110,7 +127,10 @@ def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Returns the whole array on the host. Gathers an array that is sharded over multiple processes."""
+    """Returns the whole array on the host.
+
+    Gathers an array that is sharded over multiple processes.
+    """
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
@@ -120,7 +140,8 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None, str | No
     """Returns a result, or an error and its message."""
     try:
         return act(), None, None
-    except Exception as error:  # noqa: BLE001 (whatever it is, the others must not wait for this process)
+    except Exception as error:  # noqa: BLE001
+        # Whatever it is, the others must not wait for this process.
         return None, error, str(error) or type(error).__name__
 
 

@@ -18,7 +18,8 @@ import jax
 from txl_jax.errors import one_line
 from txl_jax.version import __version__
 
-_SECRET = re.compile(r"(?is)^(--?[\w.-]*(?:key|token|secret|password)=).*")  # A flag of somebody's own program.
+# A flag of somebody's own program.
+_SECRET = re.compile(r"(?is)^(--?[\w.-]*(?:key|token|secret|password)=).*")
 
 
 def describe() -> dict[str, Any]:
@@ -35,7 +36,10 @@ def describe() -> dict[str, Any]:
 
 
 def origin() -> list[str]:
-    """Returns lines about this process: its command line, versions, and the commit if the package is in a checkout."""
+    """Returns lines about this process: its command line, versions and commit.
+
+    The commit is included only if the package is in a checkout.
+    """
     words = shlex.join(_SECRET.sub(r"\1...", word) for word in sys.orig_argv)
     found, root = describe(), Path(__file__).parents[2]
     versions = [f"{name} {found[name]}" for name in ("txl_jax", "jax", "python")]
@@ -47,7 +51,10 @@ def origin() -> list[str]:
 
 
 def device_kind() -> str:
-    """Returns the first device's name, for a CPU the processor's and its cores, as JAX only returns "cpu"."""
+    """Returns the first device's name, or for a CPU the processor's name and its cores.
+
+    For a CPU, JAX only returns "cpu".
+    """
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -64,7 +71,10 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def device_memory_bytes() -> int | None:
-    """Returns the most memory that was in use so far on any device of this process, or None if unknown (CPUs)."""
+    """Returns the most memory in use so far on any device, or None if unknown.
+
+    Only devices of this process count. The memory in use is unknown for CPUs.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
@@ -72,8 +82,8 @@ def device_memory_bytes() -> int | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error means that a device or this machine has no more memory.
 
-    JAX names the status RESOURCE_EXHAUSTED where it allocates an array. On a CPU a function that is running reports
-    INTERNAL, with the reason in words.
+    JAX names the status RESOURCE_EXHAUSTED where it allocates an array. On a CPU a function that is
+    running reports INTERNAL, with the reason in words.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return bool(re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE))

@@ -1,10 +1,11 @@
 """Locks that keep a second run out of a workdir.
 
-On this machine, and on file systems that share their locks, it is an operating system lock on `.lock`, which ends
-with its process. On gs:// it is the object `.lock`, created only if missing and never rewritten. Its holder
-rewrites another object, `.lock-beat-TOKEN`, every 15 s. After a minute without that another run may take over: it
-deletes this one `.lock` (by its generation) and creates its own. The holder stops as soon as it finds a `.lock` that is
-not its own. Ages are differences of the server's times. A holder that was killed on this machine is recognised at once.
+On this machine, and on file systems that share their locks, it is an operating system lock on
+`.lock`, which ends with its process. On gs:// it is the object `.lock`, created only if missing and
+never rewritten. Its holder rewrites another object, `.lock-beat-TOKEN`, every 15 s. After a minute
+without that another run may take over: it deletes this one `.lock` (by its generation) and creates
+its own. The holder stops as soon as it finds a `.lock` that is not its own. Ages are differences of
+the server's times. A holder that was killed on this machine is recognised at once.
 """
 
 import contextlib
@@ -31,7 +32,10 @@ _SECONDS_TO_LOCK = 1.0  # A process that only tests a lock holds it for a moment
 
 
 class RunLock(contextlib.ExitStack):
-    """The lock of a workdir, not taken yet. Use it as a context manager, or call `close`, which releases the lock."""
+    """The lock of a workdir, not taken yet.
+
+    Use it as a context manager, or call `close`, which releases the lock.
+    """
 
     def __init__(self, folder: AnyPath):
         super().__init__()
@@ -117,7 +121,8 @@ class RunLock(contextlib.ExitStack):
             time.sleep(_LOOK_SECONDS)
         thread = threading.Thread(target=self._beat, name="run_lock", daemon=True)
         thread.start()
-        for act in (self._release, thread.join, self._ended.set):  # `close` calls the last one first.
+        # `close` calls the last one first.
+        for act in (self._release, thread.join, self._ended.set):
             self.callback(act)
 
     def _release(self) -> None:
@@ -145,7 +150,10 @@ class RunLock(contextlib.ExitStack):
         )
 
     def is_renewed(self) -> bool:
-        """Returns whether the object's holder, if any, runs on this machine or has renewed the lock within a minute."""
+        """Returns whether the object has a holder that is alive or renewed the lock recently.
+
+        The holder must run on this machine, or have renewed the lock within a minute.
+        """
         record, lock = self._read(), _stat(self._path)
         if record is None or lock is None:
             return False
@@ -172,7 +180,10 @@ class RunLock(contextlib.ExitStack):
         return True
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns the object's content, which describes its holder: empty if corrupted, None if missing."""
+        """Returns the object's content, which describes its holder, or None if it is missing.
+
+        The result is empty if the content is corrupted.
+        """
         try:
             record = json.loads(read(self._path))
         except FileNotFoundError:
@@ -189,7 +200,10 @@ class RunLock(contextlib.ExitStack):
 
 
 def is_held(folder: AnyPath) -> bool:
-    """Returns whether a run has the lock of a directory, as far as this machine can see. Takes no lock."""
+    """Returns whether a run has the lock of a directory, as far as this machine can see.
+
+    Takes no lock.
+    """
     path = os.path.join(os.fspath(folder), NAME)
     if not is_remote(path):
         with contextlib.suppress(FileNotFoundError), open(path) as handle:
@@ -208,7 +222,10 @@ def _call(method: str, url: str, place: str = "b/{}/o/{}", **arguments: Any) -> 
 
 
 def _stat(url: str) -> tuple[str, float] | None:
-    """Returns an object's generation and its age in seconds, by the server's clock, or None if missing."""
+    """Returns an object's generation and its age in seconds, or None if it is missing.
+
+    The age is measured by the server's clock.
+    """
     try:
         headers, answer = _call("GET", url)
     except FileNotFoundError:
@@ -219,7 +236,10 @@ def _stat(url: str) -> tuple[str, float] | None:
 
 
 def _machine() -> str | None:
-    """Returns what process numbers are unique in: a start of a machine, and a container on it. None if unknown."""
+    """Returns what process numbers are unique in: a start of a machine, and a container on it.
+
+    None if unknown.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -228,7 +248,10 @@ def _machine() -> str | None:
 
 
 def _is_alive(record: dict[str, Any]) -> bool | None:
-    """Returns whether the holder's process runs on this machine, or None if it is on another machine."""
+    """Returns whether the holder's process runs on this machine.
+
+    The result is None if the holder is on another machine.
+    """
     if record.get("machine") is None or record["machine"] != _machine():
         return None
     return os.path.exists(f"/proc/{record.get('process')}")

@@ -1,13 +1,16 @@
-"""The log of a run: `metrics.jsonl` and `log.txt` in its directory, and its sinks, such as TensorBoard.
+"""The log of a run: `metrics.jsonl` and `log.txt` in its directory, and sinks such as TensorBoard.
 
-A resumed run repeats the steps after its last checkpoint. Opening the log drops the records of those steps, so that
-`metrics.jsonl` reads as if the run had never stopped, while `log.txt` keeps all lines.
+A resumed run repeats the steps after its last checkpoint. Opening the log drops the records of
+those steps, so that `metrics.jsonl` reads as if the run had never stopped, while `log.txt` keeps
+all lines.
 
-On this machine both are plain files. Objects cannot be appended to: in a bucket a thread uploads each text in parts,
-which readers join in the order of their names, and TensorBoard has a file for each checkpoint.
+On this machine both are plain files. Objects cannot be appended to: in a bucket a thread uploads
+each text in parts, which readers join in the order of their names, and TensorBoard has a file for
+each checkpoint.
 
     metrics.jsonl.parts/000001       text between two calls of `seal`
-    metrics.jsonl.parts/000002.all   the whole text up to here: parts before it no longer count, and are removed
+    metrics.jsonl.parts/000002.all   the whole text up to here: parts before it no longer count, and
+                                     are removed
     metrics.jsonl.parts/000003       replaced every half minute until it is sealed
 """
 
@@ -35,9 +38,9 @@ _PART = re.compile(r"(\d{6,})(\.all)?")
 def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     """Reads the records of a run in the order written, if any. An incomplete last line is skipped.
 
-    `folder` is the workdir, or the file metrics.jsonl in it. Numbers that JSON cannot store come as "nan", "inf" and
-    "-inf", which `float()` accepts. Raises `LogError` if a line before the last is not a record, or the file cannot be
-    read.
+    `folder` is the workdir, or the file metrics.jsonl in it. Numbers that JSON cannot store come as
+    "nan", "inf" and "-inf", which `float()` accepts. Raises `LogError` if a line before the last is
+    not a record, or the file cannot be read.
     """
     path = storage.as_path(folder)
     path = path if os.path.basename(path) == METRICS else os.path.join(path, METRICS)
@@ -64,11 +67,15 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
 
 
 def read_appended(path: AnyPath) -> bytes:
-    """Returns the bytes of a text that a run appends to. Raises OSError if it is missing or cannot be read."""
+    """Returns the bytes of a text that a run appends to.
+
+    Raises OSError if it is missing or cannot be read.
+    """
     path = storage.as_path(path)
     while parts := _parts(path):
         first = max((place for place, (_, part) in enumerate(parts) if part.endswith(".all")), default=0)
-        with contextlib.suppress(FileNotFoundError):  # A run that starts meanwhile has replaced the parts.
+        # A run that starts meanwhile has replaced the parts.
+        with contextlib.suppress(FileNotFoundError):
             return b"".join(storage.read(part) for _, part in parts[first:])
     return storage.read(path)
 
@@ -103,19 +110,23 @@ class _Text:
 
     def __init__(self, path: str):
         self.path = path
-        self.file = None if is_remote(path) else open(path, "a", encoding="utf-8")  # noqa: SIM115 (`RunLog` closes it)
+        # `RunLog` closes it.
+        self.file = None if is_remote(path) else open(path, "a", encoding="utf-8")  # noqa: SIM115
         self.number = _next(_parts(path))
         self.lines: list[str] = []
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
-    """Records and lines of one run. `open` returns it as a context manager. Before that, lines wait.
+    """Records and lines of one run.
 
-    Without a directory it does not log: with several processes only process 0 logs. TensorBoard and the sinks get
-    everything too. `confirm` is called before an upload, and raises if another run writes here.
+    `open` returns it as a context manager. Before that, lines wait.
 
-    Every method raises `LogError` if metrics.jsonl or log.txt cannot be written, because a run relies on its records. A
-    sink that fails is skipped from then on, with a log line.
+    Without a directory it does not log: with several processes only process 0 logs. TensorBoard and
+    the sinks get everything too. `confirm` is called before an upload, and raises if another run
+    writes here.
+
+    Every method raises `LogError` if metrics.jsonl or log.txt cannot be written, because a run
+    relies on its records. A sink that fails is skipped from then on, with a log line.
     """
 
     def __init__(
@@ -125,9 +136,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._sinks = list(sinks)
         self._failed: list[Sink] = []
         self._confirm = confirm
-        self._waiting: list[str] | None = []  # None once the log was opened.
-        self._texts: dict[str, _Text] = {}  # Empty unless it is open.
-        self._threads = concurrent.futures.ThreadPoolExecutor(1, "log_upload")  # Starts with the first upload.
+        # None once the log was opened.
+        self._waiting: list[str] | None = []
+        # Empty unless it is open.
+        self._texts: dict[str, _Text] = {}
+        # Starts with the first upload.
+        self._threads = concurrent.futures.ThreadPoolExecutor(1, "log_upload")
         self._upload: concurrent.futures.Future[None] | None = None
         self._upload_began = time.monotonic()
         self._closing = contextlib.ExitStack()
@@ -135,9 +149,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
     def open(
         self, step: int = 0, *, redone: Collection[str] = (), header: Sequence[str] = (), opening: Sequence[str] = ()
     ) -> Self:
-        """Opens the files, and writes the lines `header` (only to log.txt), `opening`, and all earlier lines.
+        """Opens the files, and writes the lines `header` and `opening`, and all earlier lines.
 
-        Records after `step`, which the run starts after, are dropped, and at `step` those of the kinds `redone`.
+        The lines `header` are written only to log.txt.
+
+        Records after `step`, which the run starts after, are dropped, and at `step` those of the
+        kinds `redone`.
         """
         waiting, self._waiting = [*opening, *(self._waiting or ())], None
         if self._folder is None:
@@ -150,7 +167,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             if text.file is not None:
                 self._closing.enter_context(text.file)
         self._sinks.insert(0, TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step))
-        # The last one is called first, and each even if one before it fails. A sink that fails adds a line.
+        # The last one is called first, and each even if one before it fails. A sink that fails adds
+        # a line.
         for act in (self._texts.clear, self._threads.shutdown, self._upload_all):
             self._closing.callback(act)
         self._closing.callback(self._each, "close")
@@ -171,7 +189,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         try:
             self.close()
         except LogError as second:
-            # On a full disk, closing a file tries again to write the line that could not be written, and fails again.
+            # On a full disk, closing a file tries again to write the line that could not be
+            # written, and fails again.
             if error is None:
                 raise
             self.note(str(second))  # Raised, it would hide the error that ended the block.
@@ -181,12 +200,17 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._each("settings", values)
 
     def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
-        """Adds a line `{"kind": kind, "step": step, "time": now, **values}`, with `member` if passed."""
+        """Adds a record to metrics.jsonl.
+
+        The record is the line `{"kind": kind, "step": step, "time": now, **values}`, with `member`
+        if passed.
+        """
         if taken := {"kind", "step", "member"} & values.keys():
             raise UserError(f"a record's values must not have the reserved names {sorted(taken)}. Rename them.")
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
         record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
-        record["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())  # A hook's own value of that name wins.
+        # A hook's own value of that name wins.
+        record["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         # json would write NaN, which is not valid JSON, and other readers would stop at the line.
         record |= {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
         self._append(METRICS, json.dumps(record, allow_nan=False))
@@ -201,10 +225,13 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self.print(one_line(f"note      {line}"))
 
     def print(self, line: str, *, show: bool = True) -> None:
-        """Prints a line if `show`, and adds it to log.txt with date and time. After `close` it only prints.
+        """Prints a line if `show`, and adds it to log.txt with date and time.
 
-        Control characters are escaped. A hook may pass several lines at once. What cannot be printed, because nobody
-        reads standard output any longer or its encoding lacks a letter, does not end a run.
+        After `close` it only prints.
+
+        Control characters are escaped. A hook may pass several lines at once. What cannot be
+        printed, because nobody reads standard output any longer or its encoding lacks a letter,
+        does not end a run.
         """
         if self._waiting is not None:
             self._waiting.append(line)
@@ -217,7 +244,10 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 self._append(LINES, f"{now}  {part}")
 
     def seal(self) -> None:
-        """Returns once all is kept that was written. Called before a checkpoint or a result, which relies on it."""
+        """Returns once all is kept that was written.
+
+        Called before a checkpoint or a result, which relies on it.
+        """
         self._upload_all()
         for text in self._texts.values():
             if text.lines:
@@ -277,7 +307,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 continue
             try:
                 getattr(sink, method)(*arguments)
-            except Exception as error:  # noqa: BLE001 (a dashboard that is down must not end a run of days)
+            except Exception as error:  # noqa: BLE001
+                # A dashboard that is down must not end a run of days.
                 if sink in self._failed:
                     continue
                 self._failed.append(sink)

@@ -1,9 +1,10 @@
 """Standard output and standard error of a command, which may go away while it runs.
 
-A pager is quit, a terminal is closed, Ctrl-C ends `tee` before the command: Python then raises an error at every
-`print`, and letters that an output's encoding lacks raise another. `prepare` replaces both streams by ones that never
-raise. What cannot be written is dropped, and `loss` says why. A run goes on, because log.txt has its lines. A command
-whose output is its result ends with the code of `exit_code`.
+A pager is quit, a terminal is closed, Ctrl-C ends `tee` before the command: Python then raises an
+error at every `print`, and letters that an output's encoding lacks raise another. `prepare`
+replaces both streams by ones that never raise. What cannot be written is dropped, and `loss` says
+why. A run goes on, because log.txt has its lines. A command whose output is its result ends with
+the code of `exit_code`.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from txl_jax.errors import one_line
 READER_GONE = 128 + signal.SIGPIPE  # 141, as for programs that this signal ends.
 # The pipe has no reader, the terminal was closed, or the file descriptor was.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET)
-# Characters that act on a terminal. The text of a model has lines, which may end with a carriage return, and tabs.
+# Characters that act on a terminal. The text of a model has lines, which may end with a carriage
+# return, and tabs.
 _CONTROL = re.compile("(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Standard error has progress bars too, which go back to the begin of a line or up by one.
 _CONTROL_OF_ERRORS = re.compile("(?!\x1b\\[A)[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -52,7 +54,8 @@ class _Descriptor(io.RawIOBase):
             try:
                 return os.write(self._number, data)
             except BlockingIOError:
-                # Another program has set the terminal, which all share, to return instead of waiting.
+                # Another program has set the terminal, which all share, to return instead of
+                # waiting.
                 with contextlib.suppress(OSError):
                     select.select([], [self._number], [])
             except OSError as error:
@@ -68,7 +71,10 @@ class _Descriptor(io.RawIOBase):
 
 
 class _Text(io.TextIOWrapper):
-    """Text for a `_Descriptor`: what the encoding lacks, and what would act on a terminal, is escaped."""
+    """Text stream for a `_Descriptor` that escapes characters it must not write as they are.
+
+    These are characters that the encoding lacks, or that would act on a terminal.
+    """
 
     def __init__(self, number: int, encoding: str, *, control: re.Pattern[str], by_line: bool):
         self.descriptor = _Descriptor(number)
@@ -101,7 +107,10 @@ def say(line: str) -> None:
 
 
 def print_if_possible(text: str) -> None:
-    """Prints lines for people. Never raises, even if another program, which has not called `prepare`, uses this."""
+    """Prints lines for people.
+
+    Never raises, even if another program, which has not called `prepare`, uses this.
+    """
     with contextlib.suppress(OSError, ValueError):  # A closed file raises ValueError.
         try:
             print(text, flush=True)
@@ -110,9 +119,12 @@ def print_if_possible(text: str) -> None:
 
 
 def prepare() -> None:
-    """Makes standard output and standard error safe to print to. A command calls it first, and only once counts.
+    """Makes standard output and standard error safe to print to.
 
-    Streams that somebody else has put there, such as a notebook, stay as they are. A missing one is replaced too.
+    A command calls it first, and only once counts.
+
+    Streams that somebody else has put there, such as a notebook, stay as they are. A missing one is
+    replaced too.
     """
     for number in (0, 1, 2):
         _open_if_closed(number)
@@ -123,7 +135,10 @@ def prepare() -> None:
 
 
 def tolerant(number: int, before: Any, *, control: re.Pattern[str] = _CONTROL, by_line: bool = True) -> _Text:
-    """Returns a stream that writes to an open file without ever raising, in place of the stream `before`, if any."""
+    """Returns a stream that writes to an open file without ever raising.
+
+    It replaces the stream `before`, if any.
+    """
     if before is not None:
         with contextlib.suppress(OSError, ValueError):
             before.flush()
@@ -136,7 +151,10 @@ def is_prepared(stream: Any) -> bool:
 
 
 def loss(stream: Any = None) -> OSError | None:
-    """Returns the first error of a stream, by default standard output, or None if all was written so far."""
+    """Returns the first error of a stream, or None if everything was written so far.
+
+    The default stream is standard output.
+    """
     stream = sys.stdout if stream is None else stream
     return stream.descriptor.error if isinstance(stream, _Text) else None
 
@@ -160,7 +178,10 @@ def exit_code() -> int:
 
 
 def _open_if_closed(number: int) -> None:
-    """Opens a file descriptor that was closed before the start: a file of the run would get its number."""
+    """Opens a file descriptor that was closed before the start.
+
+    Otherwise a file of the run would get its number.
+    """
     try:
         os.fstat(number)
     except OSError:

@@ -17,7 +17,10 @@ PROFILE = "profile"
 
 
 def check_steps(profile_steps: Sequence[int], *, steps: int) -> None:
-    """Raises `UserError` unless these are the first and last of some updates, counted from 1, of a run of `steps`."""
+    """Raises `UserError` unless `profile_steps` are the first and last of some updates.
+
+    The updates are counted from 1, and must be in a run of `steps` updates.
+    """
     if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= steps:
         wrong = f"--profile_steps must be the first and last step to profile, such as 10,15, from 1 to {steps}"
         got = ",".join(map(str, profile_steps))
@@ -26,11 +29,13 @@ def check_steps(profile_steps: Sequence[int], *, steps: int) -> None:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
-    """A training step that profiles some of its calls. As a context manager it ends a trace that is still open.
+    """A training step that profiles some of its calls.
 
-    The calls that contain one of the updates `profile_steps` are profiled, and each is marked with the number of its
-    first update, so that tools show the steps of a trace. Only process 0 writes. A trace that cannot be written is
-    reported, and the run continues.
+    As a context manager it ends a trace that is still open.
+
+    The calls that contain one of the updates `profile_steps` are profiled, and each is marked with
+    the number of its first update, so that tools show the steps of a trace. Only process 0 writes.
+    A trace that cannot be written is reported, and the run continues.
     """
 
     train_step: Callable[[Any, Any], tuple[Any, Any]]
@@ -76,7 +81,8 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
         began = time.monotonic()
         try:
             act()
-        except Exception as error:  # noqa: BLE001 (jax raises RuntimeErrors of its own, and OSErrors)
+        except Exception as error:  # noqa: BLE001
+            # Jax raises RuntimeErrors of its own, and OSErrors.
             self._window = None
             self.log(f"no profile in {self.folder} ({first_line(error)}). The run continues.")
             return False

@@ -15,7 +15,8 @@ from typing import Any
 from txl_jax.errors import UserError
 from txl_jax.runtime.storage import AnyPath, is_remote, make_folder, names, upload
 
-# Values of a "train" record that the clock and the device decide: a resumed run repeats all others bit for bit.
+# Values of a "train" record that the clock and the device decide: a resumed run repeats all others
+# bit for bit.
 MEASURED = (
     "tokens_per_second",
     "step_seconds",
@@ -29,12 +30,15 @@ MEASURED = (
 class Sink:
     """A receiver of a run's records. Its methods do nothing: override the ones you need.
 
-    A run calls them from its own thread, with several processes only in process 0. If a method raises, the run logs
-    that in one line, stops calling the sink, and continues.
+    A run calls them from its own thread, with several processes only in process 0. If a method
+    raises, the run logs that in one line, stops calling the sink, and continues.
     """
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Takes the settings by dotted names, and metadata such as device and versions. Called first in every start."""
+        """Takes the settings by dotted names, and metadata such as device and versions.
+
+        Called first in every start.
+        """
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
         """Takes one record, after `step` updates, in an ensemble about one member.
@@ -53,7 +57,9 @@ class Sink:
 
 
 def grouped_names(kind: str, values: Mapping[str, float], member: str | None) -> dict[str, float]:
-    """Returns the values by the names that dashboards group at the slash: "train/loss", "speed/tokens_per_second".
+    """Returns the values by the names that dashboards group at the slash.
+
+    Examples are "train/loss" and "speed/tokens_per_second".
 
     >>> grouped_names("train", {"loss": 2.0, "tokens_per_second": 9.0}, None)
     {'train/loss': 2.0, 'speed/tokens_per_second': 9.0}
@@ -70,14 +76,17 @@ _RESULTS = ("valid/loss", "test/loss", "test/bpc", "test/bits_per_byte", "test/p
 
 
 class TensorBoard(Sink):
-    """A TensorBoard file, made in a directory when first used. It hides steps after `first_step` in earlier files.
+    """A TensorBoard file, made in a directory when first used.
 
-    tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk; ten records later its
-    queue is full and the training loop waits forever. Names contain numbers because TensorBoard reads files in the
-    order of their names, also if a run is resumed within the same second or after the clock went back.
+    It hides steps after `first_step` in earlier files.
 
-    Files for object storage are written on this machine, and uploaded by `flush`. Every method raises OSError if the
-    file cannot be written.
+    tensorboardX's SummaryWriter is not used: it writes from a thread, which dies on a full disk;
+    ten records later its queue is full and the training loop waits forever. Names contain numbers
+    because TensorBoard reads files in the order of their names, also if a run is resumed within the
+    same second or after the clock went back.
+
+    Files for object storage are written on this machine, and uploaded by `flush`. Every method
+    raises OSError if the file cannot be written.
     """
 
     def __init__(self, folder: str, *, first_step: int):
@@ -89,21 +98,34 @@ class TensorBoard(Sink):
         self._stack = contextlib.ExitStack()  # Removes the folder on this machine.
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Keeps the settings until there is something else to write, so that a run's first step waits for no import."""
+        """Keeps the settings until there is something else to write.
+
+        This way a run's first step does not wait for an import.
+        """
         self._settings = values
 
     def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
-        """Adds a scalar for each value. "=" in a member's name becomes "_", because TensorBoard requires it."""
+        """Adds a scalar for each value.
+
+        "=" in a member's name becomes "_", because TensorBoard requires it.
+        """
         scalar = _tensorboard("summary").scalar
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # It warns of each NaN, beside our own lines.
+        # It warns of each NaN, beside our own lines.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
         self._write(step, *(scalar(*named) for named in grouped_names(kind, values, member).items()))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Adds a text, which TensorBoard shows as Markdown: as a block of code, so that each character is kept."""
+        """Adds a text as a block of code, so that each character is kept.
+
+        TensorBoard shows texts as Markdown.
+        """
         self._write(step, _tensorboard("summary").text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
 
     def flush(self) -> None:
-        """Writes the settings, and uploads files for object storage. A local file is written already."""
+        """Writes the settings, and uploads files for object storage.
+
+        A local file is written already.
+        """
         self._write_settings()
         if is_remote(self._folder) and self._file is not None:
             self._file.close()
@@ -159,16 +181,21 @@ class TensorBoard(Sink):
 
 
 def _tensorboard(module: str) -> Any:
-    """Imports a module of tensorboardX: the import is slow, and takes PyTorch with it where that is installed."""
+    """Imports a module of tensorboardX.
+
+    The import is slow, and also imports PyTorch if it is installed.
+    """
     return importlib.import_module(f"tensorboardX.{module}")
 
 
 class WeightsAndBiases(Sink):
-    """One run of a W&B project (extra `wandb`), named after its workdir. The same workdir continues the same run.
+    """One run of a W&B project (extra `wandb`), named after its workdir.
 
-    wandb's own variables decide where it sends it (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL).
-    Its files go to `wandb/` in the workdir, or `./wandb/` if that is a URL. Raises `UserError` if wandb is not
-    installed.
+    The same workdir continues the same run.
+
+    wandb's own variables decide where it sends it (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY,
+    WANDB_BASE_URL). Its files go to `wandb/` in the workdir, or `./wandb/` if that is a URL. Raises
+    `UserError` if wandb is not installed.
     """
 
     def __init__(self, project: str, workdir: AnyPath):
@@ -190,7 +217,8 @@ class WeightsAndBiases(Sink):
             resume="allow",
             dir=None if is_remote(self._workdir) else self._workdir,
             config=dict(values),
-            settings=wandb.Settings(console="off"),  # log.txt has the lines; wandb would replace sys.stdout.
+            # log.txt has the lines; wandb would replace sys.stdout.
+            settings=wandb.Settings(console="off"),
         )
         # By default W&B counts calls, and drops what a resumed run repeats.
         self._run.define_metric("step", hidden=True)

@@ -1,7 +1,10 @@
-"""SIGTERM, SIGHUP, Ctrl-C or a notice of Google Cloud as a request to stop or to save, in all processes together.
+"""Signals and Google Cloud notices as requests to stop or to save, in all processes together.
 
-The metadata server of a machine of Google Cloud gives notice of maintenance a minute to an hour ahead, and of a
-preemption half a minute. https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
+The signals are SIGTERM, SIGHUP and Ctrl-C.
+
+The metadata server of a machine of Google Cloud gives notice of maintenance a minute to an hour
+ahead, and of a preemption half a minute.
+https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
 """
 
 import contextlib
@@ -20,8 +23,9 @@ from jax.experimental import multihost_utils
 
 from txl_jax.runtime import distributed
 
-# Counts the calls of `reached_preemption_sync_point` in this process. They are jax's step numbers: all processes make
-# the same calls, so that the same number is the same point of the program in each.
+# Counts the calls of `reached_preemption_sync_point` in this process. They are jax's step numbers:
+# all processes make the same calls, so that the same number is the same point of the program in
+# each.
 _sync_points = itertools.count(1)
 _stop_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
 _save_requested = threading.Event()
@@ -29,21 +33,25 @@ _watching = threading.Event()  # Set once this process waits for notices.
 
 _WAIT_SECONDS = 60  # The metadata server answers after this even if nothing has changed.
 _RETRY_SECONDS = 10
-_PAUSE_SECONDS = 0.5  # A server that answers at once all the same is not asked without a pause.
-_PRODUCT = Path("/sys/class/dmi/id/product_name")  # The machine's name in its firmware: "Google Compute Engine".
+# A server that answers at once all the same is not asked without a pause.
+_PAUSE_SECONDS = 0.5
+# The machine's name in its firmware: "Google Compute Engine".
+_PRODUCT = Path("/sys/class/dmi/id/product_name")
 
 
 def request_stop(reason: str) -> None:
     """Makes the active `StopRequest`, or the next, true, like SIGTERM. Call it from any thread.
 
-    It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first one and does not end
-    the process while it saves. The reason, such as "preempted=TRUE", is printed on the error stream.
+    It is not a signal, so that the SIGTERM of a machine that is shut down afterwards is the first
+    one and does not end the process while it saves. The reason, such as "preempted=TRUE", is
+    printed on the error stream.
     """
     _stop_requested.set()
     everywhere = distributed.is_multiprocess()
     _print_now(reason, "saving and stopping", everywhere)
     if everywhere:
-        os.kill(os.getpid(), signal.SIGTERM)  # jax's own handler, which may be called any number of times.
+        # jax's own handler, which may be called any number of times.
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def request_save(reason: str) -> None:
@@ -53,7 +61,10 @@ def request_save(reason: str) -> None:
 
 
 def save_requested() -> bool:
-    """Returns whether a checkpoint was requested since the last call, in any process. A collective."""
+    """Returns whether a checkpoint was requested since the last call, in any process.
+
+    A collective.
+    """
     own = _save_requested.is_set()
     if own:
         _save_requested.clear()
@@ -61,33 +72,42 @@ def save_requested() -> bool:
 
 
 def is_watched_by_all() -> bool:
-    """Returns whether all processes wait for notices, so that `save_requested` may become true. A collective."""
+    """Returns whether all processes wait for notices, so that `save_requested` may become true.
+
+    A collective.
+    """
     return distributed.first_error(None if _watching.is_set() else "not watched") is None
 
 
 class StopRequest(contextlib.ExitStack):
-    """A context that notes the first SIGTERM, SIGINT or SIGHUP, after which it is true. A second one acts as usual.
+    """A context that notes the first SIGTERM, SIGINT or SIGHUP, after which it is true.
 
-    SIGHUP means that the terminal was closed. It is left alone if it was ignored before, as by nohup. After the first
-    signal it is ignored: a shell and the system may both send it, and service managers send it right after SIGTERM.
+    A second one acts as usual.
 
-    With several processes a signal to any of them stops all: JAX agrees on a step at which all processes stop
-    (`reached_preemption_sync_point`). Every process must ask for the truth value at the same sequence of steps. A
-    second SIGTERM changes nothing then.
+    SIGHUP means that the terminal was closed. It is left alone if it was ignored before, as by
+    nohup. After the first signal it is ignored: a shell and the system may both send it, and
+    service managers send it right after SIGTERM.
 
-    With `only_defaults` it does not replace the caller's own handlers, nor any handler outside the main thread.
+    With several processes a signal to any of them stops all: JAX agrees on a step at which all
+    processes stop (`reached_preemption_sync_point`). Every process must ask for the truth value at
+    the same sequence of steps. A second SIGTERM changes nothing then.
+
+    With `only_defaults` it does not replace the caller's own handlers, nor any handler outside the
+    main thread.
     """
 
     def __init__(self, *, only_defaults: bool = False) -> None:
         super().__init__()
-        self.signal_number = 0  # The signal that has arrived. Several processes always stop by SIGTERM.
+        # The signal that has arrived. Several processes always stop by SIGTERM.
+        self.signal_number = 0
         self._only_defaults = only_defaults
         self._is_multiprocess = False
         self._notes_hangups = False  # Whether SIGHUP is one of the signals.
 
     def __enter__(self) -> Self:
         self._is_multiprocess = distributed.is_multiprocess()
-        # With several processes SIGTERM is left alone: jax has a handler of its own, below Python's.
+        # With several processes SIGTERM is left alone: jax has a handler of its own, below
+        # Python's.
         numbers = [signal.SIGINT] if self._is_multiprocess else [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
@@ -122,17 +142,23 @@ class StopRequest(contextlib.ExitStack):
 
 
 def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None:
-    """Writes a line to the error stream. Not by print: a signal may have come in the middle of one."""
+    """Writes a line to the error stream.
+
+    Not by print: a signal may have come in the middle of one.
+    """
     when = "with all processes" if everywhere else "after the steps in progress"
-    with contextlib.suppress(OSError):  # The reader of it may be gone, as after Ctrl-C on `2>&1 | tee`.
+    # The reader of it may be gone, as after Ctrl-C on `2>&1 | tee`.
+    with contextlib.suppress(OSError):
         os.write(2, f"{reason}: {what} {when}{more}\n".encode())
 
 
 def act_on_notices() -> None:
-    """On a machine of Google Cloud, starts to wait in the background for notices. Elsewhere it does nothing.
+    """On a machine of Google Cloud, starts to wait in the background for notices.
 
-    Before maintenance that ends the machine the run saves and continues. A preemption stops it, like SIGTERM. (A
-    machine that migrates continues.)
+    Elsewhere it does nothing.
+
+    Before maintenance that ends the machine the run saves and continues. A preemption stops it,
+    like SIGTERM. (A machine that migrates continues.)
     """
     if server := metadata_server():
         maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
@@ -157,7 +183,10 @@ def metadata_server() -> str | None:
 
 
 def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> None:
-    """Calls `act` each time a value of the metadata server becomes `final`. Ends if the server has no such key."""
+    """Calls `act` each time a value of the metadata server becomes `final`.
+
+    Ends if the server has no such key.
+    """
     with requests.Session() as session:
         session.trust_env = False  # A proxy has another machine's metadata, or none.
         session.headers["Metadata-Flavor"] = "Google"

@@ -1,8 +1,9 @@
 """Files on this machine and objects in a bucket, read and written by the same functions.
 
-A path is a string: absolute for this machine, or a URL such as gs://bucket/run. `os.path` joins and splits both.
-Object storage has neither directories nor renames: an object appears whole when its upload ends, and replaces the one
-of its name. Every read error is an OSError with one line of text. FileNotFoundError only means that it does not exist.
+A path is a string: absolute for this machine, or a URL such as gs://bucket/run. `os.path` joins and
+splits both. Object storage has neither directories nor renames: an object appears whole when its
+upload ends, and replaces the one of its name. Every read error is an OSError with one line of text.
+FileNotFoundError only means that it does not exist.
 """
 
 import asyncio
@@ -30,8 +31,10 @@ from typing import IO, Any, TypeVar
 from txl_jax.errors import LogError, UserError
 from txl_jax.runtime.output import say
 
-PATIENCE_SECONDS = 120.0  # For the tries of one call. gcsfs tries six times within each, for about 20 s in all.
-# The schemes that Orbax writes to as well: the module that opens each, and the extra that installs it.
+# For the tries of one call. gcsfs tries six times within each, for about 20 s in all.
+PATIENCE_SECONDS = 120.0
+# The schemes that Orbax writes to as well: the module that opens each, and the extra that installs
+# it.
 _SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _BLOCK_BYTES = 16 << 20
 _MAX_JSON_BYTES = 16 << 20  # A parsed value takes up to 30 times as much memory.
@@ -80,7 +83,10 @@ def as_path(text: AnyPath) -> str:
 
 
 def expand_home(path: str) -> str:
-    """Returns a local path with "~" and "~USER" expanded. Raises `UserError` if there is no such home directory."""
+    """Returns a local path with "~" and "~USER" expanded.
+
+    Raises `UserError` if there is no such home directory.
+    """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.partition("/")[0]
@@ -102,7 +108,10 @@ def is_dir(path: AnyPath) -> bool:
 
 
 def _kind(path: AnyPath) -> Any:
-    """Returns "file", "directory" or None. fsspec's `exists` and `isdir` are False after other errors too."""
+    """Returns "file" or "directory", or None if the path does not exist.
+
+    It does not use fsspec's `exists` and `isdir`, which return False after other errors too.
+    """
     try:
         return remote_call(path, "info")["type"]
     except FileNotFoundError:
@@ -128,7 +137,9 @@ def read(path: AnyPath) -> bytes:
 
 
 def read_text(path: AnyPath) -> str:
-    """Returns the text of a small file in UTF-8, without the byte-order mark that editors of Windows write.
+    """Returns the text of a small file in UTF-8, without a byte-order mark.
+
+    Editors on Windows write this mark.
 
     Raises OSError like `read_small`, or ValueError if it is not UTF-8.
     """
@@ -136,7 +147,9 @@ def read_text(path: AnyPath) -> str:
 
 
 def read_small(path: AnyPath) -> bytes:
-    """Returns the bytes of a small file that the user named, perhaps a pipe of the shell, `<(command)`.
+    """Returns the bytes of a small file that the user named, which may be a shell pipe.
+
+    For example, the user can pass a pipe as `<(command)`.
 
     Raises OSError like `read`, or if a pipe has more than 16 MiB.
     """
@@ -155,14 +168,20 @@ def is_pipe(path: AnyPath) -> bool:
 
 
 def _ending(path: AnyPath) -> AnyPath:
-    """Returns a local path. Raises OSError for a device or a pipe, such as a stranger's link to /dev/zero."""
+    """Returns a local path.
+
+    Raises OSError for a device or a pipe, such as a stranger's link to /dev/zero.
+    """
     if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return path
 
 
 def read_json(path: AnyPath) -> Any:
-    """Returns the value in a JSON file. Raises ValueError if it is not JSON, nests too deeply, or exceeds 16 MiB."""
+    """Returns the value in a JSON file.
+
+    Raises ValueError if it is not JSON, nests too deeply, or exceeds 16 MiB.
+    """
     if not is_remote(path) and (length := size(path)) > _MAX_JSON_BYTES:
         raise ValueError(f"it must have at most {_MAX_JSON_BYTES:,} bytes, got {length:,}")
     try:
@@ -183,7 +202,10 @@ def sha256(path: AnyPath) -> str:
 
 
 def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
-    """Returns the sorted names in a directory. A missing one is FileNotFoundError, or has no names if `missing_ok`."""
+    """Returns the sorted names in a directory.
+
+    A missing one is FileNotFoundError, or has no names if `missing_ok`.
+    """
     try:
         found = remote_call(folder, "ls", detail=False) if is_remote(folder) else os.listdir(folder)
     except FileNotFoundError:
@@ -195,7 +217,10 @@ def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
 
 
 def files_below(folder: AnyPath) -> list[str]:
-    """Returns the sorted paths of the files in a directory and its subdirectories, empty if it is missing."""
+    """Returns the sorted paths of the files in a directory and its subdirectories.
+
+    The list is empty if the directory is missing.
+    """
     if is_remote(folder):
         return matching(folder, "find")
     return sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
@@ -213,7 +238,10 @@ def download(path: AnyPath, local: AnyPath) -> None:
 
 
 def local_copy(path: AnyPath, owner: object) -> str:
-    """Returns a copy of an object on this machine, removed together with `owner`. Returns a local path as it is."""
+    """Returns a copy of an object on this machine, removed together with `owner`.
+
+    Returns a local path as it is.
+    """
     if not is_remote(path):
         return os.fspath(path)
     folder = tempfile.mkdtemp(prefix="txl_jax-")
@@ -233,22 +261,31 @@ def write(path: AnyPath, data: bytes) -> None:
 
 
 def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
-    """Replaces a file by lines, each with its newline, like `write`. They need not fit in memory."""
+    """Replaces a file by lines, each with its newline, like `write`.
+
+    They need not fit in memory.
+    """
     with _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(lines)
 
 
 def write_json(path: AnyPath, value: Any) -> None:
-    """Replaces a file by a value as JSON, like `write`. Raises TypeError or ValueError if JSON cannot store it."""
+    """Replaces a file by a value as JSON, like `write`.
+
+    Raises TypeError or ValueError if JSON cannot store it.
+    """
     write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 @contextlib.contextmanager
 def new_folder(folder: AnyPath) -> Iterator[Path]:
-    """Yields an empty local directory that is renamed to `folder` when the block ends, as a whole or not at all.
+    """Yields an empty local directory that is renamed to `folder` when the block ends.
 
-    To object storage the files are uploaded in the order in which they were made: the last one is there once all are.
-    Raises `UserError` if `folder` exists and is not empty, `LogError` if it cannot be written.
+    It is renamed as a whole or not at all.
+
+    To object storage the files are uploaded in the order in which they were made: the last one is
+    there once all are. Raises `UserError` if `folder` exists and is not empty, `LogError` if it
+    cannot be written.
     """
     check_new_folder(folder)
     with _replacing(folder) as temporary:
@@ -270,7 +307,11 @@ def check_new_folder(folder: AnyPath) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: AnyPath) -> Iterator[Path]:
-    """Yields a name, `.NAME.PID.tmp`, to make; it replaces `path` when the block ends, or an error leaves nothing."""
+    """Yields a temporary path to create, which replaces `path` when the block ends.
+
+    For a local `path`, the temporary name is `.NAME.PID.tmp`. If an error occurs, nothing is left
+    behind.
+    """
     if is_remote(path):
         with writing(path), tempfile.TemporaryDirectory() as folder:
             made = os.path.join(folder, "made")
@@ -335,7 +376,10 @@ def probe(folder: AnyPath) -> None:
 
 
 def upload(local: AnyPath, path: AnyPath) -> None:
-    """Replaces an object by a file of this machine, or objects by all files of a directory, the oldest first."""
+    """Replaces an object with a local file, or objects with all files of a directory.
+
+    The oldest files are uploaded first.
+    """
     source, url = os.fspath(local), os.fspath(path)
     if not os.path.isdir(source):
         return patiently(lambda: file_system(url.partition("://")[0]).put_file(source, url), url)
@@ -344,7 +388,10 @@ def upload(local: AnyPath, path: AnyPath) -> None:
 
 
 def make_folder(folder: AnyPath) -> None:
-    """Makes a directory and its parents. Object storage needs none, but its names must not have wildcards."""
+    """Makes a directory and its parents.
+
+    Object storage needs none, but its names must not have wildcards.
+    """
     refuse_wildcards(folder)
     if not is_remote(folder):
         os.makedirs(folder, exist_ok=True)
@@ -366,10 +413,12 @@ def remove_tree(folder: AnyPath) -> None:
 
 @contextlib.contextmanager
 def without_wildcards(folder: str) -> Iterator[str]:
-    """Yields a path of a directory that no library takes for a pattern, as Orbax does with "runs/lr[0.1]".
+    """Yields a path of a directory that no library mistakes for a pattern.
 
-    It is the path itself or, for a local path with wildcards, a symbolic link to it, removed at the end. Bucket names
-    with wildcards are refused by `refuse_wildcards`.
+    Orbax, for example, takes "runs/lr[0.1]" for a pattern, and needs the yielded path instead.
+
+    It is the path itself or, for a local path with wildcards, a symbolic link to it, removed at the
+    end. Bucket names with wildcards are refused by `refuse_wildcards`.
 
     Raises:
       OSError: If the link cannot be made.
@@ -386,7 +435,10 @@ def without_wildcards(folder: str) -> Iterator[str]:
 
 
 def refuse_wildcards(path: AnyPath) -> None:
-    """Raises `UserError` for a URL with wildcards that is not a pattern: fsspec would delete all that match it."""
+    """Raises `UserError` for a URL with wildcards that is not meant as a pattern.
+
+    fsspec would delete everything that matches the URL.
+    """
     found = sorted(set("*?[]") & set(os.fspath(path))) if is_remote(path) else []
     if found:
         raise UserError(
@@ -397,9 +449,12 @@ def refuse_wildcards(path: AnyPath) -> None:
 
 @contextlib.contextmanager
 def locked(path: AnyPath) -> Iterator[bool]:
-    """Holds an exclusive lock, after waiting for a process that has it. The lock always ends with its process.
+    """Holds an exclusive lock, after waiting for a process that has it.
 
-    Yields whether there is a lock. On a file system without locks it prints a note, and the block runs without.
+    The lock always ends with its process.
+
+    Yields whether there is a lock. On a file system without locks it prints a note, and the block
+    runs without.
     """
     with open(path, "a") as handle:
         missing = None
@@ -417,8 +472,9 @@ def locked(path: AnyPath) -> Iterator[bool]:
 def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | None:
     """Locks an open file until it is closed.
 
-    Returns None, or a clause that says why there is no lock: some network drives, such as a Google Drive that is
-    mounted in Colab, have none. Raises BlockingIOError if another process has the lock all the time.
+    Returns None, or a clause that says why there is no lock: some network drives, such as a Google
+    Drive that is mounted in Colab, have none. Raises BlockingIOError if another process has the
+    lock all the time.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + seconds
@@ -441,7 +497,10 @@ def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | 
 
 @functools.cache
 def file_system(scheme: str) -> Any:
-    """Returns fsspec's file system of a scheme. It caches no listings: other processes and TensorStore write too."""
+    """Returns fsspec's file system of a scheme.
+
+    It caches no listings: other processes and TensorStore write too.
+    """
     import fsspec
 
     limits = {"requests_timeout": _ANSWER_SECONDS} if scheme == "gs" else {}
@@ -455,7 +514,10 @@ def remote_call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def patiently(act: Callable[[], T], url: str) -> T:
-    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`. Its errors become OSError."""
+    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`.
+
+    Its errors become OSError.
+    """
     until, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
     while True:
         try:
@@ -469,13 +531,16 @@ def patiently(act: Callable[[], T], url: str) -> T:
 
 @functools.cache
 def make_gcsfs_patient() -> None:
-    """Lets gcsfs retry each request for `PATIENCE_SECONDS`, for the calls that Orbax makes without `patiently`.
+    """Makes gcsfs retry each request for `PATIENCE_SECONDS`.
 
-    gcsfs gives up after half a minute, and its number of tries is fixed when its classes are made. An outage that began
-    while Orbax made a step's directory ended the run, and with several processes left the others at a barrier.
+    This is for the calls that Orbax makes without `patiently`.
 
-    Calls of this module go through `patiently`, on a file system of their own: they would wait twice as long. If gcsfs
-    no longer has the method, Orbax is as impatient as gcsfs.
+    gcsfs gives up after half a minute, and its number of tries is fixed when its classes are made.
+    An outage that began while Orbax made a step's directory ended the run, and with several
+    processes left the others at a barrier.
+
+    Calls of this module go through `patiently`, on a file system of their own: they would wait
+    twice as long. If gcsfs no longer has the method, Orbax is as impatient as gcsfs.
     """
     import gcsfs
 
@@ -517,7 +582,10 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 
 def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
-    """Returns the error for a failed operation on a file or object. `what` is the operation, such as "read"."""
+    """Returns the error for a failed operation on a file or object.
+
+    `what` is the operation, such as "read".
+    """
     reason, advice = error.strerror or str(error), "Start again once it can be reached."
     if not is_remote(path):
         advice = "Check its permissions and the free space on its disk, or pass another --workdir."
@@ -530,7 +598,10 @@ def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
 
 
 def shorten_storage_logs() -> None:
-    """Shows what gcsfs, s3fs and Google's login log once, in a line: they log every try, gcsfs with its traceback."""
+    """Shows each message of gcsfs, s3fs and Google's login only once, in one line.
+
+    These libraries log every try, and gcsfs adds its traceback.
+    """
     shown = set()
 
     def is_first(record: logging.LogRecord) -> bool:

@@ -1,12 +1,15 @@
-"""Opens the arrays of a checkpoint that was just written, because a part that is missing would show only at a restore.
+"""Opens the arrays of a checkpoint that was just written, to find missing parts.
+
+Otherwise a missing part would show only at a restore.
 
 Orbax stores arrays in TensorStore's OCDBT format, a key-value store with these keys for each array:
 
     params.q/.zarray     JSON: shape, dtype and the shape of a chunk
     params.q/0.1         the chunk in the first row and second column of the grid of chunks
 
-Each process writes a store of its own. At the end process 0 merges them, which only copies keys. If it does not find a
-store, the checkpoint is finished without that process's arrays, and without an error.
+Each process writes a store of its own. At the end process 0 merges them, which only copies keys. If
+it does not find a store, the checkpoint is finished without that process's arrays, and without an
+error.
 """
 
 import json
@@ -22,7 +25,8 @@ import tensorstore
 
 from txl_jax.runtime.storage import AnyPath, is_remote
 
-# For the index of the store, which would be read again for each key otherwise. Orbax uses the same size.
+# For the index of the store, which would be read again for each key otherwise. Orbax uses the same
+# size.
 _CACHE_BYTES = 100_000_000
 _SECONDS_BETWEEN_TRIES = 1.0
 
@@ -55,7 +59,8 @@ def find_missing(folder: AnyPath, arrays: Mapping[str, StoredArray], *, seconds:
     Args:
       folder: The directory of a checkpoint's arrays.
       arrays: The arrays that must be there, as `describe` returns them.
-      seconds: Network file systems may show new files late. Until then a missing array is looked for again.
+      seconds: Network file systems may show new files late. Until then a missing array is looked
+        for again.
 
     Returns:
       None, or a clause that names an array and what is wrong with it.
@@ -95,7 +100,10 @@ def _find_missing(folder: str, arrays: Mapping[str, StoredArray]) -> str | None:
 
 
 def _base(folder: str) -> Any:
-    """Returns TensorStore's description of a directory or bucket. As a URL, a percent sign would need an escape."""
+    """Returns TensorStore's description of a directory or bucket.
+
+    As a URL, a percent sign would need an escape.
+    """
     if not is_remote(folder):
         return {"driver": "file", "path": f"{folder}/"}
     scheme, _, rest = folder.partition("://")
@@ -114,7 +122,10 @@ def _chunk_key(start: tuple[int, ...], chunk_shape: list[int]) -> str:
 
 
 def _read_first_byte(store: Any, key: str, began: float) -> Any:
-    """Starts to read the first byte of a value. TensorStore before 0.1.80 or so can only read all of it."""
+    """Starts to read the first byte of a value.
+
+    TensorStore before 0.1.80 or so can only read all of it.
+    """
     try:
         return store.read(key, byte_range=slice(0, 1), staleness_bound=began)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Serving: an HTTP server over a trained model, with continuous batching and sessions that keep their memory.
+"""HTTP server for a trained model, with continuous batching and sessions that keep their memory.
 
     rows.py        one token of R rows, a segment of one row, over `inference.decode`
     sessions.py    memories that clients keep

@@ -1,7 +1,7 @@
 """The routes of the server, in Starlette. `make_app` lists them.
 
-Every error has a body in OpenAI's format with a message. An unexpected error is logged, and answered without its
-traceback.
+Every error has a body in OpenAI's format with a message. An unexpected error is logged, and
+answered without its traceback.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protoc
 def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
     """Returns the application, which starts the engine and stops it at its end.
 
-    `model` is its name for clients. `hosts` are the names that clients may use for this server, or empty to allow any.
-    `keys` are the API keys, or empty to require none.
+    `model` is its name for clients. `hosts` are the names that clients may use for this server, or
+    empty to allow any. `keys` are the API keys, or empty to require none.
     """
     server = _Server(engine, model, keys)
     routes = [
@@ -114,7 +114,9 @@ class _Server(Collector):
         *,
         method: str = "GET",
     ) -> Route:
-        """Returns a route that needs a key. With a body's model it is a POST with JSON. Errors are JSON too.
+        """Returns a route that needs a key.
+
+        With a body's model it is a POST with JSON. Errors are JSON too.
 
         The function finds the key's owner and the parsed body in `request.state`.
         """
@@ -180,7 +182,8 @@ class _Server(Collector):
     async def make_session(self, request: Request) -> Response:
         """Makes a session. At the limit, the session that was idle longest is evicted."""
         if await request.is_disconnected():
-            raise ClientDisconnect  # Nobody would learn the name of the session, so nobody would delete it.
+            # Nobody would learn the name of the session, so nobody would delete it.
+            raise ClientDisconnect
         return JSONResponse(self._described(self._store.create(request.state.owner)), status_code=201)
 
     async def list_sessions(self, request: Request) -> dict[str, Any]:
@@ -206,7 +209,7 @@ class _Server(Collector):
         return PlainTextResponse(*("failed\n", 503) if self._engine.failed else ("ok\n", 200))
 
     async def readiness(self, _request: Request) -> Response:
-        """Answers 200 once the programs are compiled, 503 before and while the server shuts down."""
+        """Answers 200 once the programs are compiled, or 503 before that and during shutdown."""
         return PlainTextResponse(*("ready\n", 200) if self._engine.ready else ("not ready\n", 503))
 
     async def schema(self, _request: Request) -> Response:
@@ -239,7 +242,10 @@ class _Server(Collector):
         yield ended
 
     def _owner(self, request: Request) -> str:
-        """Returns the digest of the request's key, under which its sessions are kept. Raises `RequestError` (401)."""
+        """Returns the digest of the request's key, under which its sessions are kept.
+
+        Raises `RequestError` (401).
+        """
         if not self._keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -252,8 +258,12 @@ class _Server(Collector):
         return given
 
     async def _json(self, request: Request) -> bytes:
-        """Returns the body. Raises `RequestError` if it is not JSON (415), or is too long (413) or slow (408)."""
-        # A page of another site can send a form or plain text to this address, but no JSON without being asked first.
+        """Returns the body.
+
+        Raises `RequestError` if it is not JSON (415), or is too long (413) or slow (408).
+        """
+        # A page of another site can send a form or plain text to this address, but no JSON without
+        # being asked first.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = f"the content type must be application/json, got {kind[:80]!r}"
@@ -283,7 +293,11 @@ class _Server(Collector):
 
 
 class _Stream(StreamingResponse):
-    """A run's stream, which ends the run: its iterator does not even begin if the client has left before."""
+    """Streaming response of a run, which also ends the run.
+
+    The response must end the run because the run's iterator does not even begin if the client has
+    already left.
+    """
 
     def __init__(self, run: CompletionRun, seconds: Histogram):
         super().__init__(run.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -306,7 +320,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         message = f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for probes /healthz."
         return error_response(RequestError(message, status=error.status_code, code="not_found"))
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    allowed = ", ".join(sorted({name for route in matching for name in route.methods}))  # Of all routes of the path.
+    # Of all routes of the path.
+    allowed = ", ".join(sorted({name for route in matching for name in route.methods}))
     message = f"{method} is not allowed for {path}, only {allowed}"
     response = error_response(RequestError(message, status=405, code="method_not_allowed"))
     response.headers["Allow"] = allowed

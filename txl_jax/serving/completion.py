@@ -1,4 +1,7 @@
-"""A request on the event loop: its choices in the engine, and their pieces as one response or as a stream."""
+"""A request on the event loop: its choices in the engine, and their pieces.
+
+The pieces are sent as one response or as a stream.
+"""
 
 import asyncio
 import concurrent.futures
@@ -19,16 +22,23 @@ from txl_jax.serving.engine import Engine, Event, Job, Piece, timed_out
 from txl_jax.serving.protocol import CompletionBody
 from txl_jax.serving.sessions import EMPTY
 
-# Threads that write whole answers. Python writes one at a time, so that more of them would gain nothing. They are not
-# the ones that parse bodies, so that other requests do not wait behind large answers.
+# Threads that write whole answers. Python writes one at a time, so that more of them would gain
+# nothing. They are not the ones that parse bodies, so that other requests do not wait behind large
+# answers.
 _WRITERS = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="answer")
 
 
 class CompletionRun:
-    """The choices of one request, and their pieces on the event loop. Texts and JSON are made in other threads."""
+    """The choices of one request, and their pieces on the event loop.
+
+    Texts and JSON are made in other threads.
+    """
 
     def __init__(self, engine: Engine, body: CompletionBody, *, model: str, names: protocol.TokenNames):
-        """Does not start anything, unlike `submit`. `names` are the vocabulary's. Raises `RequestError`."""
+        """Does not start anything, unlike `submit`.
+
+        `names` are the vocabulary's. Raises `RequestError`.
+        """
         self._engine, self._body, self._events = engine, body, asyncio.Queue[tuple[int, Event]]()
         if body.model not in (None, model):
             raise protocol.unknown_model(body.model, model)
@@ -50,9 +60,12 @@ class CompletionRun:
         self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
 
     def submit(self, owner: str) -> None:
-        """Makes the choices wait for rows. An owner's session is in use until they end, unless it is forked.
+        """Makes the choices wait for rows.
 
-        Raises `RequestError` if the session is unknown, the text is empty, or too many choices wait.
+        An owner's session is in use until they end, unless it is forked.
+
+        Raises `RequestError` if the session is unknown, the text is empty, or too many choices
+        wait.
         """
         self._loop = asyncio.get_running_loop()
         self._until = time.monotonic() + self._engine.limits.seconds
@@ -71,7 +84,10 @@ class CompletionRun:
             raise
 
     async def whole(self, request: Request) -> bytes:
-        """Returns the response when all choices have ended. Raises `RequestError` if one failed or nobody waits."""
+        """Returns the response when all choices have ended.
+
+        Raises `RequestError` if one failed or nobody waits.
+        """
         answering = asyncio.ensure_future(self._answer())
         leaving = asyncio.ensure_future(_left(request))
         try:
@@ -102,7 +118,11 @@ class CompletionRun:
         self._engine.cancel(self._jobs)
 
     def _check(self) -> None:
-        """Raises `RequestError` if nobody waits for the answer, its time is over, or the server cuts requests off."""
+        """Raises `RequestError` if the request cannot continue.
+
+        The request cannot continue if nobody waits for the answer, its time is over, or the server
+        cuts requests off.
+        """
         if self._is_cancelled:
             raise RequestError("the client has disconnected", status=499, code="cancelled")
         if time.monotonic() > self._until:
@@ -132,7 +152,10 @@ class CompletionRun:
             yield index, event
 
     def _put(self, first: int, sample: int, event: Event) -> None:
-        """Takes an event from the engine's thread, for a sample of the prompt with this first choice."""
+        """Takes an event from the engine's thread, for a sample of a prompt.
+
+        `first` is the number of the prompt's first choice.
+        """
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
             self._loop.call_soon_threadsafe(self._events.put_nowait, (first + sample, event))
 

@@ -1,12 +1,14 @@
-"""The connections of the server: uvicorn's, with a limit of their number, and of the time that a client may be silent.
+"""The server's connections: uvicorn's, limited in number and in how long a client may be silent.
 
-uvicorn waits without a limit for the header of a request and for a client that reads nothing, and takes connections
-until the process cannot open another file. Then not even probes are answered. Here a client without a key, or none at
-all, keeps nothing for long:
+uvicorn waits without a limit for the header of a request and for a client that reads nothing, and
+takes connections until the process cannot open another file. Then not even probes are answered.
+Here a client without a key, or none at all, keeps nothing for long:
 
-- A header must be complete `HEADER_SECONDS` after the connection was opened, or after its first byte on a kept one.
+- A header must be complete `HEADER_SECONDS` after the connection was opened, or after its first
+  byte on a kept one.
 - A client that takes nothing of its answer for `STALLED_SECONDS` is disconnected.
-- At the limit of connections the oldest of the least advanced ones is closed for a new one (`Phase`).
+- At the limit of connections the oldest of the least advanced ones is closed for a new one
+  (`Phase`).
 
 The limits of a body and of a request are in `serving.app` and `serving.engine`.
 """
@@ -23,21 +25,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from txl_jax.config.config_tree import require
 
-HEADER_SECONDS = 10.0  # Headers are one packet. Browsers open connections ahead of requests, and open them again.
-STALLED_SECONDS = 30.0  # As for a body: a network that is interrupted for so long is given up.
-SWEEP_SECONDS = 1.0  # Time between two looks at all connections, by which a time limit may be late.
-# Connections that may be open besides one for each choice that runs or waits: idle ones, probes, and small requests.
+# Headers are one packet. Browsers open connections ahead of requests, and open them again.
+HEADER_SECONDS = 10.0
+# As for a body: a network that is interrupted for so long is given up.
+STALLED_SECONDS = 30.0
+# Time between two looks at all connections, by which a time limit may be late.
+SWEEP_SECONDS = 1.0
+# Connections that may be open besides one for each choice that runs or waits: idle ones, probes,
+# and small requests.
 SPARE_CONNECTIONS = 512
-# Connections that are accepted at once, before those over the limit are closed. Clients that come at the same time wait
-# in the system's queue, of `QUEUE` connections.
+# Connections that are accepted at once, before those over the limit are closed. Clients that come
+# at the same time wait in the system's queue, of `QUEUE` connections.
 ACCEPTED_AT_ONCE = 8
 QUEUE = 1024
-# Open files besides those of connections: a closed one is gone after up to four rounds of the event loop, which accept
-# others, and the engine opens some (compiled programs).
+# Open files besides those of connections: a closed one is gone after up to four rounds of the event
+# loop, which accept others, and the engine opens some (compiled programs).
 _SPARE_FILES = 4 * ACCEPTED_AT_ONCE + 16
 _FEWEST = 8  # Connections of a server that is of use.
-# Clients' mistakes are counted in /metrics. A line for each, with advice to install other packages, would let anybody
-# fill the log. (The level of a logger below uvicorn's own would be reset with their settings.)
+# Clients' mistakes are counted in /metrics. A line for each, with advice to install other packages,
+# would let anybody fill the log. (The level of a logger below uvicorn's own would be reset with
+# their settings.)
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.ERROR)
 
@@ -68,7 +75,8 @@ class Connections:
         Args:
           most: Connections that may be open at a time.
           header_seconds: Time in which a header must be complete.
-          stalled_seconds: Time after which a client that takes nothing of its answer is disconnected.
+          stalled_seconds: Time after which a client that takes nothing of its answer is
+            disconnected.
           sweep_seconds: Time between two looks at all connections.
           count: Is called with the status of each answer that is given without the application.
         """
@@ -85,7 +93,10 @@ class Connections:
         return Connection(self, **options)
 
     def add(self, new: "Connection") -> None:
-        """Takes a new connection. At the limit, closes one that is less advanced than all others, or the new one."""
+        """Takes a new connection.
+
+        At the limit, closes one that is less advanced than all others, or the new one.
+        """
         if len(self._open) >= self.most:
             closed = min(self._open, key=lambda connection: (connection.phase, connection.since))
             if closed.phase is Phase.WORK:
@@ -125,9 +136,12 @@ class Connection(H11Protocol):
         self.logger = _log
         self.since = 0.0  # When the phase began, on the loop's clock.
         self._connections = connections
-        self._header_began: float | None = None  # When its first byte came, or the connection was opened.
-        self._left = 0  # Bytes of answers that the system had not taken when that was last looked at.
-        self._moved = 0.0  # When their number last changed.
+        # When its first byte came, or the connection was opened.
+        self._header_began: float | None = None
+        # Bytes of answers that the system had not taken when that was last looked at.
+        self._left = 0
+        # When their number last changed.
+        self._moved = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -181,7 +195,8 @@ class Connection(H11Protocol):
         """Answers what is not HTTP, as it may be in the middle of a body."""
         is_answered = False
         if self.cycle is not None and not self.cycle.response_complete:
-            # The application reads that the client has left. What it still sends is dropped, without a traceback.
+            # The application reads that the client has left. What it still sends is dropped,
+            # without a traceback.
             is_answered = self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -203,7 +218,9 @@ class Connection(H11Protocol):
 
 
 def most_connections(num_choices: int) -> int:
-    """Returns the number of connections that a server with so many running and waiting choices should take.
+    """Returns the number of connections that a server should take.
+
+    `num_choices` is the number of its running and waiting choices.
 
     Raises `UserError` if the process may open too few files.
     """

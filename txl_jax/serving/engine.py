@@ -1,13 +1,13 @@
 """The engine: a thread that owns the device, with texts that join and leave its rows between calls.
 
-A round of the thread puts waiting texts into free rows, reads segments of prompts, and draws up to K tokens of all
-other rows in one call. Work per token in Python is little: a row's new tokens are decoded, searched for stop strings
-and passed on once per call.
+A round of the thread puts waiting texts into free rows, reads segments of prompts, and draws up to
+K tokens of all other rows in one call. Work per token in Python is little: a row's new tokens are
+decoded, searched for stop strings and passed on once per call.
 
-- A prompt is read once, however many texts continue it: the memory after it has a fixed size, and is copied into their
-  rows.
-- While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one. So a long prompt delays
-  a row that writes by no more.
+- A prompt is read once, however many texts continue it: the memory after it has a fixed size, and
+  is copied into their rows.
+- While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one. So a
+  long prompt delays a row that writes by no more.
 - What fails in one row ends its job. What fails in the call of all rows ends the engine.
 """
 
@@ -52,25 +52,37 @@ class Limits:
 class Prompt:
     """A text to read once, and to continue n times."""
 
-    tokens: np.ndarray  # int32 [T], at least one unless the memory before has one that is not read yet.
-    max_tokens: int  # Tokens to write, or 0 to read and score the prompt only.
-    n: int = 1  # Samples; their draws differ by their numbers.
+    # int32 [T], at least one unless the memory before has one that is not read yet.
+    tokens: np.ndarray
+    # Tokens to write, or 0 to read and score the prompt only.
+    max_tokens: int
+    # Samples; their draws differ by their numbers.
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    seed: int = 0  # Taken modulo 2**32.
-    stop: tuple[str, ...] = ()  # Strings that end the text, which does not include them.
-    logprobs: bool = False  # Whether tokens come with their logprobs.
-    echo: bool = False  # Whether the prompt's tokens do too.
+    # Taken modulo 2**32.
+    seed: int = 0
+    # Strings that end the text, which does not include them.
+    stop: tuple[str, ...] = ()
+    # Whether tokens come with their logprobs.
+    logprobs: bool = False
+    # Whether the prompt's tokens do too.
+    echo: bool = False
 
 
 class Piece(NamedTuple):
     """The tokens and the text that one call has added to a sample."""
 
-    text: str  # What is certain of the text now.
-    tokens: np.ndarray  # int32 [n], the tokens that were read, with `echo`, or written.
-    scores: Scores | None  # Of these tokens, or None without logprobs and for a memory's first token, which has none.
-    is_prompt: bool = False  # Whether the tokens are of the prompt.
-    end: str | None = None  # "stop" or "length" with the last piece, None before.
+    # What is certain of the text now.
+    text: str
+    # int32 [n], the tokens that were read, with `echo`, or written.
+    tokens: np.ndarray
+    # Of these tokens, or None without logprobs and for a memory's first token, which has none.
+    scores: Scores | None
+    # Whether the tokens are of the prompt.
+    is_prompt: bool = False
+    # "stop" or "length" with the last piece, None before.
+    end: str | None = None
 
 
 Event = Piece | RequestError
@@ -85,9 +97,12 @@ def timed_out() -> RequestError:
 class Counters:
     """Figures of the engine since its start."""
 
-    read: int = 0  # Tokens of prompts.
-    written: int = 0  # Tokens that were passed on.
-    ended: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # By reason.
+    # Tokens of prompts.
+    read: int = 0
+    # Tokens that were passed on.
+    written: int = 0
+    # By reason.
+    ended: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,14 +110,20 @@ class Job:
     """A prompt and its samples on their way."""
 
     prompt: Prompt
-    sink: Callable[[int, Event], None]  # Takes a sample's number and its next piece, or an error, the last of all.
-    until: float  # Moment of `time.monotonic` at which it is ended.
-    session: Session | None = None  # Takes the memory after the one sample.
-    state: State = EMPTY  # The memory before the prompt, and after it once it is read.
+    # Takes a sample's number and its next piece, or an error, the last of all.
+    sink: Callable[[int, Event], None]
+    # Moment of `time.monotonic` at which it is ended.
+    until: float
+    # Takes the memory after the one sample.
+    session: Session | None = None
+    # The memory before the prompt, and after it once it is read.
+    state: State = EMPTY
     cancelled: bool = False
-    begun: int = 0  # Samples that have or had a row.
+    # Samples that have or had a row.
+    begun: int = 0
     is_read: bool = False
-    pieces: list[Piece] = dataclasses.field(default_factory=list)  # The prompt's, for samples that wait.
+    # The prompt's, for samples that wait.
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
 
     @property
     def waiting(self) -> int:
@@ -116,9 +137,12 @@ class _Row:
     def __init__(self, job: Job, vocabulary: Vocabulary):
         self.job, self.prompt, self.sample = job, job.prompt, job.begun
         tokens = self.prompt.tokens[: 0 if job.is_read else None]
-        self.left = np.concatenate([job.state.pending, tokens])  # Tokens to read, the latest one included.
-        self.position, self.tokens = job.state.position, job.state.tokens + len(tokens)  # Tokens of the history.
-        self.number = 0  # Tokens written.
+        # Tokens to read, the latest one included.
+        self.left = np.concatenate([job.state.pending, tokens])
+        # Tokens of the history.
+        self.position, self.tokens = job.state.position, job.state.tokens + len(tokens)
+        # Tokens written.
+        self.number = 0
         self.text = TextStream(vocabulary.decode, self.prompt.stop)
         self.key = row_key(np.uint32(self.prompt.seed % (1 << 32)), self.sample)
 
@@ -138,7 +162,10 @@ class Engine:
     """Runs jobs on one device, in the R rows of a `Step`."""
 
     def __init__(self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits):
-        """Does not start the thread. `store` keeps the sessions' memories, `limits.waiting` limits the queue."""
+        """Does not start the thread.
+
+        `store` keeps the sessions' memories, `limits.waiting` limits the queue.
+        """
         self.step, self.vocabulary, self.store, self.limits = step, vocabulary, store, limits
         self.counters = Counters()
         self._params = params
@@ -156,10 +183,14 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: list[Job]) -> None:
-        """Makes jobs wait for rows. Raises `RequestError` (400, 429, 503) and takes no job if there are too many."""
+        """Makes jobs wait for rows.
+
+        Raises `RequestError` (400, 429, 503) and takes no job if there are too many.
+        """
         with self._changed:
             if self._refusal is not None:
-                # A new exception each time: one that is raised again collects the traceback of every request.
+                # A new exception each time: one that is raised again collects the traceback of
+                # every request.
                 raise RequestError(self._refusal, status=503, code="unavailable")
             count, most = sum(job.waiting for job in jobs), self.limits.waiting + self.step.batch_size
             if count > most:
@@ -262,7 +293,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing_alone(self, job: Job) -> Iterator[None]:
-        """Ends a job that raises, unless a call that had taken the cache of all rows was lost with it."""
+        """Ends a job that raises, unless a call that had taken the cache was lost with it.
+
+        The cache is shared by all rows. If it was lost, the error is raised again.
+        """
         try:
             yield
         except Exception:
@@ -272,7 +306,10 @@ class Engine:
             self._fail(job, RequestError("internal server error", status=500, code="internal"))
 
     def _admit(self) -> None:
-        """Puts waiting samples into free rows. Samples whose prompt is being read wait for its end."""
+        """Puts waiting samples into free rows.
+
+        Samples whose prompt is being read wait for its end.
+        """
         for number in sorted(set(range(self.step.batch_size)) - self._rows.keys()):
             with self._changed:
                 job = next((job for job in self._waiting if job.is_read or not job.begun), None)
@@ -282,7 +319,10 @@ class Engine:
                 self._begin(number, job)
 
     def _begin(self, number: int, job: Job) -> None:
-        """Puts the memory before a job's next sample into a row, and passes on what was read of its prompt."""
+        """Puts the memory before a job's next sample into a row.
+
+        Also passes on the pieces of the job's prompt that were read.
+        """
         row = _Row(job, self.vocabulary)
         with self._changed:
             job.begun += 1
@@ -293,14 +333,18 @@ class Engine:
             self._cache = self.step.put(self._cache, number, rings)
         for piece in job.pieces:
             job.sink(row.sample, piece)
-        if row.prompt.echo and row.prompt.logprobs and not job.state.tokens:  # Nothing precedes the first token.
+        # Nothing precedes the first token.
+        if row.prompt.echo and row.prompt.logprobs and not job.state.tokens:
             row.put(Piece("", row.prompt.tokens[:1], None, is_prompt=True))
         self._share(number, row)
         if not job.waiting:
             job.state, job.pieces = EMPTY, []
 
     def _read(self, until: float) -> None:
-        """Reads a segment for each row that has one to read. Rows for which no time was left come first next time."""
+        """Reads a segment for each row that has one to read.
+
+        Rows for which no time was left come first next time.
+        """
         reading = {number: row for number, row in self._rows.items() if row.reads}
         are_awaited, taken = len(reading) < len(self._rows), 0.0
         for number, row in reading.items():
@@ -332,11 +376,15 @@ class Engine:
             job.is_read = True
 
     def _write(self) -> None:
-        """Samples up to K tokens of each row that has read its prompt. Ends rows that want no more."""
+        """Samples up to K tokens of each row that has read its prompt.
+
+        Ends rows that want no more.
+        """
         rows, writing = Rows.idle(self.step.batch_size), {}
         for number, row in list(self._rows.items()):
             prompt = row.prompt
-            rows.position[number] = row.position  # A slot of a row that reads must not be overwritten.
+            # A slot of a row that reads must not be overwritten.
+            rows.position[number] = row.position
             if not row.reads and not prompt.max_tokens:
                 with self._failing_alone(row.job):
                     self._end(number, row, Piece("", row.left[:0], None, end="length"))

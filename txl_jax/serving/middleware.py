@@ -1,4 +1,7 @@
-"""What every request passes before its route: the count of answers, the check of names, the end of unread bodies."""
+"""Middleware that every request passes before its route.
+
+It counts the answers, checks the names, and handles the end of unread bodies.
+"""
 
 import asyncio
 import contextlib
@@ -13,10 +16,13 @@ from txl_jax.errors import RequestError
 from txl_jax.serving import protocol
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-PROBES = ("/healthz", "/readyz")  # Kubernetes asks for these by the pod's address.
-PREFLIGHT_SECONDS = 600  # Time for which browsers keep the answer to a preflight, as most of them allow.
-# A client that sends its body to the end before it reads must get the answer, so the rest of a body is taken and
-# dropped: as much as a link of 64 Mbit/s brings in this time, eight times the usual largest body.
+# Kubernetes asks for these by the pod's address.
+PROBES = ("/healthz", "/readyz")
+# Time for which browsers keep the answer to a preflight, as most of them allow.
+PREFLIGHT_SECONDS = 600
+# A client that sends its body to the end before it reads must get the answer, so the rest of a body
+# is taken and dropped: as much as a link of 64 Mbit/s brings in this time, eight times the usual
+# largest body.
 UNREAD_SECONDS = 2.0
 UNREAD_BYTES = 16 << 20
 
@@ -64,7 +70,8 @@ class ReadsBodies:
         headers = Headers(scope=scope)
         is_chunked = "transfer-encoding" in headers
         is_unread = is_chunked or headers.get("content-length", "0") != "0"
-        # A request with two lengths may be taken apart in two ways (RFC 9112, 6.1), so that nothing may follow it.
+        # A request with two lengths may be taken apart in two ways (RFC 9112, 6.1), so that nothing
+        # may follow it.
         closes = is_chunked and "content-length" in headers
 
         async def read() -> Message:
@@ -98,13 +105,17 @@ class ReadsBodies:
 
 
 class OwnPagesOnly:
-    """Rejects other servers' names, and a browser's requests from another server's page unless its name is allowed.
+    """Middleware that rejects other servers' names and requests from other servers' pages.
 
-    A web page of anybody can be given a name that resolves to this machine (DNS rebinding). A browser then takes this
-    server for the page's own, and only the Host header shows it. Starlette's `TrustedHostMiddleware` has neither
-    exceptions for probes nor an error that says what to do.
+    A browser's request from another server's page passes only if the page's name is allowed.
 
-    A page with an allowed name may read the answers: browsers ask for that by a preflight (OPTIONS), without the key.
+    A web page of anybody can be given a name that resolves to this machine (DNS rebinding). A
+    browser then takes this server for the page's own, and only the Host header shows it.
+    Starlette's `TrustedHostMiddleware` has neither exceptions for probes nor an error that says
+    what to do.
+
+    A page with an allowed name may read the answers: browsers ask for that by a preflight
+    (OPTIONS), without the key.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]):
@@ -166,7 +177,8 @@ def _preflight(headers: Headers) -> Response:
     allowed = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": str(PREFLIGHT_SECONDS)}
     asked = headers.get("access-control-request-headers")
     if asked:
-        allowed["Access-Control-Allow-Headers"] = asked  # Clients send names of their own, as OpenAI's.
+        # Clients send names of their own, as OpenAI's.
+        allowed["Access-Control-Allow-Headers"] = asked
     return Response(status_code=204, headers=allowed)
 
 

@@ -1,6 +1,7 @@
 """OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON.
 
-Bodies are read by pydantic, whose models are also the server's schema. Call nothing here on the event loop.
+Bodies are read by pydantic, whose models are also the server's schema. Call nothing here on the
+event loop.
 """
 
 import codecs
@@ -25,10 +26,12 @@ from txl_jax.serving.rows import TOP
 
 _BYTES = "bytes:"
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-_Ids = Annotated[list[_Id], Field(fail_fast=True)]  # One error is enough: millions of them took a minute.
+# One error is enough: millions of them took a minute.
+_Ids = Annotated[list[_Id], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # Of an answer's logprobs.
-# Names that are kept of a vocabulary: those of the most frequent tokens of any text. They take at most about 15 MB.
+# Names that are kept of a vocabulary: those of the most frequent tokens of any text. They take at
+# most about 15 MB.
 _MOST_NAMES = 1 << 16
 _UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias", "suffix")
 _MESSAGES = {
@@ -48,7 +51,8 @@ class Body(pydantic.BaseModel):
         """Null is the default, as with OpenAI."""
         if not isinstance(found, dict):
             return found
-        if unknown := found.keys() - cls.model_fields:  # Not left to pydantic, which makes an error of each.
+        # Not left to pydantic, which makes an error of each.
+        if unknown := found.keys() - cls.model_fields:
             known = ", ".join(sorted(cls.model_fields)) or "none"
             message = f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: {known}."
             raise RequestError(message, code="unknown_parameter")
@@ -177,7 +181,10 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns the text of the token that texts start after, if it has a text. No token ends a text."""
+    """Returns the text of the token that texts start after, if it has a text.
+
+    No token ends a text.
+    """
     start, text = vocabulary.start, vocabulary.decode(vocabulary.start).decode(errors="replace")
     bos = text if np.array_equal(_ids(text, vocabulary), start) else None
     return {"bos_token": bos, "bos_token_id": int(start[0]), "eos_token": None, "vocab_size": vocabulary.size}
@@ -197,7 +204,7 @@ def detokenize(body: DetokenizeBody, vocabulary: Vocabulary, limits: Limits) -> 
 
 
 class TokenNames:
-    """The bytes and the names of a vocabulary's tokens, each made when it is first asked for and then kept.
+    """The bytes and names of a vocabulary's tokens, each made on first use and then kept.
 
     Threads may share them: two that find a token missing keep equal values.
     """
@@ -210,7 +217,8 @@ class TokenNames:
     def of(self, token: int) -> tuple[bytes, str]:
         """Returns the bytes of a token, and its name.
 
-        The name is its text, or the values of its bytes if they are not UTF-8 by themselves, as with OpenAI.
+        The name is its text, or the values of its bytes if they are not UTF-8 by themselves, as
+        with OpenAI.
         """
         found = self._kept.get(token)
         if found is not None:
@@ -250,7 +258,8 @@ class ChoiceWriter:
           prompt: The prompt that it continues.
           vocabulary: The model's.
           logprobs: Number of most likely tokens at each place, or None for no logprobs.
-          names: The names of the vocabulary's tokens, which writers share, or None for names of its own.
+          names: The names of the vocabulary's tokens, which writers share, or None for names of its
+            own.
           text: `prompt_text` of the prompt, which its samples share, or None to make it here.
         """
         self._index = index
@@ -259,16 +268,21 @@ class ChoiceWriter:
         self._num_top = min(logprobs or 0, vocabulary.size)
         if text is None:
             text = prompt_text(prompt, vocabulary)
-        self._before = text if prompt.echo else ""  # What the first piece's text follows.
-        self._offset = 0 if prompt.echo else len(text)  # Of the next token in the text.
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")  # A token may be half of one.
-        self.written = 0  # Tokens, without the prompt's.
+        # What the first piece's text follows.
+        self._before = text if prompt.echo else ""
+        # Of the next token in the text.
+        self._offset = 0 if prompt.echo else len(text)
+        # A token may be half of one.
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        # Tokens, without the prompt's.
+        self.written = 0
 
     def whole(self, pieces: Sequence[Piece], check: Callable[[], None]) -> bytes:
         """Returns the JSON of all pieces of the choice.
 
-        It is made piece by piece: `json.dumps` of a large answer would hold the interpreter's lock until its end, and
-        its objects take five times the memory of the text. `check` is called before each piece and may raise.
+        It is made piece by piece: `json.dumps` of a large answer would hold the interpreter's lock
+        until its end, and its objects take five times the memory of the text. `check` is called
+        before each piece and may raise.
         """
         texts: list[str] = []
         columns: dict[str, list[str]] = {name: [] for name in _COLUMNS}
@@ -321,7 +335,8 @@ class ChoiceWriter:
     def _tops(self, scores: Scores, tokens: list[int], logprobs: list[float]) -> list[dict[str, float]]:
         """Returns the most likely tokens at each place, by their texts.
 
-        The generated token's logprob equals `token_logprobs` to the last bit: lm-evaluation-harness compares them.
+        The generated token's logprob equals `token_logprobs` to the last bit: lm-evaluation-harness
+        compares them.
         """
         found = []
         top_tokens = scores.top_tokens[:, : self._num_top].tolist()
@@ -356,7 +371,8 @@ def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
         raise RequestError(f"stop must have at most {most}", param="stop")
     try:
         "".join(strings).encode()
-    except UnicodeEncodeError as error:  # JSON may hold half of a surrogate pair, which no text has.
+    except UnicodeEncodeError as error:
+        # JSON may hold half of a surrogate pair, which no text has.
         raise RequestError(f"stop cannot be read ({error.reason})", param="stop") from None
     return tuple(filter(None, strings))
 
@@ -364,8 +380,9 @@ def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
 def _size(body: CompletionBody, prompt_tokens: int, count: int) -> int:
     """Returns the tokens of a request, by what is read and by what is written.
 
-    A token of an answer counts once, and once more for each entry of its logprobs: with five most likely tokens it
-    takes 157 bytes and 6 microseconds (byte tokens, 2026-11-29, a core of an Intel Xeon), without logprobs 1 byte.
+    A token of an answer counts once, and once more for each entry of its logprobs: with five most
+    likely tokens it takes 157 bytes and 6 microseconds (byte tokens, 2026-11-29, a core of an Intel
+    Xeon), without logprobs 1 byte.
 
     Args:
       body: The request.
@@ -393,5 +410,6 @@ def _check_total(total: int, limits: Limits) -> None:
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:
     try:
         return ready_ids.token_ids(vocabulary, prompt).astype(np.int32)
-    except ValueError as error:  # Of the vocabulary, or of halves of surrogate pairs, which JSON may hold.
+    except ValueError as error:
+        # Of the vocabulary, or of halves of surrogate pairs, which JSON may hold.
         raise RequestError(str(error), param="prompt") from None

@@ -1,15 +1,20 @@
 """The rows of the server: the functions of `inference.decode` for R rows, each at its own position.
 
-A row has its own ring of slots, indexed by the number of tokens that it has read, which the host keeps. So its results
-depend only on its own tokens, to the last bit, whenever it joined and whatever the others do:
+A row has its own ring of slots, indexed by the number of tokens that it has read, which the host
+keeps. So its results depend only on its own tokens, to the last bit, whenever it joined and
+whatever the others do:
 
-- A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet another's.
-- A call that reads takes one row out of the rings, for a segment of one of two widths, which the row's tokens decide.
-- Draws depend on the request's seed, the number of its sample and the number of the token, never on the row.
+- A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet
+  another's.
+- A call that reads takes one row out of the rings, for a segment of one of two widths, which the
+  row's tokens decide.
+- Draws depend on the request's seed, the number of its sample and the number of the token, never on
+  the row.
 
-A ring has M + K slots or more, of which the latest M can be seen. K is `block`, a row's tokens per call. So a row that
-has nothing to do needs no branch: it overwrites its oldest slot, which cannot be seen. A row can go back by up to K - 1
-tokens, exactly, by setting its position back, as after a stop string in the middle of a call.
+A ring has M + K slots or more, of which the latest M can be seen. K is `block`, a row's tokens per
+call. So a row that has nothing to do needs no branch: it overwrites its oldest slot, which cannot
+be seen. A row can go back by up to K - 1 tokens, exactly, by setting its position back, as after a
+stop string in the middle of a call.
 """
 
 import functools
@@ -74,7 +79,8 @@ class Step:
         """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
 
         Raises `UserError` if the mesh has more than one device, or the model keeps documents apart
-        (`data.reset_at`). Whether it can generate at all is checked by `runs.generate.check_can_generate`.
+        (`data.reset_at`). Whether it can generate at all is checked by
+        `runs.generate.check_can_generate`.
         """
         reset_at, size = components.config.data.reset_at, components.mesh.size
         require(  # A row's filled slots follow from its position here.
@@ -115,14 +121,18 @@ class Step:
         return self._init(weights.segment, self.batch_size)
 
     def empty_row(self, weights: Weights) -> KVCache | None:
-        """Returns the cache [1, ..] to `put` before a row begins, or None if a position of 0 is enough."""
+        """Returns the cache [1, ..] to `put` before a row begins.
+
+        The result is None if a position of 0 is enough.
+        """
         is_masked = self._model.config.compat.memory_start is MemoryStart.MASKED
         return None if is_masked else self._init(weights.segment, 1)
 
     def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
         """Samples up to K tokens of each row. The cache is donated.
 
-        Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first `steps` count.
+        Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first
+        `steps` count.
         """
         of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
         limits = Limits(rows.temperature, rows.top_p)
@@ -135,8 +145,9 @@ class Step:
     ) -> tuple[KVCache, Scores]:
         """Reads the next tokens of one row at its position. The cache is donated.
 
-        `tokens` [T] are the remaining ones, the last of which is not read. Returns the cache, and the scores of the
-        tokens that follow the n that were read: n is the largest of `WIDTHS` that is at most T - 1, or T - 1.
+        `tokens` [T] are the remaining ones, the last of which is not read. Returns the cache, and
+        the scores of the tokens that follow the n that were read: n is the largest of `WIDTHS` that
+        is at most T - 1, or T - 1.
         """
         left = len(tokens) - 1
         width = max((width for width in WIDTHS if width <= left), default=min(WIDTHS))

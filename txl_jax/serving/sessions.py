@@ -1,11 +1,15 @@
-"""Sessions: memories that clients keep on the server, to continue writing or scoring where they stopped.
+"""Sessions: memories that clients keep on the server, to continue where they stopped.
 
-A session is the rings of one row, the number of tokens that were read, and the latest token, which is not read yet.
-Its history comes to no more, however long it is, so that continuing costs the same after any number of tokens.
+Clients can continue writing or scoring.
 
-A session changes only when a request that continues it ends. A request that fails, or whose client leaves, leaves it as
-it was. A session that is deleted while a request continues it is gone at once, and its memory with that request.
-Sessions live in the server's memory. When it is full, a new session replaces the one that was idle longest.
+A session is the rings of one row, the number of tokens that were read, and the latest token, which
+is not read yet. Its history comes to no more, however long it is, so that continuing costs the same
+after any number of tokens.
+
+A session changes only when a request that continues it ends. A request that fails, or whose client
+leaves, leaves it as it was. A session that is deleted while a request continues it is gone at once,
+and its memory with that request. Sessions live in the server's memory. When it is full, a new
+session replaces the one that was idle longest.
 """
 
 import dataclasses
@@ -24,10 +28,14 @@ from txl_jax.inference.cache import KVCache
 class State:
     """A row's state after all but the latest token. Never changed, only replaced."""
 
-    rings: KVCache | None  # Of one row, [1, ..], or None if nothing was read yet.
-    position: int  # Of the row (`serving.rows.Rows`).
-    pending: np.ndarray  # int32 [1], the latest token, which is not read yet; [0] if there was none at all.
-    tokens: int  # Of the whole history, the pending one included.
+    # Of one row, [1, ..], or None if nothing was read yet.
+    rings: KVCache | None
+    # Of the row (`serving.rows.Rows`).
+    position: int
+    # int32 [1], the latest token, which is not read yet; [0] if there was none at all.
+    pending: np.ndarray
+    # Of the whole history, the pending one included.
+    tokens: int
 
 
 EMPTY = State(None, 0, np.zeros(0, np.int32), 0)
@@ -49,7 +57,10 @@ class SessionStore:
     """The sessions of a server. One thread may use it, and the engine's thread calls `release`."""
 
     def __init__(self, *, limit: int, limit_per_owner: int, seconds: float, clock: Callable[[], float] = time.time):
-        """Starts without sessions. Keeps at most `limit` of all owners, each until `seconds` after its last use."""
+        """Starts without sessions.
+
+        Keeps at most `limit` of all owners, each until `seconds` after its last use.
+        """
         self.seconds, self._clock = seconds, clock
         self._limit, self._limit_per_owner = limit, limit_per_owner
         self._sessions: dict[str, Session] = {}
@@ -66,7 +77,10 @@ class SessionStore:
         return sum(leaf.nbytes for leaf in jax.tree.leaves([session.state.rings for session in self._all()]))
 
     def create(self, owner: str) -> Session:
-        """Makes an empty session, replacing an idle one if there are too many. Raises `RequestError` (429)."""
+        """Makes an empty session, replacing an idle one if there are too many.
+
+        Raises `RequestError` (429).
+        """
         self._expire()
         self._make_room([each for each in self._all() if each.owner == owner], self._limit_per_owner)
         self._make_room(self._all(), self._limit)
@@ -76,7 +90,10 @@ class SessionStore:
         return session
 
     def get(self, name: str, owner: str) -> Session:
-        """Returns a session. Raises `RequestError` (404) if the owner has no such session, or it has expired."""
+        """Returns a session.
+
+        Raises `RequestError` (404) if the owner has no such session, or it has expired.
+        """
         self._expire()
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
@@ -103,14 +120,16 @@ class SessionStore:
     def release(self, session: Session, state: State | None = None) -> None:
         """Ends the use of a session, with a new memory, or as it was."""
         session.state = state or session.state
-        session.used = self._clock()  # Before `busy`: another thread may look for expired sessions in between.
+        # Before `busy`: another thread may look for expired sessions in between.
+        session.used = self._clock()
         session.busy = False
 
     def delete(self, name: str, owner: str) -> None:
         """Removes a session, even while a request continues it. Raises `RequestError` (404).
 
-        That request continues, and nobody can reach its memory any more. A client that stops a request and then deletes
-        the session often comes before the server has noticed the stop. If it is a page that is closed, it cannot retry.
+        That request continues, and nobody can reach its memory any more. A client that stops a
+        request and then deletes the session often comes before the server has noticed the stop. If
+        it is a page that is closed, it cannot retry.
         """
         del self._sessions[self.get(name, owner).name]
 

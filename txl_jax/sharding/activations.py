@@ -1,8 +1,9 @@
 """Sharding constraints on activations, and `shard_map`, both over the ambient mesh.
 
-The softmax runs under `shard_map`: its loops over selected positions (`ops.chunked_apply`) take a number of rounds that
-differs between devices, and vocabularies have odd sizes. XLA's partitioner places everything else, from the shardings
-of parameters and batch. The activations of a layer are constrained so that the partitioner has few choices left.
+The softmax runs under `shard_map`: its loops over selected positions (`ops.chunked_apply`) take a
+number of rounds that differs between devices, and vocabularies have odd sizes. XLA's partitioner
+places everything else, from the shardings of parameters and batch. The activations of a layer are
+constrained so that the partitioner has few choices left.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,14 @@ from txl_jax.sharding.mesh import ambient_mesh
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains the sharding of an activation and of its gradient over an ambient mesh of several devices, if any.
+    """Constrains the sharding of an activation and of its gradient over the ambient mesh.
 
-    `names` are logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows of a batch are
-    replicated if they do not divide among the devices, such as the one row of a published evaluation. Raises
-    `ValueError`, also without a mesh, if a name is unknown or there is not one name per axis.
+    Without an ambient mesh of several devices, the sharding is not constrained.
+
+    `names` are logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows
+    of a batch are replicated if they do not divide among the devices, such as the one row of a
+    published evaluation. Raises `ValueError`, also without a mesh, if a name is unknown or there is
+    not one name per axis.
     """
     if len(names) != x.ndim:
         raise ValueError(f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}")
@@ -37,14 +41,17 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Maps `function` over the shards of its arguments on the ambient mesh.
 
-    Gradients of replicated arguments are summed over devices. With check_vma every array that differs between devices
-    would have to be marked.
+    Gradients of replicated arguments are summed over devices. With check_vma every array that
+    differs between devices would have to be marked.
     """
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def batch_spec(batch_size: int) -> tuple[str, ...]:
-    """Returns the axes of the ambient mesh that share a batch's rows; none if the rows do not divide among them."""
+    """Returns the axes of the ambient mesh that share the rows of a batch.
+
+    The result is empty if the rows do not divide among the axes.
+    """
     mesh = ambient_mesh()
     name = None if mesh is None else batch_axes(mesh, batch_size)
     return () if name is None else spec(name)[0]

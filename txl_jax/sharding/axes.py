@@ -1,7 +1,7 @@
 """Logical names of array axes, and the one table that maps them to the axes of the device mesh.
 
-Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and `ones` are initializers
-of parameters that carry them.
+Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and
+`ones` are initializers of parameters that carry them.
 """
 
 import math
@@ -52,18 +52,22 @@ def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """Returns the shardings of a tree of parameters boxed with logical axis names, shaped like `nn.unbox(tree)`.
+    """Returns the shardings of a tree of parameters boxed with logical axis names.
 
-    The sizes of vocabularies and clusters come from the text (205 bytes in enwik8). A table whose tokens do not divide
-    over `tensor` is replicated there, and over `fsdp` its tokens are sharded if its width does not divide. (Sharding
-    the width over `tensor` would need an all-gather for every use, which reads parts of the tokens.)
+    The result is shaped like `nn.unbox(tree)`.
 
-    An optimizer's state has the boxes of its parameters, as optax maps over them. Bare arrays are replicated, and so is
-    an array that its box does not fit, such as Adafactor's means of rows.
+    The sizes of vocabularies and clusters come from the text (205 bytes in enwik8). A table whose
+    tokens do not divide over `tensor` is replicated there, and over `fsdp` its tokens are sharded
+    if its width does not divide. (Sharding the width over `tensor` would need an all-gather for
+    every use, which reads parts of the tokens.)
+
+    An optimizer's state has the boxes of its parameters, as optax maps over them. Bare arrays are
+    replicated, and so is an array that its box does not fit, such as Adafactor's means of rows.
     """
 
     def place(names: PartitionSpec, array: Any) -> Any:
-        if not jax.tree.leaves(array):  # An empty box: Muon's state has one for each of Adam's parameters.
+        # An empty box: Muon's state has one for each of Adam's parameters.
+        if not jax.tree.leaves(array):
             return array
         if len(names) != array.ndim or tuple(names) == (VOCAB,):  # A bias is sliced at the cutoffs.
             return named_sharding(mesh)
@@ -115,11 +119,15 @@ def num_vocab_shards() -> int:
 
 
 def vocab_axis() -> str | None:
-    """Returns the axis of the ambient mesh that shares the tokens of a cluster, or None if it has one device."""
+    """Returns the axis of the ambient mesh that shares the tokens of a cluster.
+
+    The result is None if the axis has one device.
+    """
     return _MESH_AXES[VOCAB] if num_vocab_shards() > 1 else None
 
 
-Initializer = Callable[..., Any]  # Makes a boxed parameter (`nn.LogicallyPartitioned`), which `self.param` unboxes.
+# Makes a boxed parameter (`nn.LogicallyPartitioned`), which `self.param` unboxes.
+Initializer = Callable[..., Any]
 
 
 def normal(stddev: float, *names: str | None) -> Initializer:

@@ -1,7 +1,10 @@
-"""Ensemble members and their training step: multiple runs, vmapped into one over a leading member axis.
+"""Ensemble members and their training step, with multiple runs vmapped into one.
 
-A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over the members each
-kernel does the work of all of them. What they differ in changes no shape: it is passed with the config, as arrays.
+The runs are vmapped over a leading member axis.
+
+A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over
+the members each kernel does the work of all of them. What they differ in changes no shape: it is
+passed with the config, as arrays.
 """
 
 import dataclasses
@@ -28,7 +31,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Members:
-    """Members of an ensemble by name. Without names it is a single run, without a member axis; `labels` serves both."""
+    """Members of an ensemble by name.
+
+    Without names it is a single run, without a member axis; `labels` serves both.
+    """
 
     names: tuple[str, ...] = ()  # In the order of the axis.
 
@@ -77,7 +83,10 @@ class Members:
 
 
 class Variation(NamedTuple):
-    """The values in which members differ from their base: an array [n] for each setting in which members differ."""
+    """The values in which members differ from their base.
+
+    There is an array [n] for each setting in which members differ.
+    """
 
     seed: jax.Array | None  # uint32, of the initial parameters and of dropout.
     learning_rate: jax.Array | None  # The peak.
@@ -123,7 +132,10 @@ def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | No
 def make_ensemble_step(
     model: AnyModel, base: ExperimentConfig
 ) -> Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
-    """Returns S updates of n members, each the same as `make_train_step` with the member's values, up to rounding.
+    """Returns a function that makes S updates of each of n members.
+
+    Up to rounding, each member's updates are the same as with `make_train_step` and the member's
+    values.
 
     The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
     """

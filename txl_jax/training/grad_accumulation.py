@@ -1,6 +1,9 @@
-"""Gradient accumulation: a batch passes through the model in microbatches, each with its own rows of the memory.
+"""Gradient accumulation: a batch passes through the model in microbatches.
 
-Successive segments are never accumulated over: each update follows one segment, as the paper trains.
+Each microbatch has its own rows of the memory.
+
+Successive segments are never accumulated over: each update follows one segment, as the paper
+trains.
 """
 
 from collections.abc import Callable
@@ -13,17 +16,18 @@ from txl_jax.memory import Memory
 from txl_jax.recurrence import Segments
 from txl_jax.sharding.axes import num_batch_shards
 
-# (parameters, memory, segment, dropout key, tokens of the whole batch) -> (gradients, (nats, memory))
+# (parameters, memory, segment, dropout key, tokens of the whole batch) -> (gradients, (nats,
+# memory))
 Gradient = Callable[..., tuple[Any, tuple[jax.Array, Memory]]]
 
 
 def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
     """Returns the gradient of a batch, computed in C microbatches of its B rows.
 
-    Microbatch i has the i-th of C pieces of the rows of each of the G devices that share them. So no row is sent to
-    another device, and all devices work on every microbatch. Gradients and nats are summed, and all rows of the memory
-    are updated. With dropout each microbatch has its own key, so the numbers depend on C; without it, only up to
-    rounding.
+    Microbatch i has the i-th of C pieces of the rows of each of the G devices that share them. So
+    no row is sent to another device, and all devices work on every microbatch. Gradients and nats
+    are summed, and all rows of the memory are updated. With dropout each microbatch has its own
+    key, so the numbers depend on C; without it, only up to rounding.
     """
     devices = num_batch_shards()
 

@@ -14,7 +14,8 @@ class HookContext:
     """Context of a hook: the state it reads and the functions by which it reports."""
 
     step: int  # Number of updates done.
-    # The state after them, with a leading member axis in an ensemble. The next update reuses its buffers: copy them.
+    # The state after them, with a leading member axis in an ensemble. The next update reuses its
+    # buffers: copy them.
     state: TrainState
     run_log: RunLog
     stopping: bool = False  # Whether this hook has requested a stop.
@@ -24,11 +25,17 @@ class HookContext:
         self.run_log.print(line)
 
     def record(self, kind: str, values: dict[str, float], *, member: str | None = None) -> None:
-        """Adds a record of this step to metrics.jsonl. `member` is the ensemble member's name, if any."""
+        """Adds a record of this step to metrics.jsonl.
+
+        `member` is the ensemble member's name, if any.
+        """
         self.run_log.record(kind, self.step, values, member=member)
 
     def text(self, tag: str, text: str) -> None:
-        """Passes a text of this step, such as a sample, on to the sinks: TensorBoard shows it under TEXT."""
+        """Passes a text of this step, such as a sample, on to the sinks.
+
+        TensorBoard shows it under TEXT.
+        """
         self.run_log.text(self.step, tag, text)
 
     def request_stop(self) -> None:
@@ -40,7 +47,8 @@ class HookContext:
 class Hook:
     """An action that is due after every `every` updates, and after the last one.
 
-    It may return a new state to continue with, or None to keep it. After a kill it may run again for earlier steps.
+    It may return a new state to continue with, or None to keep it. After a kill it may run again
+    for earlier steps.
     """
 
     every: int
@@ -51,7 +59,10 @@ class Hook:
 
 
 def check_hooks(hooks: Any, segments_per_call: int) -> None:
-    """Raises `UserError` unless `hooks` is a list of hooks that are due after whole calls of S updates."""
+    """Raises `UserError` unless `hooks` is a list of hooks with valid intervals.
+
+    Each hook must be due after whole calls of S updates.
+    """
     are_hooks = isinstance(hooks, Iterable) and all(isinstance(hook, Hook) for hook in hooks)
     advice = "Write hooks=[txl_jax.Hook(100, function)]"
     require(are_hooks, f"hooks must be a list of txl_jax.Hook, got {hooks!r}. {advice}")

@@ -1,13 +1,15 @@
-"""LAMB as NVIDIA's DeepLearningExamples have it for Transformer-XL (lamb.py, classes Lamb and JITLamb).
+"""LAMB as in NVIDIA's DeepLearningExamples for Transformer-XL.
+
+The original is in lamb.py, in the classes Lamb and JITLamb.
 
 It differs from `optax.lamb` in four ways:
 
-- The moments have no bias correction: m / (sqrt(v) + eps), in which a first update is 3.2 times as large (the trust
-  ratio takes most of that away).
+- The moments have no bias correction: m / (sqrt(v) + eps), in which a first update is 3.2 times as
+  large (the trust ratio takes most of that away).
 - The norm of the weights counts up to 10. A larger tensor, such as an embedding, moves by less.
 - eps is added to the norm of the step too.
-- A norm is over a tensor of NVIDIA's model. Query, key and value of a layer are one there; with div_val > 1 the bias of
-  the softmax is one for each cluster.
+- A norm is over a tensor of NVIDIA's model. Query, key and value of a layer are one there; with
+  div_val > 1 the bias of the softmax is one for each cluster.
 """
 
 import collections
@@ -28,7 +30,10 @@ LARGEST_NORM = 10.0
 
 
 def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns m / (sqrt(v) + eps) with Adam's moments, not corrected for their bias. The state is Adam's."""
+    """Returns m / (sqrt(v) + eps) with Adam's moments, not corrected for their bias.
+
+    The state is Adam's.
+    """
     b2, eps = optimizer.adam_b2, optimizer.adam_eps
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -42,7 +47,10 @@ def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation
 
 
 def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors, or times 1 if a norm is 0."""
+    """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors.
+
+    The factor is 1 if a norm is 0.
+    """
     eps, nets = optimizer.adam_eps, encoding_of(model).original_projections
     joined = {projection: net for net, projections in nets.items() for projection in projections}
 
@@ -78,9 +86,12 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
 def _parts(
     names: tuple[str, ...], shape: tuple[int, ...], model: ModelConfig, joined: dict[str, str]
 ) -> Iterator[tuple[tuple[Any, ...], slice | None]]:
-    """Yields the parts of a parameter: one of NVIDIA's tensors (of each layer), and its rows, or None for all.
+    """Yields the parts of a parameter, each in one of NVIDIA's tensors.
 
-    `joined` has the tensor that contains each projection of attention. A projection not listed is its own tensor.
+    Each item is one of NVIDIA's tensors (of each layer), and its rows, or None for all rows.
+
+    `joined` has the tensor that contains each projection of attention. A projection not listed is
+    its own tensor.
     """
     if names == ("softmax", "bias") and model.div_val > 1:
         for start, end in itertools.pairwise([0, *model.cutoffs, shape[0]]):

@@ -1,8 +1,11 @@
-"""The optimizer: gradient clipping, an update rule, weight decays, and the learning-rate schedule (warm-up, decay).
+"""The optimizer: gradient clipping, update rule, weight decays and learning-rate schedule.
 
-All update rules are optax's, with two adaptations. Trust ratios, root mean squares and factors are per layer, although
-`nn.scan` stacks the layers in one tensor. And a projection of attention is the matrix that it multiplies by, although
-its heads are an axis. NVIDIA's LAMB is in `txl_jax.training.nvidia_lamb`.
+The schedule consists of warm-up and decay.
+
+All update rules are optax's, with two adaptations. Trust ratios, root mean squares and factors are
+per layer, although `nn.scan` stacks the layers in one tensor. And a projection of attention is the
+matrix that it multiplies by, although its heads are an axis. NVIDIA's LAMB is in
+`txl_jax.training.nvidia_lamb`.
 """
 
 import math
@@ -20,24 +23,26 @@ from txl_jax.training.param_axes import as_matrices, matrix_axes, matrix_shape, 
 
 LION_B1, LION_B2 = 0.9, 0.99
 MUON_MOMENTUM = 0.95
-# Root mean square of a Muon update times this: that of an Adam update, so that one learning rate serves both (Liu et
-# al., 2025).
+# Root mean square of a Muon update times this: that of an Adam update, so that one learning rate
+# serves both (Liu et al., 2025).
 MUON_RMS = 0.2
 
 
 def learning_rate(
     config: ExperimentConfig, *, peak: float | jax.Array | None = None, multiple: float = 1.0
 ) -> optax.Schedule:
-    """Returns a linear warm-up from 0 to the peak, then a cosine or a line down to a minimum at the last update.
+    """Returns a schedule with a linear warm-up from 0 to the peak, and then a decay.
 
-    With `decay_steps` the minimum is reached there and kept. From `average.start_step` on all is times
-    `average.lr_scale`.
+    The decay is a cosine or a line down to a minimum at the last update.
 
-    The decay runs from the end of the warm-up, or, as in the original PyTorch script (`ScheduleOffset.ORIGINAL`),
-    from update 0, so that the rate jumps down where the warm-up ends.
+    With `decay_steps` the minimum is reached there and kept. From `average.start_step` on all is
+    times `average.lr_scale`.
 
-    `peak` may be traced, and is the config's if it is None. `multiple` raises the peak, but not the minimum, which is
-    `min_lr_ratio` of the peak without it.
+    The decay runs from the end of the warm-up, or, as in the original PyTorch script
+    (`ScheduleOffset.ORIGINAL`), from update 0, so that the rate jumps down where the warm-up ends.
+
+    `peak` may be traced, and is the config's if it is None. `multiple` raises the peak, but not the
+    minimum, which is `min_lr_ratio` of the peak without it.
     """
     optimizer, average = config.optimizer, config.average
     peak, warmup = multiple * (optimizer.learning_rate if peak is None else peak), optimizer.warmup_steps
@@ -58,9 +63,13 @@ def learning_rate(
 
 
 def make_optimizer(config: ExperimentConfig, *, peak: float | jax.Array | None = None) -> optax.GradientTransformation:
-    """Returns clipping by the global norm over all devices, then the update rule, with weight decays and rates."""
+    """Returns gradient clipping, then the update rule, with weight decays and rates.
+
+    Gradients are clipped by their global norm over all devices.
+    """
     optimizer, schedule = config.optimizer, learning_rate(config, peak=peak)
-    # Transformations that are off are omitted, so that checkpoints of runs without them do not have their state.
+    # Transformations that are off are omitted, so that checkpoints of runs without them do not have
+    # their state.
     l2 = [optax.add_decayed_weights(optimizer.l2)] if optimizer.l2 else []
     decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)] if optimizer.weight_decay else []
     rates = optax.scale_by_learning_rate(schedule)
@@ -92,7 +101,10 @@ def _group(params: Any) -> Any:
 def update_rule(
     config: ExperimentConfig,
 ) -> tuple[optax.GradientTransformation, Sequence[optax.GradientTransformation]]:
-    """Returns the rule of `optimizer.name`: what precedes the decoupled weight decay, and what follows it."""
+    """Returns the rule of `optimizer.name` in two parts.
+
+    The first part precedes the decoupled weight decay, and the second part follows it.
+    """
     optimizer = config.optimizer
     match optimizer.name:
         case OptimizerName.ADAM | OptimizerName.ADAMW:

@@ -7,7 +7,8 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers as MatrixAxes
 
-_FROM_D = ("query", "key", "value", "position_key")  # [D, H, E] in each layer; "output" is [H, E, D].
+# [D, H, E] in each layer; "output" is [H, E, D].
+_FROM_D = ("query", "key", "value", "position_key")
 _LAYERS = ("stack", "layers")
 
 
@@ -29,9 +30,12 @@ def is_stacked(names: tuple[str, ...]) -> bool:
 
 
 def matrix_axes(names: tuple[str, ...]) -> MatrixAxes | None:
-    """Returns the axes of a layer's matrix that go in and out, counted from the last, or None for others.
+    """Returns the axes of a layer's matrix that go in and out, or None for other parameters.
 
-    Heads and their width are one side of a projection: a query is [D, H * E]. Embeddings and the softmax are none.
+    The axes are counted from the last.
+
+    Heads and their width are one side of a projection: a query is [D, H * E]. Embeddings and the
+    softmax are none.
     """
     last = names[-1]
     if names[:-1] == (*_LAYERS, "attention"):
@@ -40,12 +44,16 @@ def matrix_axes(names: tuple[str, ...]) -> MatrixAxes | None:
         if last == "output":
             return MatrixAxes(reduction_axis=(-3, -2), output_axis=(-1,))
     is_dense = names[:-1] == (*_LAYERS, "feed_forward") and last.endswith("kernel")
-    is_recurrent = ("cell" in names or "gates" in names) and last == "kernel"  # Of an LSTM, of a QRNN.
+    # Of an LSTM, of a QRNN.
+    is_recurrent = ("cell" in names or "gates" in names) and last == "kernel"
     return MatrixAxes(reduction_axis=(-2,), output_axis=(-1,)) if is_dense or is_recurrent else None
 
 
 def matrix_shape(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a parameter's shape with the axes on each side of its matrix joined: [N, D, H, E] is [N, D, H * E]."""
+    """Returns a parameter's shape with the axes on each side of its matrix joined.
+
+    For example, [N, D, H, E] becomes [N, D, H * E].
+    """
     axes = matrix_axes(names)
     if axes is None:
         return shape
@@ -54,7 +62,10 @@ def matrix_shape(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, .
 
 
 def per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies a transformation to each layer's tensors by themselves, where `nn.scan` has stacked them in one array."""
+    """Applies a transformation to each layer's tensors by themselves.
+
+    This is for tensors that `nn.scan` has stacked in one array.
+    """
 
     def init(params: Any) -> PerLayerState:
         layers, others = _split(params)

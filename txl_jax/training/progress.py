@@ -1,4 +1,4 @@
-"""Progress of training: lines, records and throughput (tokens/s), and the check for non-finite numbers."""
+"""Training progress: lines, records, throughput (tokens/s) and a check for non-finite numbers."""
 
 import dataclasses
 import time
@@ -16,13 +16,18 @@ from txl_jax.training.ensemble import Members
 from txl_jax.training.step import UpdateMetrics
 
 _ONE_RUN = Members()
-_WORTH_A_COLUMN = 0.05  # Of the time: shorter waits are omitted from the lines, not from the records.
-_SECONDS_TO_TIME = 3.0  # Of the first steps, before a run states how long it takes.
+# Of the time: shorter waits are omitted from the lines, not from the records.
+_WORTH_A_COLUMN = 0.05
+# Of the first steps, before a run states how long it takes.
+_SECONDS_TO_TIME = 3.0
 
 
 @dataclasses.dataclass
 class RunningTotals:
-    """Sums since the last progress line. They are part of a checkpoint, so that resuming changes no line."""
+    """Sums since the last progress line.
+
+    They are part of a checkpoint, so that resuming changes no line.
+    """
 
     nats: float = 0.0
     tokens: float = 0.0
@@ -43,23 +48,30 @@ class RunningTotals:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Progress:
-    """Sums up updates, and reports each time `log_every` of them are complete: a record per member, and one line.
+    """Totals over updates, reported each time `log_every` updates are complete.
 
-    A record of the kind "train" has loss, bpc (of bytes and characters), bits_per_token, perplexity, grad_norm (means
-    since the last one), learning_rate, tokens_per_second, step_seconds, host_wait_share, and where they are known
-    model_flops_per_second, peak_share and device_memory_bytes.
+    Each report is a record per member, and one line.
+
+    A record of the kind "train" has loss, bpc (of bytes and characters), bits_per_token,
+    perplexity, grad_norm (means since the last one), learning_rate, tokens_per_second,
+    step_seconds, host_wait_share, and where they are known model_flops_per_second, peak_share and
+    device_memory_bytes.
     """
 
     log: RunLog
     _: dataclasses.KW_ONLY
     steps: int
     log_every: int
-    cost: StepCost  # Of an update.
+    # Of an update.
+    cost: StepCost
     measure: Measure = Measure.BPC
-    members: Members = _ONE_RUN  # Of an ensemble, whose metrics have a leading axis.
-    running_totals: dataclasses.InitVar[Any] = None  # `state()` of an interrupted run.
+    # Of an ensemble, whose metrics have a leading axis.
+    members: Members = _ONE_RUN
+    # `state()` of an interrupted run.
+    running_totals: dataclasses.InitVar[Any] = None
     clock: Callable[[], float] = time.monotonic
-    device_memory: Callable[[], int | None] = environment.device_memory_bytes  # The most in use, or None if unknown.
+    # The most in use, or None if unknown.
+    device_memory: Callable[[], int | None] = environment.device_memory_bytes
 
     def __post_init__(self, running_totals: Any) -> None:
         self._totals = [RunningTotals(**(stored or {})) for stored in self.members.from_json(running_totals)]
@@ -67,7 +79,8 @@ class Progress:
         self._since = self._now()
         self._timed_updates = 0  # Unlike the running totals', these were all made by this process.
         self._waited = 0.0
-        self._first_call: tuple[int, float] | None = None  # Updates done by its end, and when that was.
+        # Updates done by its end, and when that was.
+        self._first_call: tuple[int, float] | None = None
         self._has_forecast = False
 
     def state(self) -> Any:
@@ -75,9 +88,12 @@ class Progress:
         return self.members.to_json([dataclasses.asdict(totals) for totals in self._totals])
 
     def add(self, first_step: int, metrics: UpdateMetrics) -> None:
-        """Takes the metrics [S], or [n, S], on the host, of the updates after the first `first_step`.
+        """Takes the metrics of the updates after the first `first_step`.
 
-        Raises `NonFiniteError`, which names update and member, if a loss or gradient norm is not finite.
+        The metrics are arrays [S], or [n, S], on the host.
+
+        Raises `NonFiniteError`, which names update and member, if a loss or gradient norm is not
+        finite.
         """
         of_members = self.members.split(metrics)
         for index, own in enumerate(of_members):
@@ -105,7 +121,8 @@ class Progress:
     def _forecast(self, done: int) -> None:
         """Prints how long the run takes, once, when its first steps are timed."""
         now = self._now()
-        if self._first_call is None:  # It is not counted: it fills buffers, and on GPUs loads kernels.
+        # It is not counted: it fills buffers, and on GPUs loads kernels.
+        if self._first_call is None:
             self._first_call = (done, now)
         updates, seconds = done - self._first_call[0], now - self._first_call[1]
         if self._has_forecast or seconds < _SECONDS_TO_TIME or updates == 0 or done == self.steps:
@@ -130,7 +147,7 @@ class Progress:
         self._since, self._timed_updates, self._waited = now, 0, 0.0
 
     def _measured(self, seconds: float) -> dict[str, float]:
-        """Returns the values of a record that this process has measured, by the names in `MEASURED`."""
+        """Returns the values of a record that this process measured, by the names in `MEASURED`."""
         cost, updates = self.cost, self._timed_updates
         found = {
             "tokens_per_second": updates * cost.tokens / seconds,
@@ -165,7 +182,10 @@ class Progress:
 
 
 def _check_finite(first_step: int, metrics: UpdateMetrics, prefix: str) -> None:
-    """Raises `NonFiniteError` that names the first update whose loss or gradient norm is not finite."""
+    """Raises `NonFiniteError` if a loss or gradient norm is not finite.
+
+    The error names the first update whose loss or gradient norm is not finite.
+    """
     finite = np.isfinite(metrics.nats) & np.isfinite(metrics.grad_norm)
     if not finite.all():
         bad = int(np.argmin(finite))

@@ -24,18 +24,26 @@ from txl_jax.training.weight_averaging import Average
 class TrainState:
     """The training state, which a checkpoint stores as a whole.
 
-    Position in the text and random keys are functions of `step`. In an ensemble leaves have a leading member axis.
+    Position in the text and random keys are functions of `step`. In an ensemble leaves have a
+    leading member axis.
     """
 
-    step: jax.Array  # int32 [], updates done.
-    params: Any  # float32.
+    # int32 [], updates done.
+    step: jax.Array
+    # float32.
+    params: Any
     opt_state: Any
-    memory: Memory  # M slots for each row of the batch.
-    average: Average | None = None  # Mean of the parameters over updates, or None without weight averaging.
+    # M slots for each row of the batch.
+    memory: Memory
+    # Mean of the parameters over updates, or None without weight averaging.
+    average: Average | None = None
 
     @property
     def scored_params(self) -> Any:
-        """The parameters that are evaluated and kept as the best: the mean if weights are averaged."""
+        """Returns the parameters that are evaluated and kept as the best.
+
+        They are the mean if weights are averaged.
+        """
         return self.params if self.average is None else self.average.params
 
 
@@ -92,9 +100,11 @@ def make_train_step(
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
         memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start)
-        scored_from = train.segment_len // 2 if train.loss is LossPart.HALF else 0  # Half loss: table 6.
+        # Half loss: table 6.
+        scored_from = train.segment_len // 2 if train.loss is LossPart.HALF else 0
         weights = segment.weights * (jnp.arange(train.segment_len) >= scored_from)[None, :]
-        weights = weights * (segment.targets >= 0)  # Ignored targets do not count in the mean either.
+        # Ignored targets do not count in the mean either.
+        weights = weights * (segment.targets >= 0)
         segment = segment._replace(weights=weights)
         tokens = jnp.sum(weights)
         # The key depends only on seed and step, so a checkpoint holds no random state.
@@ -130,7 +140,10 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Returns the minimized loss, as a part of the batch's mean over `tokens`, and (summed nats, new memory)."""
+        """Returns the minimized loss, and (summed nats, new memory).
+
+        The loss is a part of the batch's mean over `tokens`.
+        """
         variables, weights = {"params": params}, jnp.asarray(segment.weights)
         (hidden, memory), kept = model.apply(
             variables,
@@ -155,10 +168,13 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
 
 
 def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float) -> jax.Array:
-    """Computes the penalties AR and TAR on the last layer's outputs [B, L, D] (Merity et al., 2017).
+    """Computes the penalties AR and TAR on the last layer's outputs (Merity et al., 2017).
 
-    Activation regularization penalises large outputs, temporal activation regularization fast changes. Both take the
-    outputs before dropout, as the authors' PTB release does; AWD-LSTM takes AR after dropout.
+    The outputs are [B, L, D].
+
+    Activation regularization penalises large outputs, temporal activation regularization fast
+    changes. Both take the outputs before dropout, as the authors' PTB release does; AWD-LSTM takes
+    AR after dropout.
     """
     outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
     change = outputs[:, 1:] - outputs[:, :-1]

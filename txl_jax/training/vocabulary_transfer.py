@@ -1,9 +1,11 @@
-"""Parameters of a model for another vocabulary: rows of tokens that both have are carried over, others are initialized.
+"""Transfer of a model's parameters to another vocabulary.
 
-Parameters that have a row per token are the embedding's `table_c`, and the softmax's `table_c` and `bias`. With div_val
-1 there is one table for all clusters, so that a token may be in another cluster than before. With div_val > 1 each
-cluster has a table of another size, and its own projection: the row of a token that moved fits nowhere, and the
-token counts as new.
+Rows of tokens that both vocabularies have are carried over. Other rows are initialized.
+
+Parameters that have a row per token are the embedding's `table_c`, and the softmax's `table_c` and
+`bias`. With div_val 1 there is one table for all clusters, so that a token may be in another
+cluster than before. With div_val > 1 each cluster has a table of another size, and its own
+projection: the row of a token that moved fits nowhere, and the token counts as new.
 """
 
 import functools
@@ -25,21 +27,30 @@ _BIAS = "softmax/bias"
 class RowMap(NamedTuple):
     """The old row of each token of a new vocabulary."""
 
-    rows: np.ndarray  # int32 [V new], the token's id in the old vocabulary, or -1 if it is new there.
-    old_size: int  # V of the old vocabulary.
-    moved: int = 0  # Tokens that are in both, and count as new as their clusters' widths differ.
+    # int32 [V new], the token's id in the old vocabulary, or -1 if it is new there.
+    rows: np.ndarray
+    # V of the old vocabulary.
+    old_size: int
+    # Tokens that are in both, and count as new as their clusters' widths differ.
+    moved: int = 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of rows that are carried over (kept), initialized (new) and not carried over (dropped), and moved."""
+        """Returns the numbers of rows that are kept, new, dropped and moved.
+
+        Kept rows are carried over, new rows are initialized, and dropped rows are not carried over.
+        """
         kept = int(np.sum(self.rows >= 0))
         return {"kept": kept, "new": len(self.rows) - kept, "dropped": self.old_size - kept, "moved": self.moved}
 
 
 def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
-    """Returns the id in `old` of each token of `new` by its spelling, int32 [V new], or -1 if `old` does not have it.
+    """Returns the id in `old` of each token of `new`, found by its spelling.
 
-    The token for unknown words and the mark of a line's end are matched by their use where their spellings differ.
+    The result is int32 [V new], with -1 for a token that `old` does not have.
+
+    The token for unknown words and the mark of a line's end are matched by their use where their
+    spellings differ.
     """
     by_name = {name: token for token, name in enumerate(old.names())}
     rows = np.array([by_name.get(name, -1) for name in new.names()], np.int32)
@@ -50,7 +61,10 @@ def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
 
 
 def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size: int) -> RowMap:
-    """Returns the rows that are carried over between two models of as many clusters, by `match_tokens`."""
+    """Returns the rows that are carried over between two models, by `match_tokens`.
+
+    Both models have the same number of clusters.
+    """
     if new.div_val == 1:
         return RowMap(matched, old_size)
     same_cluster = _clusters(matched, old) == _clusters(np.arange(len(matched)), new)
@@ -59,7 +73,10 @@ def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size
 
 
 def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any, Any], Any]:
-    """Returns the function (initial parameters, old parameters) -> the parameters of the new model, to be jitted."""
+    """Returns the function that makes the new model's parameters, to be jitted.
+
+    It maps (initial parameters, old parameters) to the parameters of the new model.
+    """
     bounds = [np.array([0, *config.cutoffs, size]) for config, size in ((old, rows.old_size), (new, len(rows.rows)))]
 
     def one(path: Any, initial: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -78,7 +95,10 @@ def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any,
 
 
 def _tokens_of(name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray) -> tuple[int, int, int] | None:
-    """Returns the tokens of a parameter's rows: (first, one past the last, first in the old one), or None."""
+    """Returns the tokens of a parameter's rows, or None if it does not have a row per token.
+
+    The tokens are (first, one past the last, first in the old parameter).
+    """
     found = _TABLE.fullmatch(name)
     if name == _BIAS or (found and config.div_val == 1):
         return 0, int(new[-1]), 0

@@ -1,8 +1,11 @@
-"""Weight averaging: the mean of the parameters over updates, uniform (SWA, NT-ASGD) or exponential (EMA).
+"""Weight averaging: the mean of the parameters over updates.
 
-Uniform averaging from a step on is the averaged phase of AWD-LSTM (Merity et al., 2018) and of the PTB recipe; NT-ASGD
-starts it when validation stops improving. With `ema_decay` the mean is exponential; until there are
-1 / (1 - ema_decay) updates it counts all alike, so that it needs no bias correction at its start.
+The mean is uniform (SWA, NT-ASGD) or exponential (EMA).
+
+Uniform averaging from a step on is the averaged phase of AWD-LSTM (Merity et al., 2018) and of the
+PTB recipe; NT-ASGD starts it when validation stops improving. With `ema_decay` the mean is
+exponential; until there are 1 / (1 - ema_decay) updates it counts all alike, so that it needs no
+bias correction at its start.
 """
 
 import dataclasses
@@ -55,6 +58,9 @@ def begin(average: Average, step: int, member: int = 0) -> Average:
 
 
 def is_due(losses: Sequence[float], trigger: int) -> bool:
-    """Returns whether the latest validation loss is worse than the best except for the last `trigger` (NT-ASGD)."""
+    """Returns whether the latest validation loss is worse than an earlier best (NT-ASGD).
+
+    The best is over all earlier losses except for the last `trigger` of them.
+    """
     before = losses[:-1]
     return len(before) > trigger and losses[-1] > min(before[: len(before) - trigger])

@@ -40,7 +40,9 @@ def test_operations_are_counted_on_visible_pairs(task, passes, window):
 
 @pytest.fixture
 def page(tmp_path, capsys):
-    """Returns the function of settings that runs the benchmark: rows by task and path, lines below the table, error."""
+    """Returns the function of settings that runs the benchmark: rows by task and path, lines below
+    the table, error.
+    """
 
     def run(**settings):
         plan, error = Plan(configs=("tiny",), calls=2, batch_size=2, out=str(tmp_path / "out"), **settings), None

@@ -86,7 +86,8 @@ text = estimate.compile_task(build(config, vocab_size=256, mesh=mesh), "training
 found = set(re.findall(r'_xla_megascale_transfer_type="(\\w+)"', text))
 assert found == {{"ALL_REDUCE"}} and " all-gather" in text, found
 """
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)  # It sets what compilers read.
+    # It sets what compilers read.
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @TPU
@@ -128,7 +129,8 @@ def test_mistakes_are_named(without_compilers, flags, expected):
     assert code == 1 and re.search(expected, err), err
 
 
-# All on fsdp; as many as d_model has columns, 16; fewer rows than devices, of which the rest shares heads.
+# All on fsdp; as many as d_model has columns, 16; fewer rows than devices, of which the rest shares
+# heads.
 @pytest.mark.parametrize(("rows", "count", "expected"), [(8, 4, (1, 4, 1)), (32, 32, (2, 16, 1)), (2, 4, (1, 2, 2))])
 def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, expected):
     model = ModelConfig(d_model=16, n_head=4, d_head=4, d_inner=32)

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 def make_components(changes):
     import torch
 
-    torch.set_num_threads(1)  # For matrices this small, more only wait: eight times as long on a busy machine.
+    # For matrices this small, more only wait: eight times as long on a busy machine.
+    torch.set_num_threads(1)
     return build(peers.with_peer_compat(config_tree.replace(CONFIG, changes)), vocab_size=tiny.V)
 
 
@@ -40,7 +41,9 @@ def make(kind=HuggingFaceModel, **changes):
 
 
 def clone() -> str:
-    """The clone of the authors' repository that TXL_ORIGINAL names; without it or torch the test is skipped."""
+    """The clone of the authors' repository that TXL_ORIGINAL names; without it or torch the test is
+    skipped.
+    """
     pytest.importorskip("torch")
     if not os.environ.get("TXL_ORIGINAL"):
         pytest.skip(f"TXL_ORIGINAL is not set: this test runs code from a clone of {peers.REPOSITORY}")

@@ -1,4 +1,6 @@
-"""Tests of the speed benchmarks, of a model and of the server: settings, tasks, timing and tables."""
+"""Tests of the speed benchmarks, of a model and of the server: settings, tasks, timing and
+tables.
+"""
 
 import functools
 import types

@@ -9,7 +9,8 @@ from support import drawn_run
 def make_run():
     """Makes a run in a folder, which may be in a bucket; returns its config, corpus and workdir.
 
-    The validation text has 55 bytes and the test text 56; `text_folder` is where they are, if not in the run's folder.
+    The validation text has 55 bytes and the test text 56; `text_folder` is where they are, if not
+    in the run's folder.
     """
 
     def make(folder, changes=(), text_folder=None):

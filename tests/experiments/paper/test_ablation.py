@@ -82,7 +82,9 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
 
 @pytest.mark.nightly(part="long")
 def test_a_stopped_job_goes_on(base, tmp_path, capsys):
-    """Stopped while lengths are scored: the one that was done stays, until windows have another stride."""
+    """Stopped while lengths are scored: the one that was done stays, until windows have another
+    stride.
+    """
     plan, printed = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2), []
 
     def scored():

@@ -1,4 +1,6 @@
-"""Tests the attention study: the weights and terms by distance, averages, what is written, and what is refused."""
+"""Tests the attention study: the weights and terms by distance, averages, what is written, and what
+is refused.
+"""
 
 import json
 
@@ -50,7 +52,8 @@ def test_probabilities_are_those_of_the_model_by_distance(untie_r, preset, windo
         hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases))
     for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):
-            of_keys = expected[:, :, row, M + row + 1 - window : M + row + 1]  # Distances window - 1 .. 0.
+            # Distances window - 1 .. 0.
+            of_keys = expected[:, :, row, M + row + 1 - window : M + row + 1]
             np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
 
 
@@ -109,7 +112,8 @@ def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
     chosen = json.loads((tmp_path / "chosen" / "attention.json").read_text())
     assert [(head["layer"], head["head"]) for head in chosen["heads"]] == [(1, 0)]
 
-    # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third segment of 5 on.
+    # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third
+    # segment of 5 on.
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
     everywhere = tuple(range(10, 55))
     draw(run, tmp_path, positions=everywhere)

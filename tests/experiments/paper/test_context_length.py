@@ -1,4 +1,6 @@
-"""Tests scores by attention length: each row against an evaluation at its settings, windows, files."""
+"""Tests scores by attention length: each row against an evaluation at its settings, windows,
+files.
+"""
 
 import csv
 import re
@@ -42,7 +44,8 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     config, corpus, workdir = recurrent
     found, rows = sweep(recurrent, [12, 3, 12], split=split)
     assert list(found) == [row["attention_length"] for row in rows] == [3, 12], "shortest first, each once"
-    for length, row, segment_len in zip(found, rows, [3, 5], strict=True):  # Those of evaluation have 5.
+    # Those of evaluation have 5.
+    for length, row, segment_len in zip(found, rows, [3, 5], strict=True):
         at = {"eval.mem_len": length, "eval.same_length": True, "eval.segment_len": segment_len}
         alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir)[split]
         assert as_record(found[length], corpus.vocabulary) == alone == {name: row[name] for name in alone}
@@ -75,7 +78,8 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
         return re.search(r"(?m)^valid\b\D*\b5\b", "".join(printed))
 
     config, *others = recurrent
-    config = config_tree.replace(config, {"eval.segment_len": 2})  # So that a text takes several calls.
+    # So that a text takes several calls.
+    config = config_tree.replace(config, {"eval.segment_len": 2})
     with pytest.raises(Interrupted, match=r"\b8\b"):
         sweep((config, *others), [5, 8], stop_requested=first_is_printed)
     assert [row["attention_length"] for row in table(recurrent)] == [5]

@@ -1,4 +1,6 @@
-"""Tests the continuation study: the parts of its page, the same text as generation writes, refusals."""
+"""Tests the continuation study: the parts of its page, the same text as generation writes,
+refusals.
+"""
 
 import types
 

@@ -1,4 +1,6 @@
-"""Tests studies and scores of a run in a bucket: what they write there is what they write on a disk."""
+"""Tests studies and scores of a run in a bucket: what they write there is what they write on a
+disk.
+"""
 
 import io
 

@@ -1,4 +1,6 @@
-"""Tests RECL: gains and lengths of losses made by hand, losses at exact contexts, the files, a stop, and refusals."""
+"""Tests RECL: gains and lengths of losses made by hand, losses at exact contexts, the files, a
+stop, and refusals.
+"""
 
 import csv
 import dataclasses
@@ -21,7 +23,9 @@ LENGTHS = range(100, 1000, 100)
 
 
 def losses(*stops: int) -> dict[int, np.ndarray]:
-    """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions of 4 and 2 nats."""
+    """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions
+    of 4 and 2 nats.
+    """
     hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
     return {
         length: np.stack([hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops]) for length in LENGTHS
@@ -35,22 +39,28 @@ def test_a_model_whose_gain_stops_at_a_known_length_or_never(ratio, first):
 
 
 def test_baseline_and_hardest_positions_are_the_groups():
-    """Either model is the better one somewhere, and each would choose another position as its hardest."""
+    """Either model is the better one somewhere, and each would choose another position as its
+    hardest.
+    """
     found = {100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]), 200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]])}
-    [[first], [second]] = recl.gains(found, ratio=0.1)  # Baselines 3, 1 and 1, so the first position is the hardest.
+    # Baselines 3, 1 and 1, so the first position is the hardest.
+    [[first], [second]] = recl.gains(found, ratio=0.1)
     assert (first.context, first.longer) == (100, 200)
     assert first.relative == pytest.approx(1 - math.exp(2.9 - 3)) and second.relative == pytest.approx(1 - math.exp(-1))
     assert first.perplexity == pytest.approx(math.exp(3) - math.exp(2.9))
 
 
 def test_the_baseline_is_taken_anew_at_each_length():
-    """The first model stops at 300; behind it the second goes on, and from 300 on its gains count in full."""
+    """The first model stops at 300; behind it the second goes on, and from 300 on its gains count
+    in full.
+    """
     found = losses(300, 300)
     for length in LENGTHS:
         found[length][1] += 0.005 - 0.02 * max(length - 400, 0) / 100
     _, steps = recl.gains(found, ratio=1.0)
     assert steps[3].context == 400
-    assert steps[3].relative == pytest.approx(1 - math.exp(-0.015), rel=1e-6)  # From 0.005 above to 0.015 below.
+    # From 0.005 above to 0.015 below.
+    assert steps[3].relative == pytest.approx(1 - math.exp(-0.015), rel=1e-6)
     assert steps[4].relative == pytest.approx(1 - math.exp(-0.02), rel=1e-6)
 
 
@@ -109,7 +119,8 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     monkeypatch.setattr(recl, "context_losses", None)  # Nothing is computed again.
     assert run(group, tmp_path) == lengths
-    with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):  # Losses of another plan do not count.
+    # Losses of another plan do not count.
+    with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):
         run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
 
 
@@ -123,6 +134,7 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
         dataclasses.replace(PLAN, workdirs=("a",)).load_runs()
     with pytest.raises(ValueError, match="ours, ours"):
         dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()
-    for name in ("../outside", "/outside", "..", ".", ".hidden", "a/b", ""):  # It would lead out of --out.
+    # It would lead out of --out.
+    for name in ("../outside", "/outside", "..", ".", ".hidden", "a/b", ""):
         with pytest.raises(ValueError, match=r"\bnames\b.*--out"):
             dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()

@@ -23,7 +23,8 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
     window, ours = table9.sliding_window_config(config), table9.our_config(config, 800)
     window.validate()
     ours.validate()
-    assert ours.model == config.model and config.model.encoding is Encoding.RELATIVE  # As published.
+    # As published.
+    assert ours.model == config.model and config.model.encoding is Encoding.RELATIVE
     assert window.model == dataclasses.replace(config.model, encoding=Encoding.VASWANI, **{own: False})
     assert (ours.eval.batch_size, ours.eval.mem_len, ours.eval.same_length) == (1, 800, True)
     assert window.mesh == ours.mesh == MeshConfig(data=1)
@@ -51,7 +52,8 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
 
 def test_seconds_are_per_token(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))  # A call takes a second.
+    # A call takes a second.
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(table9, "_sliding_window", lambda *_: Task("", 1, lambda: None))
     monkeypatch.setattr(table9.speed, "evaluation", lambda *_: Task("", 8, lambda: None))
     assert table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=3) == ([1.0] * 3, [0.125] * 3)

@@ -1,7 +1,7 @@
 """Tests of attention over a KV cache: tiles and the TPU kernel against the reference.
 
-The reference is compared with training attention, through the model, in tests/inference/test_forward.py, and with a
-score per distance in tests/modules/test_positions.py.
+The reference is compared with training attention, through the model, in
+tests/inference/test_forward.py, and with a score per distance in tests/modules/test_positions.py.
 """
 
 import itertools
@@ -45,7 +45,9 @@ def draw(sizes, *, clamp_len=None, dtype=jnp.float32, ring_dtype=None, keys=True
 
 
 def check(given, by, *, window=None, filled=None, tolerance=None):
-    """Compares with the reference, for several places where the ring begins and numbers of filled slots."""
+    """Compares with the reference, for several places where the ring begins and numbers of filled
+    slots.
+    """
     batch, _, n_query, _ = given[0].shape
     r = given[3][0].shape[3]
     some = [([r, r], 0), ([r, r // 6], r // 2), ([r - r // 8, 0], 3 * r // 4), ([0, 0], r // 8)]
@@ -80,7 +82,8 @@ TILED = [
     *((TILE, "40 slots", clamp_len, None) for clamp_len in (None, 0, 3, 20, 43)),
     *((TILE, "40 slots", 20, window) for window in (40, 34, 4)),
     *((tile, "40 slots", 20, 34) for tile in (tiled(1000, 16), tiled(12, 64))),
-    # Blocks that are smaller than a register become 16 keys, which may be more than there are below the clamp.
+    # Blocks that are smaller than a register become 16 keys, which may be more than there are below
+    # the clamp.
     *((tiled(12, 1), "40 slots", 8, None), (tiled(12, 4), "40 slots", 13, None)),
     *((tiled(12, 16), name, 9, None) for name in ("no ring", "rows in groups", "no multiples")),
     *((tiled(12, 16), "segment above a block", None, None), (tiled(1000, 20), "40 slots", None, None)),

@@ -1,4 +1,6 @@
-"""Tests of the choice of an implementation: who can serve what, what "auto" takes, and what is refused in words."""
+"""Tests of the choice of an implementation: who can serve what, what "auto" takes, and what is
+refused in words.
+"""
 
 import dataclasses
 

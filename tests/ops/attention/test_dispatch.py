@@ -1,4 +1,6 @@
-"""Tests of the entries to attention: what does not fit is refused, and a device of a mesh computes its part."""
+"""Tests of the entries to attention: what does not fit is refused, and a device of a mesh computes
+its part.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""Tests of the definition: values against a loop over pairs, gradients against four terms, codes of distances, dropout.
+"""Tests of the definition: values against a loop over pairs, gradients against four terms, codes of
+distances, dropout.
 
 Causal or with keys on both sides of a query, as in an encoder whose rows have padding behind them.
 """
@@ -99,7 +100,8 @@ def test_bfloat16_scores_are_summed_in_float32(name):
     values = jax.jit(lambda arrays: attend(**arrays, visibility=visibility))
     found, exact = values(arrays), values({name: array.astype(jnp.float32) for name, array in arrays.items()})
     assert found.dtype == jnp.bfloat16
-    # Inputs are exact in bfloat16. What is left are the roundings of q + u, probabilities and output, 2**-9 each.
+    # Inputs are exact in bfloat16. What is left are the roundings of q + u, probabilities and
+    # output, 2**-9 each.
     error = np.abs(np.asarray(found, np.float32) - exact).max()
     assert 0 < error < 1.01 * 2 * 2.0**-9 * np.abs(arrays["value"].astype(jnp.float32)).max()
     assert f"f32[{B},{H},{L},{M + L}] = dot_general" in str(values.trace(arrays).jaxpr)
@@ -126,7 +128,8 @@ def test_distances_count_down_to_the_query_itself_and_on_to_keys_ahead():
 
 
 def test_sinusoids_in_bfloat16_come_from_wider_angles():
-    distances = np.array([0, 1, 2, -1, -2, *range(3000, 3010)])  # Negative: of keys ahead of a query.
+    # Negative: of keys ahead of a query.
+    distances = np.array([0, 1, 2, -1, -2, *range(3000, 3010)])
     expected = np.stack([oracles.sinusoid(s, 8) for s in distances])
     codes = positions.sinusoids(jnp.asarray(distances), 8, jnp.bfloat16)
     assert codes.dtype == jnp.bfloat16
@@ -147,7 +150,9 @@ def kept(seed=7, *, rate=RATE):
 
 @pytest.mark.parametrize(("seed", "rate"), [(0, RATE), (1, 0.5), (2**32 - 1, RATE)])
 def test_the_share_that_is_kept_is_that_of_the_rate(seed, rate):
-    """In all, and for the rows of queries and columns of keys, whose sums vary as those of independent draws."""
+    """In all, and for the rows of queries and columns of keys, whose sums vary as those of
+    independent draws.
+    """
     mask = kept(seed, rate=rate)
     assert abs(mask.mean() - (1 - rate)) < 3 * np.sqrt(rate * (1 - rate) / mask.size)
     for axis in (2, 3):

@@ -1,4 +1,6 @@
-"""Tests of `stored` beyond the reference's numbers, which test_training has: narrow scores, training, traffic."""
+"""Tests of `stored` beyond the reference's numbers, which test_training has: narrow scores,
+training, traffic.
+"""
 
 import functools
 import math
@@ -39,13 +41,16 @@ def test_scores_beyond_the_narrow_type_are_its_largest(dtype):
         visibility=visibility,
         implementation="reference",
     )
-    np.testing.assert_array_equal(found.astype(np.float32), exact)  # All weight is on one key, whose value is narrow.
+    # All weight is on one key, whose value is narrow.
+    np.testing.assert_array_equal(found.astype(np.float32), exact)
     assert all(np.isfinite(gradient.astype(np.float32)).all() for gradient in pull(jnp.ones_like(found)))
 
 
 @pytest.mark.nightly(part="cases")
 def test_200_updates_in_bfloat16_stay_beside_the_reference():
-    """Losses fall from 3.8 to 3.0 nats; by rounding alone the reference in bfloat16 leaves float32 by 0.028."""
+    """Losses fall from 3.8 to 3.0 nats; by rounding alone the reference in bfloat16 leaves float32
+    by 0.028.
+    """
     losses = {}
     for path, dtype in (("stored", "bfloat16"), ("reference", "bfloat16"), ("reference", "float32")):
         changes = {"model__dtype": dtype, "model__attention": path, "model__d_model": 32}
@@ -92,7 +97,9 @@ def compiled(path, dropout):
 @pytest.mark.nightly(part="cuda")
 @pytest.mark.parametrize("dropout", [False, True])
 def test_it_moves_at_most_seven_tenths_of_the_references_bytes(dropout):
-    """On an H200 they are 3.6 and 3.9 of 6.1 GB; the reference's own are counted as they are known."""
+    """On an H200 they are 3.6 and 3.9 of 6.1 GB; the reference's own are counted as they are
+    known.
+    """
     stored, reference = (compiled(path, dropout) for path in ("stored", "reference"))
     assert bytes_moved(reference) == pytest.approx(6.14e9, rel=0.1)
     assert bytes_moved(stored) <= 0.7 * bytes_moved(reference)

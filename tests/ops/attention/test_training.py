@@ -31,7 +31,8 @@ def tpu(query=16, key=128, kernel="mosaic_gather"):
 
 UNEVEN, SMALL, WHOLE = tiled(5, 11), tiled(4, 8), tiled(6, 64)
 STORED = Implementation("stored")
-# Rows see all M slots, heads have the width 8, and there are u, v and position keys, if nothing else is said.
+# Rows see all M slots, heads have the width 8, and there are u, v and position keys, if nothing
+# else is said.
 QUICK = {
     "tiled: part-filled, whole rows": {"by": WHOLE, **ROWS},
     "tiled: window": {"by": UNEVEN, "window": 7, **ROWS},
@@ -98,7 +99,9 @@ def value_and_gradients(implementation, arrays, visibility, dropout):
 
 
 def assert_close(found, expected, by):
-    """Compares the result and each gradient, by the largest difference relative to the largest value."""
+    """Compares the result and each gradient, by the largest difference relative to the largest
+    value.
+    """
     tolerance, least = (2e-5, 0.1) if by.path == "fused" else (2e-6, 1)
     for name, array in expected.items():
         got, want = (np.asarray(part, np.float64) for part in (found[name], array))
@@ -107,7 +110,10 @@ def assert_close(found, expected, by):
 
 
 def check(name, dtype=jnp.float32):
-    """Compares with the reference in float32. What sees nothing or is not seen has no value and no gradient at all."""
+    """Compares with the reference in float32.
+
+    What sees nothing or is not seen has no value and no gradient at all.
+    """
     by, arrays, visibility, dropout = make(CASES[name], dtype)
     found = value_and_gradients(by, arrays, visibility, dropout)
     assert {array.dtype for array in found.values()} == {jnp.dtype(dtype)}

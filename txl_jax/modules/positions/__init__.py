@@ -1,13 +1,13 @@
 """Position encodings: one file and one object each, and the registry of them.
 
-    encoding.py    `PositionEncoding`, the interface that the model, inference, `flops` and `interop` use
+    encoding.py    `PositionEncoding`, the interface for the model, inference, `flops`, `interop`
     relative.py    the paper's: sinusoids of the distance, u and v (Dai et al., 2019)
     shaw.py        learned keys of distances (Shaw et al., 2018)
     sinusoidal.py  sinusoids added to the embedding (Vaswani et al., 2017)
     learned.py     learned vectors added to the inputs of each layer (Al-Rfou et al., 2018)
 
-A new encoding is a file here, a member of `config.Encoding` and a line in `ENCODINGS`. The tests that run over all
-members of `Encoding` then test it (CONTRIBUTING.md).
+A new encoding is a file here, a member of `config.Encoding` and a line in `ENCODINGS`. The tests
+that run over all members of `Encoding` then test it (CONTRIBUTING.md).
 """
 
 from txl_jax.config import Encoding, ModelConfig

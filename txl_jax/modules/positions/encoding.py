@@ -1,10 +1,10 @@
 """The interface of a positional encoding. Its defaults are for a model without positions.
 
-Methods of the training pass are called inside flax modules, in this order; parameters and dropouts that they create
-belong to the calling module.
+Methods of the training pass are called inside flax modules, in this order; parameters and dropouts
+that they create belong to the calling module.
 
-Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`); greater distances share
-the last one (`ModelConfig.clamp`).
+Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`);
+greater distances share the last one (`ModelConfig.clamp`).
 """
 
 import dataclasses
@@ -24,40 +24,54 @@ from txl_jax.sharding import axes
 class Projections(NamedTuple):
     """Projections of one attention layer, for encodings that project their codes."""
 
-    query: Callable[[jax.Array, str], jax.Array]  # [n, D] and a name for its dropout -> [H, n, E].
-    key: Callable[[jax.Array, str], jax.Array]  # The same with the key matrix.
-    own: Callable[[jax.Array, str], jax.Array]  # The same with a matrix of that name, without dropout.
+    # [n, D] and a name for its dropout -> [H, n, E].
+    query: Callable[[jax.Array, str], jax.Array]
+    # The same with the key matrix.
+    key: Callable[[jax.Array, str], jax.Array]
+    # The same with a matrix of that name, without dropout.
+    own: Callable[[jax.Array, str], jax.Array]
 
 
 class PositionTerms(NamedTuple):
-    """Terms of the training scores that come from positions, not yet divided by sqrt(E). None means no such term.
+    """Terms of the training scores that come from positions, not yet divided by sqrt(E).
 
-    Keys and biases have the compute type. Scores are added in at least float32 and may have that type: bfloat16 does
-    not separate neighbouring distances above 256. A bias per distance is only `position_score`.
+    None means no such term.
+
+    Keys and biases have the compute type. Scores are added in at least float32 and may have that
+    type: bfloat16 does not separate neighbouring distances above 256. A bias per distance is only
+    `position_score`.
     """
 
     position_key: jax.Array | None = None  # [H, K, E], of the distances K - 1, .., 0.
     content_bias: jax.Array | None = None  # u, [H, E]; needs `position_key`.
     position_bias: jax.Array | None = None  # v, [H, E]; needs `position_key`.
-    # [H, K], added to the scores of the distances K - 1, .., 0 before these are divided by sqrt(E): give sqrt(E) times
-    # what the softmax is to see.
+    # [H, K], added to the scores of the distances K - 1, .., 0 before these are divided by sqrt(E):
+    # give sqrt(E) times what the softmax is to see.
     position_score: jax.Array | None = None
 
 
 class PositionKeys(flax.struct.PyTreeNode):
-    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0: `key`, `score` or both."""
+    """Precomputed terms of the decode-time scores at the distances P - 1, .., 0.
 
-    bias: jax.Array | None  # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
-    key: Any  # [H, E, P], not divided: the query is; perhaps `Int8`.
-    score: jax.Array | None  # [H, P], what the softmax is to see: `PositionTerms.position_score` divided by sqrt(E).
+    The terms are `key`, `score` or both.
+    """
+
+    # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
+    bias: jax.Array | None
+    # [H, E, P], not divided: the query is; perhaps `Int8`.
+    key: Any
+    # [H, P], what the softmax is to see: `PositionTerms.position_score` divided by sqrt(E).
+    score: jax.Array | None
 
 
 class DecodeTerms(NamedTuple):
     """Position terms of one layer at inference. None means no such term."""
 
-    content_bias: jax.Array | None = None  # u, [H, E], divided by sqrt(E).
+    # u, [H, E], divided by sqrt(E).
+    content_bias: jax.Array | None = None
     position_keys: PositionKeys | None = None
-    position_vectors: jax.Array | None = None  # [L, D], added to inputs at the distances L - 1, .., 0 from the end.
+    # [L, D], added to inputs at the distances L - 1, .., 0 from the end.
+    position_vectors: jax.Array | None = None
 
 
 class OriginalTensor(NamedTuple):
@@ -71,7 +85,10 @@ class OriginalTensor(NamedTuple):
 
 
 class Learned(nn.Module):
-    """Learned arrays of an encoding: a parameter for each name, from the size and logical axis of its dimensions."""
+    """Learned arrays of an encoding, with one parameter for each name.
+
+    A parameter is created from the size and logical axis of each of its dimensions.
+    """
 
     config: ModelConfig
     arrays: Mapping[str, Sequence[tuple[int, str]]]
@@ -92,14 +109,20 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    # Whether scores depend only on distances, so that text can be read and written one token at a time.
+    # Whether scores depend only on distances, so that text can be read and written one token at a
+    # time.
     generates_by_token: ClassVar[bool] = False
-    # Whether scores have the terms (a) to (d) of the paper, which attention then stores for `mutable=["attention"]`.
+    # Whether scores have the terms (a) to (d) of the paper, which attention then stores for
+    # `mutable=["attention"]`.
     has_four_terms: ClassVar[bool] = False
-    products_per_key: ClassVar[int] = 2  # Matmuls per query and key: content, value, and position score if any.
-    projects_codes: ClassVar[bool] = False  # Whether training projects all K codes, in every layer and segment.
-    original_type: ClassVar[int | None] = None  # The original's attn_type, or None if it has no such encoding.
-    # Attention's inward projections in the original: its matrices, and the parameters that their rows hold.
+    # Matmuls per query and key: content, value, and position score if any.
+    products_per_key: ClassVar[int] = 2
+    # Whether training projects all K codes, in every layer and segment.
+    projects_codes: ClassVar[bool] = False
+    # The original's attn_type, or None if it has no such encoding.
+    original_type: ClassVar[int | None] = None
+    # Attention's inward projections in the original: its matrices, and the parameters that their
+    # rows hold.
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
 
     @property
@@ -114,8 +137,9 @@ class PositionEncoding:
     ) -> jax.Array | None:
         """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], or None.
 
-        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp here. With a learned
-        table the codes are the distances themselves, int [K], clamped to the table.
+        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp
+        here. With a learned table the codes are the distances themselves, int [K], clamped to the
+        table.
         """
         if not self.config.encoding.is_learned:
             return None
@@ -126,11 +150,17 @@ class PositionEncoding:
         return embedded
 
     def shared_parameters(self) -> Any:
-        """Creates parameters that all layers share, in the module of the stack. Inference finds them as "biases"."""
+        """Creates parameters that all layers share, in the module of the stack.
+
+        Inference finds them as "biases".
+        """
         return None
 
     def layer_parameters(self, shared: Any) -> Any:
-        """Creates parameters of one layer, or returns the shared ones. Called in the module of the layer."""
+        """Creates parameters of one layer, or returns the shared ones.
+
+        Called in the module of the layer.
+        """
         return shared
 
     def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
@@ -140,7 +170,10 @@ class PositionEncoding:
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
-        """Returns the terms of a layer's scores, keys and biases of type `dtype`. Called in the attention's module."""
+        """Returns the terms of a layer's scores, keys and biases of type `dtype`.
+
+        Called in the attention's module.
+        """
         return PositionTerms()
 
     # Inference: the same mathematics with parameters that do not change.
@@ -148,21 +181,27 @@ class PositionEncoding:
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
     ) -> DecodeTerms:
-        """Computes the terms of one layer once, for segments of up to L tokens and a cache of R slots.
+        """Computes one layer's position terms for inference.
+
+        They are computed once, for segments of up to L tokens and a cache of R slots.
 
         `position_keys` belong to the P distances P - 1, .., 0, where P is
-        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies the clamp: they end at
-        `clamp_len`, and attention uses the largest distance for all beyond. A learned encoding passes
-        `config.clamp(clamp_len)`. The distances of `position_vectors` are clamped by the encoding itself.
+        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies
+        the clamp: they end at `clamp_len`, and attention uses the largest distance for all beyond.
+        A learned encoding passes `config.clamp(clamp_len)`. The distances of `position_vectors` are
+        clamped by the encoding itself.
 
-        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or None.
+        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or
+        None.
         """
         return DecodeTerms()
 
     # Names in other implementations' checkpoints.
 
     def original_tensors(self) -> Sequence[OriginalTensor]:
-        """Returns the correspondence of the encoding's other parameters than `original_projections`.
+        """Returns how the encoding's parameters correspond to the original's tensors.
+
+        Parameters that `original_projections` covers are not included.
 
         Raises `UserError` if other implementations do not support the config's model.
         """

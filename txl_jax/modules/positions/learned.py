@@ -1,6 +1,7 @@
 """Absolute positions as learned vectors added to the inputs of each layer (Al-Rfou et al., 2018).
 
-They are counted back from the segment's end. A layer keeps its inputs with the vectors added in its memory.
+They are counted back from the segment's end. A layer keeps its inputs with the vectors added in its
+memory.
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
 """Relative positions with sinusoid codes, the paper's own (Dai et al., 2019, section 3.3).
 
-Position keys are W_R R of each distance; u and v replace the query where the score does not depend on it.
-With `model.tie_positions` the position keys use the key matrix, and u and v are the query of distance 0. Nothing is
-added to the embedding or to the layers' inputs: those hooks of `PositionEncoding` keep their defaults.
+Position keys are W_R R of each distance; u and v replace the query where the score does not depend
+on it. With `model.tie_positions` the position keys use the key matrix, and u and v are the query of
+distance 0. Nothing is added to the embedding or to the layers' inputs: those hooks of
+`PositionEncoding` keep their defaults.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,10 @@ class RelativePositions(PositionEncoding):
         return self._biases() if self.config.untie_r else shared
 
     def _biases(self) -> dict[str, jax.Array]:
-        """Creates u (content, the original's r_w_bias) and v (position, its r_r_bias), both [H, E]."""
+        """Creates the biases u (content) and v (position), both [H, E].
+
+        In the original, u is named r_w_bias and v is named r_r_bias.
+        """
         c = self.config
         heads = (c.n_head, axes.HEADS), (c.d_head, axes.HEAD_DIM)
         return Learned(c, {"content": heads, "position": heads}, name="biases")()

@@ -1,7 +1,7 @@
 """Learned keys of distances (Shaw et al., 2018), on keys only, as in table 6 of the paper.
 
-The authors' release (attn_type 1) has more than the paper, for `compat.shaw_terms=original`: u with content, and a
-learned number per distance.
+The authors' release (attn_type 1) has more than the paper, for `compat.shaw_terms=original`: u with
+content, and a learned number per distance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,10 @@ class ShawPositions(PositionEncoding):
         """Returns the table's entries of all distances."""
         c = self.config
         lead, heads, width = (c.table_size, axes.POSITIONS), (c.n_head, axes.HEADS), (c.d_head, axes.HEAD_DIM)
-        arrays: dict[str, Sequence[tuple[int, str]]] = {"key": (lead, heads, width)}  # Term (b): q . key.
-        if self.has_position_score:  # Instead of term (d), and u of term (c).
+        # Term (b): q . key.
+        arrays: dict[str, Sequence[tuple[int, str]]] = {"key": (lead, heads, width)}
+        # Instead of term (d), and u of term (c).
+        if self.has_position_score:
             arrays |= {"score": (lead, heads), "content": (heads, width)}
         table = Learned(c, arrays, name="positions")()
         position_key = table["key"].astype(dtype)[codes].swapaxes(0, 1)

@@ -1,8 +1,9 @@
 """Absolute positions as sinusoids added to the embedding (Vaswani et al., 2017).
 
-They are counted back from the segment's end: row i gets R(L - 1 - i), with distances above `clamp_len` set to it (the
-original's attn_type 2). Only a segment's own rows get a code. The memory is reused as it was stored (section 3.3),
-where the original adds another one to it in every segment.
+They are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
+`clamp_len` set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory
+is reused as it was stored (section 3.3), where the original adds another one to it in every
+segment.
 """
 
 import jax

@@ -1,7 +1,9 @@
 """Attention as pure functions on arrays, which you can use without the models.
 
-    dispatch.py   `attention` and `cached_attention`, which modules and inference call: checks, and a device's shard
-    choose.py     which path serves a call, and why; `problem.py`: the arrays and sizes that it is chosen for
+    dispatch.py   `attention` and `cached_attention`, which modules and inference call: checks, and
+                  a device's shard
+    choose.py     which path serves a call, and why
+    problem.py    the arrays and sizes for which a path is chosen
     reference.py  the definition of correct, in training and over a KV cache
     tiled/        the same over tiles of the scores, in plain XLA: the path of CPUs
     stored.py     the same in plain XLA with its own backward pass: the path of GPUs in training
@@ -10,8 +12,8 @@
     dropout.py    `Dropout` on the probabilities, the same mask on every path
     positions.py  distances, their sinusoids, and the relative shift
 
-Letters: B batch, L segment length, M memory length, K = M + L keys, H heads, E head width, P distances, R slots of a
-cache.
+Letters: B batch, L segment length, M memory length, K = M + L keys, H heads, E head width, P
+distances, R slots of a cache.
 """
 
 from txl_jax.ops.attention.dispatch import attention, cached_attention

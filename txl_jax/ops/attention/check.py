@@ -1,7 +1,7 @@
 """Checks of the arguments of attention: shapes, dtypes, and visibility.
 
-Without them wrong arguments would end in an error of XLA about shapes that the caller never wrote or, as with integers,
-in numbers without a meaning.
+Without them wrong arguments would end in an error of XLA about shapes that the caller never wrote
+or, as with integers, in numbers without a meaning.
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,11 @@ def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
 def _check_arrays(
     given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str, *, free: set[str]
 ) -> None:
-    """Checks shapes, and that all have the query's dtype, except `Int8` and the arrays that are converted (`free`)."""
+    """Checks the shapes and dtypes of arrays.
+
+    All arrays must have the query's dtype, except `Int8` and the arrays that are converted
+    (`free`).
+    """
     of_query = given["query"].dtype
     for name, array in given.items():
         expected = tuple(sizes[axis] for axis in of_axes[name])
@@ -123,7 +127,10 @@ def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
-    """Returns and checks the description of dropout that is passed as such, or as (rate, seed) of `n_head` heads."""
+    """Checks and returns the description of dropout.
+
+    It is passed as a `Dropout`, or as (rate, seed) for `n_head` heads.
+    """
     if dropout is None:
         return None
     if isinstance(dropout, tuple) and len(dropout) == 2:

@@ -1,4 +1,8 @@
-"""The choice of an implementation of attention: the one place that decides which can serve a call, and is fastest."""
+"""The choice of an implementation of attention.
+
+This is the one place that decides which implementations can serve a call, and which of them is
+fastest.
+"""
 
 import dataclasses
 from collections.abc import Collection
@@ -19,10 +23,13 @@ _FEWEST_CACHED_KEYS = 512
 
 
 def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[Implementation, str]:
-    """Chooses an implementation by a path, or "auto" for the fastest: (implementation, the reason for it).
+    """Chooses an implementation by its path, or the fastest if the path is "auto".
 
-    Over a KV cache "stored" means the reference. "auto" takes no path of `without`, which failed on this device
-    (`runs.first_contact`). Raises `UserError` if the path is unknown or cannot serve this call.
+    Returns (implementation, reason for the choice).
+
+    Over a KV cache "stored" means the reference. "auto" takes no path of `without`, which failed on
+    this device (`runs.first_contact`). Raises `UserError` if the path is unknown or cannot serve
+    this call.
     """
     if path not in (AUTO, *PATHS):
         raise UserError(f"the attention path must be one of {AUTO}, {', '.join(PATHS)}, got {path!r}")
@@ -42,7 +49,10 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
 
 
 def refusal(path: str, problem: Problem) -> str | None:
-    """Returns why a path cannot serve a call, with the limit and the number found, or None if it can."""
+    """Returns why a path cannot serve a call, or None if it can.
+
+    The reason includes the limit and the number found.
+    """
     if path == "reference":
         return None
     if problem.is_one_token:
@@ -67,10 +77,12 @@ def can_serve(implementation: Implementation, problem: Problem) -> bool:
 
 
 def resolve(implementation: Implementation | str, problem: Problem) -> Implementation:
-    """Returns the implementation of a call: for a path the choice, for an earlier choice that one where it can serve.
+    """Returns the implementation for a call.
 
-    An earlier choice was made for other lengths, or on a machine that only compiles for the device. If it cannot serve
-    this call, "auto" decides. Raises `UserError` as `choose`.
+    A path is resolved by `choose`. An earlier choice is kept if it can serve the call.
+
+    An earlier choice was made for other lengths, or on a machine that only compiles for the device.
+    If it cannot serve this call, "auto" decides. Raises `UserError` as `choose`.
     """
     if not isinstance(implementation, Implementation):
         return choose(implementation, problem)[0]
@@ -112,14 +124,16 @@ def _make(path: str, problem: Problem) -> Implementation:
 def default_tile(problem: Problem) -> Tile:
     """Returns the tile of tiled attention for a call."""
     if problem.cached:
-        # Whole evaluation on two cores of an AMD EPYC, batch 1, float32, the reference 1: enwik8_12l 160 x 1024 1.15,
-        # 320 x 1024 1.17, 640 x 1024 1.13; four layers of enwik8_24l 128 x 1024 1.08, 512 x 1024 1.12, 256 x 512 0.96,
-        # 512 x 2048 1.03, 1024 x 1024 1.10; wt103_base 64 x 1024 0.98, 320 x 1024 1.04, 640 x 1024 1.05.
+        # Whole evaluation on two cores of an AMD EPYC, batch 1, float32, the reference 1:
+        # enwik8_12l 160 x 1024 1.15, 320 x 1024 1.17, 640 x 1024 1.13; four layers of enwik8_24l
+        # 128 x 1024 1.08, 512 x 1024 1.12, 256 x 512 0.96, 512 x 2048 1.03, 1024 x 1024 1.10;
+        # wt103_base 64 x 1024 0.98, 320 x 1024 1.04, 640 x 1024 1.05.
         return Tile(512, 1024)
-    # Forward and backward on an AMD EPYC (2 cores), L = M = 512, E 64, the reference 152 ms: 128 x 1024 108 to 111,
-    # 256 x 1024 108 to 119, 64 x 1024 123 to 130, 128 x 512 196, 512 x 1024 113 to 140. A strip whose keys are one
-    # block needs no rescaling, and reads a fixed range. L = M = 128, E 32, the reference 61 ms: 64 x 256 32 to 55,
-    # 128 x 256 40 to 60. Every strip is compiled (about 0.5 s), so there are 8 at most.
+    # Forward and backward on an AMD EPYC (2 cores), L = M = 512, E 64, the reference 152 ms: 128 x
+    # 1024 108 to 111, 256 x 1024 108 to 119, 64 x 1024 123 to 130, 128 x 512 196, 512 x 1024 113 to
+    # 140. A strip whose keys are one block needs no rescaling, and reads a fixed range. L = M =
+    # 128, E 32, the reference 61 ms: 64 x 256 32 to 55, 128 x 256 40 to 60. Every strip is compiled
+    # (about 0.5 s), so there are 8 at most.
     query = min(128, max(64, problem.segment_len // 2))
     return Tile(max(query, -(-problem.segment_len // _MOST_STRIPS)), 1024)
 
@@ -130,8 +144,9 @@ def tiles_are_faster(problem: Problem) -> bool:
         return False
     if problem.cached:
         return problem.n_keys >= _FEWEST_CACHED_KEYS
-    # Processor time of forward and backward, divided by the reference's, on an AMD EPYC: L 32, K 64 1.16, L 70, K 140
-    # 1.0, L 150, K 300 0.84, L 128, K 256 0.55, L 512, K 1024 0.50, L 768, K 1536 0.75. With few rows the reference's
-    # scores stay in the last cache: L 150, K 300 and 10 heads 1.03 with 4 rows, 0.75 with 16.
+    # Processor time of forward and backward, divided by the reference's, on an AMD EPYC: L 32, K 64
+    # 1.16, L 70, K 140 1.0, L 150, K 300 0.84, L 128, K 256 0.55, L 512, K 1024 0.50, L 768, K 1536
+    # 0.75. With few rows the reference's scores stay in the last cache: L 150, K 300 and 10 heads
+    # 1.03 with 4 rows, 0.75 with 16.
     n_pair = problem.segment_len * problem.n_keys
     return n_pair >= _FEWEST_PAIRS and problem.batch * problem.n_head * n_pair >= _FEWEST_SCORES

@@ -1,7 +1,9 @@
-"""The entry to attention: checks the arguments, and runs the chosen implementation over the shards of the ambient mesh.
+"""The entry to attention, which checks the arguments and runs the chosen implementation.
 
-All paths give the same numbers up to rounding, and draw the same dropout masks. Those other than the reference are
-imported when they are first used: Pallas takes a while.
+The implementation runs over the shards of the ambient mesh.
+
+All paths give the same numbers up to rounding, and draw the same dropout masks. Those other than
+the reference are imported when they are first used: Pallas takes a while.
 """
 
 import functools
@@ -37,24 +39,30 @@ def attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
 
-    The score of query i and key j is ((q_i + u) . k_j + (q_i + v) . r_(i-j) + s_(i-j)) / sqrt(E), with M + i - j in
-    place of i - j where M keys are memory (Dai et al., 2019, section 3.3). Keys may lie before the segment only, or on
-    both sides (`Visibility.causal`). Only the reference has forward-mode derivatives (`jax.jvp`).
+    The score of query i and key j is ((q_i + u) . k_j + (q_i + v) . r_(i-j) + s_(i-j)) / sqrt(E),
+    with M + i - j in place of i - j where M keys are memory (Dai et al., 2019, section 3.3). Keys
+    may lie before the segment only, or on both sides (`Visibility.causal`). Only the reference has
+    forward-mode derivatives (`jax.jvp`).
 
     Args:
-      query: [B, H, L, E], of any floating-point type, which all others have too (`position_score` aside).
+      query: [B, H, L, E], of any floating-point type, which all others have too (`position_score`
+        aside).
       key, value: [B, H, K, E], memory first.
-      position_key: [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`), or None for none and no biases.
+      position_key: [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`), or None for
+        none and no biases.
       content_bias, position_bias: [H, E], u and v, or None.
-      position_score: [H, P], added to these distances' scores before the division, also without keys, or None.
+      position_score: [H, P], added to these distances' scores before the division, also without
+        keys, or None.
       visibility: Which keys a query sees. One that sees none gets zeros.
-      dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in each layer and update,
+      dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in
+        each layer and update,
         or None.
       implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
         (`choose.resolve`).
 
     Raises:
-      ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in [0, 1).
+      ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in
+        [0, 1).
       UserError: If the path is unknown, or cannot serve this call.
     """
     operands = Operands(query, key, value, position_key, content_bias, position_bias, position_score)
@@ -94,16 +102,21 @@ def cached_attention(
     *,
     implementation: Implementation | str = choose.AUTO,
 ) -> jax.Array:
-    """Computes weighted sums of the values of a KV cache and of the segment: [B, H, L, E]. For inference only.
+    """Computes weighted sums of the values of a KV cache and of the segment: [B, H, L, E].
+
+    For inference only.
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).
       key, value: [B, H, L, E], of the segment.
-      ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per slot included.
-      position: Queries [B, H, L, E] with v instead of u, position keys [H, E, P] or None, and scores [H, P] to add,
-        divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which the largest stands
-        for all beyond it. None without relative positions.
-      implementation: A path, or an earlier choice. A segment of one token always uses the reference.
+      ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per
+        slot included.
+      position: Queries [B, H, L, E] with v instead of u, position keys [H, E, P] or None, and
+        scores [H, P] to add,
+        divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which
+          the largest stands for all beyond it. None without relative positions.
+      implementation: A path, or an earlier choice. A segment of one token always uses the
+        reference.
 
     Raises:
       ValueError: If shapes or dtypes do not match, or `position` has neither keys nor scores.
@@ -130,7 +143,10 @@ def cached_attention(
 
 
 def _function_of(implementation: Implementation, call: Problem) -> Callable[..., jax.Array]:
-    """Returns the function of a path other than the reference, of operands, visibility and, in training, dropout."""
+    """Returns the function of a path other than the reference.
+
+    The function takes operands, visibility and, in training, dropout.
+    """
     if implementation.path == "stored":
         from txl_jax.ops.attention.stored import stored_attention
 
@@ -151,7 +167,8 @@ def _function_of(implementation: Implementation, call: Problem) -> Callable[...,
     return functools.partial(kernels.tpu_attention, call, **options)
 
 
-# The part of a call that one device of the ambient mesh computes: rows over data x fsdp, heads over tensor.
+# The part of a call that one device of the ambient mesh computes: rows over data x fsdp, heads over
+# tensor.
 
 
 class Shards(NamedTuple):
@@ -179,8 +196,9 @@ class Shards(NamedTuple):
 def shards_of(batch: int, n_head: int) -> Shards | None:
     """Returns how B rows and H heads are divided, or None if they are not divided here.
 
-    They are not if there is one device, if the ambient mesh is the caller's with axes of other names, or if the call is
-    inside the caller's own `shard_map`, where arrays are already one device's.
+    They are not if there is one device, if the ambient mesh is the caller's with axes of other
+    names, or if the call is inside the caller's own `shard_map`, where arrays are already one
+    device's.
     """
     mesh = ambient_mesh()
     if mesh is None:

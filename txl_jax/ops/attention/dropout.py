@@ -1,11 +1,15 @@
-"""Dropout on attention probabilities with a counter-based generator: a mask is a function of where it applies.
+"""Dropout on attention probabilities with a counter-based generator.
 
-Whether a probability is kept depends on (seed, row of the batch, head, query, key) and on nothing else. So the forward
-and the backward pass, every tile size, every mesh and every platform draw the same mask, and none of them stores it.
-A generator with a state, or one keyed by the shape of the array as `jax.random.bernoulli`, has a mask per array: a
-kernel that never has the whole array cannot reproduce it.
+A mask is a function of where it applies.
 
-The hash finishes twice with the multiply-xorshift rounds of Wellons's lowbias32 (https://nullprogram.com/blog/2018/07/31/):
+Whether a probability is kept depends on (seed, row of the batch, head, query, key) and on nothing
+else. So the forward and the backward pass, every tile size, every mesh and every platform draw the
+same mask, and none of them stores it. A generator with a state, or one keyed by the shape of the
+array as `jax.random.bernoulli`, has a mask per array: a kernel that never has the whole array
+cannot reproduce it.
+
+The hash finishes twice with the multiply-xorshift rounds of Wellons's lowbias32
+(https://nullprogram.com/blog/2018/07/31/):
 once for what a row of the scores shares, once per pair.
 """
 
@@ -24,14 +28,22 @@ _LARGEST = np.float32(2**32 - 2**8)  # The largest float32 below 2^32.
 class Dropout(flax.struct.PyTreeNode):
     """Dropout on the probabilities of one attention."""
 
-    rate: float | jax.Array  # Fraction that is dropped, at least 0 and below 1. A number or a traced scalar.
-    seed: jax.Array  # uint32 []. Each layer and update draws its own.
-    n_head: int = flax.struct.field(pytree_node=False)  # Heads of all devices.
-    first_row: int | jax.Array = 0  # int32 [], place of the first row in the batch of all devices.
-    first_head: int | jax.Array = 0  # int32 [], index of the first head among all devices' heads.
+    # Fraction that is dropped, at least 0 and below 1. A number or a traced scalar.
+    rate: float | jax.Array
+    # uint32 []. Each layer and update draws its own.
+    seed: jax.Array
+    # Heads of all devices.
+    n_head: int = flax.struct.field(pytree_node=False)
+    # int32 [], place of the first row in the batch of all devices.
+    first_row: int | jax.Array = 0
+    # int32 [], index of the first head among all devices' heads.
+    first_head: int | jax.Array = 0
 
     def threshold(self) -> jax.Array:
-        """Returns the uint32 below which a probability is dropped: rate * 2^32, of the rate in float32."""
+        """Returns the uint32 below which a probability is dropped.
+
+        It is rate * 2^32, computed from the rate in float32.
+        """
         scaled = jnp.asarray(self.rate, jnp.float32) * np.float32(2**32)
         return jnp.minimum(scaled, _LARGEST).astype(jnp.uint32)
 
@@ -57,7 +69,10 @@ class Dropout(flax.struct.PyTreeNode):
 
 
 def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
-    """Returns 32 random bits of each pair, uint32, of broadcasting integers; pure integer operations, for kernels too.
+    """Returns 32 random bits for each pair of query and key, as uint32.
+
+    The arguments are integers that broadcast. Only integer operations are used, so the function
+    also works in kernels.
 
     `row_head` is the row of the batch times the number of heads, plus the head.
     """

@@ -1,4 +1,6 @@
-"""The keys that a query sees, in training and over a KV cache: causal or on both sides, filled slots, a window.
+"""The keys that a query attends to, in training and over a KV cache.
+
+Visibility is causal or on both sides, and can be limited to filled slots and to a window.
 
 For L = 3 and M = 3 (memory | segment), 1 = visible:
 
@@ -15,19 +17,27 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Visibility:
-    """Description of the keys that the queries of a segment see, from which an implementation derives its mask.
+    """Description of the keys that the queries of a segment attend to.
+
+    An implementation derives its mask from it.
 
     The keys are [memory; segment]. Without memory: `Visibility(jnp.zeros(B, jnp.int32), L, 0)`.
     """
 
-    valid: jax.Array  # int32 [B], filled memory slots of each row, right-aligned (latest last).
-    segment_len: int = flax.struct.field(pytree_node=False)  # L
-    mem_len: int = flax.struct.field(pytree_node=False)  # M
+    # int32 [B], filled memory slots of each row, right-aligned (latest last).
+    valid: jax.Array
+    # L
+    segment_len: int = flax.struct.field(pytree_node=False)
+    # M
+    mem_len: int = flax.struct.field(pytree_node=False)
     # Maximum keys that a query attends to, itself included (`same_length`), on each side, or None.
     window: int | None = flax.struct.field(pytree_node=False, default=None)
-    causal: bool = flax.struct.field(pytree_node=False, default=True)  # Whether keys behind the query are hidden.
-    lengths: jax.Array | None = None  # int32 [B], tokens of each row, or None for L. No query sees padding after them.
-    # int32 [B, L], the position of the segment from which each query sees keys. 0, like None, includes the memory.
+    # Whether keys behind the query are hidden.
+    causal: bool = flax.struct.field(pytree_node=False, default=True)
+    # int32 [B], tokens of each row, or None for L. No query sees padding after them.
+    lengths: jax.Array | None = None
+    # int32 [B, L], the position of the segment from which each query sees keys. 0, like None,
+    # includes the memory.
     document_start: jax.Array | None = None
 
     @property
@@ -41,7 +51,9 @@ class Visibility:
         return self.n_keys if self.causal else self.n_keys + self.segment_len - 1
 
     def distances(self, *, clamp_len: int | None = None) -> jax.Array:
-        """Returns the distances K - 1, .. that position keys belong to, int32 [P]. Negative distances are ahead.
+        """Returns the distances K - 1, .. that position keys belong to, int32 [P].
+
+        Negative distances are ahead.
 
         Those farther than `clamp_len`, on either side, become `clamp_len`.
         """
@@ -49,8 +61,13 @@ class Visibility:
         return distances if clamp_len is None else jnp.clip(distances, -clamp_len, clamp_len)
 
     def key_range(self) -> tuple[jax.Array, jax.Array]:
-        """Returns the first column of [memory; segment] that a row's queries may see, and the end: int32 [B] each."""
-        # More slots or tokens than there are mean all; a negative `valid` would hide the segment too.
+        """Returns the range of columns that a row's queries may attend to.
+
+        The result is the first column of [memory; segment] and the end of the range, int32 [B]
+        each.
+        """
+        # More slots or tokens than there are mean all; a negative `valid` would hide the segment
+        # too.
         start = self.mem_len - jnp.clip(self.valid, 0, self.mem_len).astype(jnp.int32)
         if self.lengths is None:
             return start, jnp.full_like(start, self.n_keys)
@@ -77,7 +94,10 @@ class Visibility:
 
 @flax.struct.dataclass
 class CachedVisibility:
-    """Description of the keys of a KV cache that the queries of a segment see. All layers share it."""
+    """Description of the keys of a KV cache that the queries of a segment see.
+
+    All layers share it.
+    """
 
     valid: jax.Array  # int32 [B], how many of the latest slots count.
     write_index: jax.Array  # int32 [], the oldest slot.
@@ -102,7 +122,10 @@ class CachedVisibility:
         return visible_BxLxR
 
     def own_mask(self) -> jax.Array:
-        """Returns the visible pairs within the segment, bool [B, L, L], or [1, L, L] if rows do not differ."""
+        """Returns the visible pairs within the segment, bool [B, L, L].
+
+        The shape is [1, L, L] if rows do not differ.
+        """
         row_L = jnp.arange(self.segment_len, dtype=jnp.int32)
         own_LxL = row_L[:, None] >= row_L[None, :]
         if self.window is not None:

@@ -1,8 +1,8 @@
 """Distances between queries and keys, their sinusoid codes, and the relative shift.
 
-A query at row i of the segment and a key at column j of [memory; segment] are M + i - j apart (Dai et al., 2019,
-section 3.3). Codes exist once per distance, not once per pair: the scores of all distances are computed first and then
-shifted into place, which is linear in K (appendix B).
+A query at row i of the segment and a key at column j of [memory; segment] are M + i - j apart (Dai
+et al., 2019, section 3.3). Codes exist once per distance, not once per pair: the scores of all
+distances are computed first and then shifted into place, which is linear in K (appendix B).
 """
 
 import jax
@@ -17,11 +17,13 @@ def key_distances(n_keys: int, *, clamp_len: int | None = None) -> jax.Array:
 
 
 def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array:
-    """The code R of each distance: [K] -> [K, D], sines in the first half and cosines in the second.
+    """Computes the sinusoidal encoding R of each distance: [K] -> [K, D].
 
-    Frequency i of D / 2 is 10000^(-2i / D). Angles are formed in at least float32: a bfloat16 angle of a few thousand
-    radians would be off by whole turns. Distances may be negative, as of keys ahead of a query. Raises `ValueError` if
-    D is odd.
+    The first half of an encoding contains sines and the second half cosines.
+
+    Frequency i of D / 2 is 10000^(-2i / D). Angles are formed in at least float32: a bfloat16 angle
+    of a few thousand radians would be off by whole turns. Distances may be negative, as of keys
+    ahead of a query. Raises `ValueError` if D is odd.
     """
     if d_model % 2:
         raise ValueError(f"d_model must be even (sinusoids are pairs of sine and cosine), got {d_model}")
@@ -32,7 +34,10 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
 
 
 def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> int:
-    """Returns P, the number of position keys that a segment needs, for the distances P - 1, .., 0."""
+    """Returns P, the number of position keys that a segment needs.
+
+    The position keys are for the distances P - 1, .., 0.
+    """
     longest = capacity + segment_len - 1
     return (min(clamp_len, longest) if clamp_len is not None else longest) + 1
 
@@ -40,9 +45,10 @@ def table_length(*, segment_len: int, capacity: int, clamp_len: int | None) -> i
 def relative_shift(scores: jax.Array) -> jax.Array:
     """Moves scores from "column = distance" to "column = key": [..., L, K] -> [..., L, K].
 
-    Column p of the input belongs to distance K - 1 - p. Query i meets key j at column (L - 1 - i) + j, so row i must
-    move left by L - 1 - i. Pad one column, read the same buffer with rows of another length, drop the first row. For
-    L = K = 3, with entry `ip` of query i and distance 2 - p:
+    Column p of the input belongs to distance K - 1 - p. Query i meets key j at column (L - 1 - i) +
+    j, so row i must move left by L - 1 - i. Pad one column, read the same buffer with rows of
+    another length, drop the first row. For L = K = 3, with entry `ip` of query i and distance 2 -
+    p:
 
         00 01 02        . 00 01 02        . 00 01        02  . 10
         10 11 12   ->   . 10 11 12   ->  02  . 10   ->   11 12  .
@@ -50,8 +56,8 @@ def relative_shift(scores: jax.Array) -> jax.Array:
                                          20 21 22
          scores           padded          re-read         result
 
-    Row 0 keeps 02 (distance 0), row 1 keeps 11, 12 (distances 1, 0). Entries right of the diagonal j = M + i belong to
-    future keys. They hold leftovers and the causal mask must hide them.
+    Row 0 keeps 02 (distance 0), row 1 keeps 11, 12 (distances 1, 0). Entries right of the diagonal
+    j = M + i belong to future keys. They hold leftovers and the causal mask must hide them.
     """
     *lead, n_query, n_key = scores.shape
     padded = jnp.pad(scores, [(0, 0)] * (len(lead) + 1) + [(1, 0)])
@@ -61,16 +67,17 @@ def relative_shift(scores: jax.Array) -> jax.Array:
 def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
     """Moves scores from "column = distance" to "column = key": [..., n, W] -> [..., n, m].
 
-    Query x meets key y at column n - 1 - x + y. Read as one line of numbers, rows that are one column shorter begin one
-    column later each time, which is the shift. For n = 3, m = 2 and a fifth column that nothing needs, entry `xp` of
-    query x and column p:
+    Query x meets key y at column n - 1 - x + y. Read as one line of numbers, rows that are one
+    column shorter begin one column later each time, which is the shift. For n = 3, m = 2 and a
+    fifth column that nothing needs, entry `xp` of query x and column p:
 
         00 01 02 03 04                                        02 03 04 10        02 03
         10 11 12 13 14   ->  from 02 on, rows of 4 columns -> 11 12 13 14   ->   11 12
         20 21 22 23 24                                        20 21 22 23        20 21
 
-    W is n + m - 1 or more. Where distances below 0 are hidden anyway, a tile that ends with the last query's own key
-    needs m + 1 columns, of which the last is not used: pairs whose column does not exist read the next row.
+    W is n + m - 1 or more. Where distances below 0 are hidden anyway, a tile that ends with the
+    last query's own key needs m + 1 columns, of which the last is not used: pairs whose column does
+    not exist read the next row.
     """
     *lead, n_query, width = by_distance.shape
     if n_query == 1:
@@ -81,7 +88,9 @@ def skew(by_distance: jax.Array, n_key: int) -> jax.Array:
 
 
 def unskew(scores: jax.Array, width: int) -> jax.Array:
-    """Moves [..., n, m] to the columns of [..., n, W] where `skew` reads them, zeros elsewhere: its transpose.
+    """Moves [..., n, m] to the columns of [..., n, W] where `skew` reads them.
+
+    All other entries are zeros. This is the transpose of `skew`.
 
     Pairs whose column does not exist must be 0.
     """

@@ -1,4 +1,4 @@
-"""The arrays of one attention call, its static description, and the implementations that can serve it."""
+"""Arrays of one attention call, its static description, and implementations that can serve it."""
 
 import dataclasses
 import re
@@ -9,13 +9,17 @@ import jax
 PATHS = ("reference", "tiled", "stored", "fused")
 KERNELS = ("mosaic_roll", "mosaic_gather")
 
-# Queries, position keys and scores, as `cached_attention` describes them. Keys, and what is stored, may be `Int8`.
+# Queries, position keys and scores, as `cached_attention` describes them. Keys, and what is stored,
+# may be `Int8`.
 Position = tuple[jax.Array, Any, jax.Array | None] | None
 Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
 
 
 class Operands(NamedTuple):
-    """The arrays of attention over [memory; segment], or their gradients. Missing arrays are None."""
+    """The arrays of attention over [memory; segment], or their gradients.
+
+    Missing arrays are None.
+    """
 
     query: Any  # [B, H, L, E]
     key: Any  # [B, H, K, E], memory first.
@@ -50,22 +54,38 @@ class Tile(NamedTuple):
 class Problem:
     """What decides which implementation can serve a call, on one device."""
 
-    platform: str  # "cpu", "gpu" or "tpu".
-    device_kind: str  # The device's name in jax, such as "TPU v5 lite".
-    dtype: str  # Of queries, keys and values.
-    batch: int  # B
-    n_head: int  # H
-    segment_len: int  # L
-    n_keys: int  # K, with a KV cache R + L.
-    d_head: int  # E
-    n_positions: int = 0  # P, the number of position keys, which may be 0.
-    has_position_score: bool = False  # Whether there is a score per distance.
-    causal: bool = True  # Whether keys behind the query are hidden.
-    window: int | None = None  # Maximum keys that a query sees, or None for no limit.
-    dropout: bool = False  # Whether there is dropout on the probabilities.
-    capacity: int | None = None  # R, slots of the KV cache, or None in training, over [memory; segment].
-    cache_dtype: str | None = None  # Of the stored keys and values, or None for `dtype`.
-    documents: bool = False  # Whether documents are kept apart within a segment (`Visibility.document_start`).
+    # "cpu", "gpu" or "tpu".
+    platform: str
+    # The device's name in jax, such as "TPU v5 lite".
+    device_kind: str
+    # Of queries, keys and values.
+    dtype: str
+    # B
+    batch: int
+    # H
+    n_head: int
+    # L
+    segment_len: int
+    # K, with a KV cache R + L.
+    n_keys: int
+    # E
+    d_head: int
+    # P, the number of position keys, which may be 0.
+    n_positions: int = 0
+    # Whether there is a score per distance.
+    has_position_score: bool = False
+    # Whether keys behind the query are hidden.
+    causal: bool = True
+    # Maximum keys that a query sees, or None for no limit.
+    window: int | None = None
+    # Whether there is dropout on the probabilities.
+    dropout: bool = False
+    # R, slots of the KV cache, or None in training, over [memory; segment].
+    capacity: int | None = None
+    # Of the stored keys and values, or None for `dtype`.
+    cache_dtype: str | None = None
+    # Whether documents are kept apart within a segment (`Visibility.document_start`).
+    documents: bool = False
 
     @property
     def cached(self) -> bool:
@@ -80,12 +100,19 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute attention. `str` and `parse` are inverse. Raises `ValueError` for invalid parts."""
+    """A way to compute attention.
 
-    path: str  # One of `PATHS`.
-    kernel: str | None = None  # One of `KERNELS` for "fused", otherwise None.
-    tile: Tile | None = None  # None for the paths without tiles.
-    interpret: bool = False  # Whether kernels are interpreted, on any device and slowly, as tests do.
+    `str` and `parse` are inverse. Raises `ValueError` for invalid parts.
+    """
+
+    # One of `PATHS`.
+    path: str
+    # One of `KERNELS` for "fused", otherwise None.
+    kernel: str | None = None
+    # None for the paths without tiles.
+    tile: Tile | None = None
+    # Whether kernels are interpreted, on any device and slowly, as tests do.
+    interpret: bool = False
 
     def __post_init__(self) -> None:
         """Checks that the parts match. A run's record may be corrupted."""
@@ -126,6 +153,9 @@ class Implementations(NamedTuple):
 
 
 def default_device() -> jax.Device:
-    """Returns the device that jax places arrays on, which a call of attention is for, as no mesh need be given."""
+    """Returns the device that JAX places arrays on.
+
+    A call of attention is for this device, because no mesh needs to be passed.
+    """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return device if isinstance(device, jax.Device) else jax.devices()[0]

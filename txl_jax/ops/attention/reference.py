@@ -1,19 +1,22 @@
-"""The definition of attention: the numbers that every faster path must give, in training and over a KV cache.
+"""The definition of attention, in training and over a KV cache.
+
+Every faster path must give the same numbers.
 
 In training (Dai et al., 2019, section 3.3) the score of query i and key j has four terms,
 
     (a) q_i . k_j    (b) q_i . r_(i-j)    (c) u . k_j    (d) v . r_(i-j)
 
-(a) + (c) is one product of q + u with the keys, (b) + (d) one product of q + v with the position keys followed by the
-relative shift. Shaw et al. (2018) have (a) and (b), with learned position keys. Without position keys it is scaled
-dot-product attention (Vaswani et al., 2017, section 3.2).
+(a) + (c) is one product of q + u with the keys, (b) + (d) one product of q + v with the position
+keys followed by the relative shift. Shaw et al. (2018) have (a) and (b), with learned position
+keys. Without position keys it is scaled dot-product attention (Vaswani et al., 2017, section 3.2).
 
-Over a KV cache, a ring of stored keys and values, and the segment itself, the numbers are those of training over
-[memory; segment]. Slots are overwritten in turn: slot s holds the position `age(s)` before the segment, and a query at
-row i meets it at the distance age(s) + i. Nothing of the memory is moved, joined or sorted; what is rotated are the
-position scores. With `clamp_len` most distances share one position code. Their scores, one number per query, need no
-table: only distances below the clamp are gathered, which at M = 3800 and a clamp of 1000 saves three quarters of the
-product with position keys and of the shift.
+Over a KV cache, a ring of stored keys and values, and the segment itself, the numbers are those of
+training over [memory; segment]. Slots are overwritten in turn: slot s holds the position `age(s)`
+before the segment, and a query at row i meets it at the distance age(s) + i. Nothing of the memory
+is moved, joined or sorted; what is rotated are the position scores. With `clamp_len` most distances
+share one position code. Their scores, one number per query, need no table: only distances below the
+clamp are gathered, which at M = 3800 and a clamp of 1000 saves three quarters of the product with
+position keys and of the shift.
 
 tests/ops/attention/test_reference.py compares training with a loop over pairs, test_cached.py and
 tests/inference/test_forward.py the cache with loops and with training.
@@ -45,7 +48,8 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
     visible_Bx1xLxK = visibility.mask()[:, None, :, :]
     scores_BxHxLxK = jnp.where(visible_Bx1xLxK, scores_BxHxLxK, -jnp.inf)
-    if visibility.lengths is not None:  # A query may see no key. A softmax of nothing is nan, as are its gradients.
+    # A query may see no key. A softmax of nothing is nan, as are its gradients.
+    if visibility.lengths is not None:
         sees_Bx1xLx1 = jnp.any(visible_Bx1xLxK, axis=-1, keepdims=True)
         scores_BxHxLxK = jnp.where(sees_Bx1xLx1, scores_BxHxLxK, 0)
     probabilities_BxHxLxK = jax.nn.softmax(scores_BxHxLxK, axis=-1).astype(o.value.dtype)
@@ -57,7 +61,10 @@ def attention(operands: Operands, visibility: Visibility, dropout: Dropout | Non
 
 
 class ScoreTerms(NamedTuple):
-    """The four terms of the scores [B, H, L, K], each divided by sqrt(E). Softmax takes their sum."""
+    """The four terms of the scores [B, H, L, K], each divided by sqrt(E).
+
+    Softmax takes their sum.
+    """
 
     a: jax.Array  # Content with content.
     b: jax.Array  # Content with distance.
@@ -68,7 +75,10 @@ class ScoreTerms(NamedTuple):
 def score_terms(
     query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
 ) -> ScoreTerms:
-    """Computes the four terms of causal scores, of arrays as in `Operands`. Future keys get leftovers."""
+    """Computes the four terms of causal scores, of arrays as in `Operands`.
+
+    Future keys get leftovers.
+    """
     none = jnp.zeros_like(query)
 
     def content(rows: jax.Array) -> jax.Array:
@@ -110,11 +120,13 @@ def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> 
 
 
 def _by_ring(rows: jax.Array, ring: jax.Array | Int8) -> jax.Array:
-    """Multiplies with a ring of any type: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m], in at least float32.
+    """Multiplies with a ring of any dtype: [B, H, L, n] x [B, H, n, m] -> [B, H, L, m].
 
-    A single row is multiplied and summed, so that a narrower ring is converted while it is read; for a product XLA's
-    CPU backend first writes a copy of all of it in the wide type (12 layers of 8 x 64 x 2160 in bfloat16, two
-    cores: 22 ms with products, 4.1 ms so; in float32 2.8 ms).
+    The result is in at least float32.
+
+    A single row is multiplied and summed, so that a narrower ring is converted while it is read;
+    for a product XLA's CPU backend first writes a copy of all of it in the wide type (12 layers of
+    8 x 64 x 2160 in bfloat16, two cores: 22 ms with products, 4.1 ms so; in float32 2.8 ms).
     """
     wide = wide_type(rows)
     if isinstance(ring, Int8):
@@ -138,10 +150,12 @@ def biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
 def position_scores(
     query: jax.Array, key: jax.Array | Int8 | None, more: jax.Array | None, equation: str = "hne,hpe->hnp"
 ) -> jax.Array:
-    """Computes scores by distance, before the shift: [B, H, L, P], or [1, H, L, P] for all rows without a matmul.
+    """Computes scores by distance, before the shift: [B, H, L, P].
 
-    The keys are [H, P, E], or [H, E, P] with the other `equation`. One [B L, E] x [E, P] product per head: XLA's CPU
-    backend turns the einsum bhle,hke->bhlk into B small products.
+    Without keys there is no matmul, and the result is [1, H, L, P] for all rows.
+
+    The keys are [H, P, E], or [H, E, P] with the other `equation`. One [B L, E] x [E, P] product
+    per head: XLA's CPU backend turns the einsum bhle,hke->bhlk into B small products.
     """
     (batch, n_head, n_query, width), wide = query.shape, wide_type(query)
     if key is None:
@@ -155,7 +169,10 @@ def position_scores(
 
 
 def _own_positions(table: jax.Array) -> jax.Array:
-    """Computes position scores of the segment's own keys: [..., L, P] -> [..., L, L]. Future keys get leftovers."""
+    """Computes position scores of the segment's own keys: [..., L, P] -> [..., L, L].
+
+    Future keys get leftovers.
+    """
     segment_len, n_position = table.shape[-2:]
     missing = max(segment_len - n_position, 0)
     pad = [(0, 0)] * (table.ndim - 1)
@@ -168,11 +185,13 @@ def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) ->
     segment_len, n_position = table.shape[-2:]
     capacity, clamp = age.shape[0], n_position - 1
     clamped = clamp < capacity + segment_len - 1
-    n_near = min(clamp - 1, capacity) if clamped else capacity  # Slots that some query meets below the clamp.
+    # Slots that some query meets below the clamp.
+    n_near = min(clamp - 1, capacity) if clamped else capacity
     far = table[..., :1]
     if n_near <= 0:
         return jnp.broadcast_to(far, (*table.shape[:-1], capacity))
-    # Distances n_near + L - 1, .., 1; those above the clamp are filled with zeros, and replaced below.
+    # Distances n_near + L - 1, .., 1; those above the clamp are filled with zeros, and replaced
+    # below.
     first = max(clamp - (n_near + segment_len - 1), 0)
     near = table[..., first:clamp]
     pad = [(0, 0)] * (table.ndim - 1)
@@ -187,13 +206,16 @@ def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) ->
 
 
 def _rotate(columns: jax.Array, write_index: jax.Array, capacity: int) -> jax.Array:
-    """Puts the columns of the ages n, .., 1 where those slots are in the ring, zeros elsewhere: [..., n] -> [..., R].
+    """Puts the columns of the ages n, .., 1 where those slots are in the ring.
 
-    The latest slot is write_index - 1 (modulo R). Columns of several queries are written once, running over the ring's
-    end, and what ran over is added where the ring begins: `jnp.roll` would write an array of twice the ring's length
-    first, which takes a quarter longer with 128 queries. Those of one query are written twice and cut out: under
-    `vmap`, with an index for each row, the write would be a scatter (wt103_base's attention with 16 rows: 26.9 ms, and
-    23.7 so; two cores of an AMD EPYC, jax 0.10.2).
+    The shapes are [..., n] -> [..., R]. All other columns are zeros.
+
+    The latest slot is write_index - 1 (modulo R). Columns of several queries are written once,
+    running over the ring's end, and what ran over is added where the ring begins: `jnp.roll` would
+    write an array of twice the ring's length first, which takes a quarter longer with 128 queries.
+    Those of one query are written twice and cut out: under `vmap`, with an index for each row, the
+    write would be a scatter (wt103_base's attention with 16 rows: 26.9 ms, and 23.7 so; two cores
+    of an AMD EPYC, jax 0.10.2).
     """
     n_column = columns.shape[-1]
     pad = [(0, 0)] * (columns.ndim - 1)

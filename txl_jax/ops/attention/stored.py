@@ -1,16 +1,20 @@
-"""Attention in plain XLA with its own backward pass, which stores the probabilities once: the path of GPUs in training.
+"""Attention in plain XLA with its own backward pass, which stores the probabilities once.
 
-The definition is `reference.attention`; tests/ops/attention/test_training.py compares values, gradients and dropout
-masks with it, tests/ops/attention/test_reference.py both with a loop over pairs.
+This is the path for GPUs in training.
 
-Left to XLA's differentiation, the reference keeps seven arrays of the scores' size in 16 bits for the backward pass,
-and moves such arrays some 40 times. Here one is kept, the probabilities before dropout, and they move some 25 times
-(enwik8_24l on an H200, by the compiler; test_stored.py counts them):
+The definition is `reference.attention`; tests/ops/attention/test_training.py compares values,
+gradients and dropout masks with it, tests/ops/attention/test_reference.py both with a loop over
+pairs.
 
-- Where arrays have 16 bits, scores are stored in float16, which keeps 11 bits of a number where bfloat16 keeps 8. They
-  are clipped to its range, as infinity would become nan.
-- Scores by distance have columns of zeros behind them, so that the relative shift reads the same buffer with rows of
-  another length (`positions.skew`).
+Left to XLA's differentiation, the reference keeps seven arrays of the scores' size in 16 bits for
+the backward pass, and moves such arrays some 40 times. Here one is kept, the probabilities before
+dropout, and they move some 25 times (enwik8_24l on an H200, by the compiler; test_stored.py counts
+them):
+
+- Where arrays have 16 bits, scores are stored in float16, which keeps 11 bits of a number where
+  bfloat16 keeps 8. They are clipped to its range, as infinity would become nan.
+- Scores by distance have columns of zeros behind them, so that the relative shift reads the same
+  buffer with rows of another length (`positions.skew`).
 - Arrays are heads first, [H, B, L, K], the order that the product of position keys has.
 
 Letters as in `txl_jax.ops.attention`, and W columns of the scores by distance.
@@ -27,8 +31,10 @@ from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands
 from txl_jax.ops.matmul import product, wide_type
 
-_HIDDEN = -1e30  # Finite, so that a query that sees no key yields no nan.
-_ALIGNED = 8  # Columns: rows that begin at multiples of 16 bytes suit the libraries of matrix products.
+# Finite, so that a query that sees no key yields no nan.
+_HIDDEN = -1e30
+# Columns: rows that begin at multiples of 16 bytes suit the libraries of matrix products.
+_ALIGNED = 8
 
 
 def stored_attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
@@ -55,7 +61,8 @@ def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None
     weights = jnp.exp(scores_HxBxLxK - jnp.max(scores_HxBxLxK, axis=-1, keepdims=True))
     if visibility.lengths is not None:  # A query may see no key.
         weights = jnp.where(visible_1xBxLxK, weights, 0)
-    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)  # It is at least 1 where a key is seen.
+    # It is at least 1 where a key is seen.
+    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)
     # Without the barrier XLA stores the weights in float32 for both passes.
     probabilities = jax.lax.optimization_barrier((weights / total).astype(o.value.dtype))
     output = product("hblk,hbke->hble", _drop(probabilities, dropout), o.value).astype(o.value.dtype)

@@ -1,4 +1,6 @@
-"""The TPU kernels through Mosaic, for chips that are not there: at the published models' shapes, without the scores."""
+"""The TPU kernels through Mosaic, for chips that are not there: at the published models' shapes,
+without the scores.
+"""
 
 import functools
 import importlib.metadata
@@ -25,8 +27,10 @@ from txl_jax.sharding.mesh import make_mesh, use_mesh
 pytestmark = pytest.mark.nightly(part="tpu")
 
 CHIPS = ("v4:2x2x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1")
-BATCH = 4  # Rows of a chip.
-CACHED = {name: (sizes, capacity) for name, (sizes, capacity, _) in EVALUATION.items()} | {  # Heads, L, K, E, P; R.
+# Rows of a chip.
+BATCH = 4
+# Heads, L, K, E, P; R.
+CACHED = {name: (sizes, capacity) for name, (sizes, capacity, _) in EVALUATION.items()} | {
     "enwik8_24l, no clamp": ((8, 128, 3968, 128, 3968), 3840),
     "absolute positions": ((8, 128, 768, 64, 0), 640),
     "no cache": ((8, 300, 300, 64, 300), 0),
@@ -99,8 +103,10 @@ def test_dropout_both_directions_and_no_positions_compile(chip, options):
 
 def test_memory_and_traffic_are_a_part_of_the_references():
     program = compiled("v5e:1x1", "enwik8_24l", "bfloat16", batch=64)
-    assert program.memory_analysis().temp_size_in_bytes < 20e6  # The reference: 9.9 GB.
-    assert compiled("v5e:1x1", "enwik8_24l", "bfloat16").cost_analysis()["bytes accessed"] < 429e6  # A tenth.
+    # The reference: 9.9 GB.
+    assert program.memory_analysis().temp_size_in_bytes < 20e6
+    # A tenth.
+    assert compiled("v5e:1x1", "enwik8_24l", "bfloat16").cost_analysis()["bytes accessed"] < 429e6
 
 
 def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
@@ -127,10 +133,12 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
 
 
 def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None):
-    """Compiles the kernel over a KV cache, which must write nothing of the size of the scores to memory, nor a ring.
+    """Compiles the kernel over a KV cache, which must write nothing of the size of the scores to
+    memory, nor a ring.
 
-    On-chip memory, into which XLA fetches arrays ahead where they fit, has an S in its layout. For E 41 XLA puts
-    another axis than E beside the slots, and does copy rings where they are arguments of a program.
+    On-chip memory, into which XLA fetches arrays ahead where they fit, has an S in its layout. For
+    E 41 XLA puts another axis than E beside the slots, and does copy rings where they are arguments
+    of a program.
     """
     sizes, capacity = CACHED[preset]
     (n_head, segment_len, n_keys, width, n_positions), device = sizes, devices_of(chip)[0]

@@ -1,1 +1,4 @@
-"""Attention over tiles of queries and keys in plain XLA, in training and over a KV cache: scores are not written."""
+"""Attention over tiles of queries and keys in plain XLA, in training and over a KV cache.
+
+Scores are not written.
+"""

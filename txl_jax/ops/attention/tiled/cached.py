@@ -1,22 +1,24 @@
 """Attention over a KV cache, tile by tile.
 
-The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py compares with it
-wherever the ring begins.
+The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py
+compares with it wherever the ring begins.
 
-The ring is read by age, oldest first, in blocks of slots: where a block begins in the ring follows from the write
-index, everything else about it is static. So the blocks that a window or the clamp cuts are known when the program is
-made. They are written out, with what they need, and the others run in loops that need nothing:
+The ring is read by age, oldest first, in blocks of slots: where a block begins in the ring follows
+from the write index, everything else about it is static. So the blocks that a window or the clamp
+cuts are known when the program is made. They are written out, with what they need, and the others
+run in loops that need nothing:
 
     ages    A ......................... C ................ 1 | segment
     blocks  [window][far][far] .. [far][clamp][near] .. [near] [own]
 
-A far block is beyond the clamp for every query, and its position score is one number per query. Near blocks multiply
-with the position keys of their own distances, and shift the product on the tile (`skew`). Softmax is online: the
-largest score so far, the sum and the weighted values are rescaled after each block (Milakov and Gimelshein, 2018).
+A far block is beyond the clamp for every query, and its position score is one number per query.
+Near blocks multiply with the position keys of their own distances, and shift the product on the
+tile (`skew`). Softmax is online: the largest score so far, the sum and the weighted values are
+rescaled after each block (Milakov and Gimelshein, 2018).
 
-Loops are no loss on a CPU: written out, XLA computes in advance what does not depend on earlier blocks (slices of the
-ring of all layers), in tens of megabytes of temporary memory; four layers of enwik8_12l in a program of their own spent
-a third of their time on its first touch.
+Loops are no loss on a CPU: written out, XLA computes in advance what does not depend on earlier
+blocks (slices of the ring of all layers), in tens of megabytes of temporary memory; four layers of
+enwik8_12l in a program of their own spent a third of their time on its first touch.
 """
 
 import dataclasses
@@ -35,13 +37,15 @@ from txl_jax.ops.attention.reference import position_scores
 from txl_jax.ops.attention.tiled.training import Softmax
 from txl_jax.ops.matmul import product, wide_type
 
-_REGISTER = 16  # float32 numbers of the widest register of a CPU; several blocks are multiples of it.
+# float32 numbers of the widest register of a CPU; several blocks are multiples of it.
+_REGISTER = 16
 
 
 def tiled_cached_attention(operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile) -> jax.Array:
     """Computes weighted sums of the values, without gradients: [B, H, L, E].
 
-    `tile` is about how many rows of scores (over all heads and rows of the batch) and keys a block has.
+    `tile` is about how many rows of scores (over all heads and rows of the batch) and keys a block
+    has.
     """
     # The last block may run round the ring and read slots for the second time, at ages above R.
     visibility = dataclasses.replace(visibility, valid=jnp.minimum(visibility.valid, visibility.capacity))
@@ -68,7 +72,10 @@ def tiled_cached_attention(operands: CachedOperands, visibility: CachedVisibilit
 
 
 def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
-    """Returns rows of the batch and heads of a group: divisors, with at most about `most` queries in all."""
+    """Returns how many rows of the batch and how many heads are in a group.
+
+    They are divisors of `batch` and `n_head`, and a group has at most about `most` queries in all.
+    """
     n_heads = max(n for n in range(1, n_head + 1) if n_head % n == 0 and (n == 1 or n * n_query <= most))
     if n_heads < n_head:
         return 1, n_heads
@@ -76,7 +83,10 @@ def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
 
 
 def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibility, n_key: int) -> jax.Array:
-    """Computes attention of a group of rows and heads, with blocks of about `n_key` keys: [B, H, L, E]."""
+    """Computes the attention of a group of rows and heads, [B, H, L, E].
+
+    Blocks have about `n_key` keys each.
+    """
     query, key, value, _, position = operands
     wide = wide_type(query)
     by_distance = None if position is None else _Positions(*position)
@@ -138,18 +148,25 @@ def _fold(
     add: Callable[[Softmax, int | jax.Array], Softmax],
     partial: Softmax,
 ) -> Softmax:
-    """Adds the blocks of a region, uncut blocks in a loop, which begins where any row has valid slots."""
+    """Adds the blocks of a region to the softmax.
+
+    Uncut blocks are added in a loop, which begins where any row has valid slots.
+    """
     for index in range(region.n_cut):
         partial = add(partial, region.oldest(index))
     if region.n_cut == region.n_block:
         return partial
-    n_valid = (jnp.max(visibility.valid) - region.youngest + region.size) // region.size  # Blocks with valid slots.
+    # Blocks with valid slots.
+    n_valid = (jnp.max(visibility.valid) - region.youngest + region.size) // region.size
     first = jnp.clip(region.n_block - n_valid, region.n_cut, region.n_block)
     return lax.fori_loop(first, region.n_block, lambda index, partial: add(partial, region.oldest(index)), partial)
 
 
 def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tuple[_Region, _Region]:
-    """Returns the blocks beyond the clamp for all queries, and the others. Without positions (None) all are beyond."""
+    """Returns the blocks beyond the clamp for all queries, and the others.
+
+    Without positions (None) all are beyond.
+    """
     n_query, window = visibility.segment_len, visibility.window
     n_age = visibility.capacity if window is None else min(visibility.capacity, window - 1)
     if clamp is None:
@@ -161,7 +178,10 @@ def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tup
 
 
 def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility, clamp: int | None) -> _Region:
-    """Returns blocks of about `n_key` keys for the ages from `youngest` up. With None the clamp does not cut them."""
+    """Returns blocks of about `n_key` keys for the ages from `youngest` up.
+
+    If `clamp` is None, the clamp does not cut the blocks.
+    """
     if n_age <= 0:
         return _Region(0, 0, youngest, 0)
     n_block = max(1, round(n_age / n_key))
@@ -204,7 +224,10 @@ class _Positions:
         return skew(self._scores(lambda table: _columns(table, largest, n_column)), n_key)
 
     def own(self) -> jax.Array:
-        """Computes the scores of the segment's own keys: [B or 1, H, L, L]. Future keys get leftovers."""
+        """Computes the scores of the segment's own keys: [B or 1, H, L, L].
+
+        Future keys get leftovers.
+        """
         n_query = self.query.shape[2]
         return positions.relative_shift(self._scores(lambda table: _columns(table, n_query - 1, n_query)))
 
@@ -213,11 +236,14 @@ class _Positions:
         return self._scores(lambda table: table[..., :1])
 
     def tile_of_all(self, oldest: int) -> jax.Array:
-        """Computes the scores of the ages from `oldest`, P - 1 at most, down to 1: [B or 1, H, L, n].
+        """Computes the scores of the ages from `oldest` down to 1: [B or 1, H, L, n].
 
-        It multiplies with all position keys and shifts the product: rows of P columns read as rows of P - 1, from P - 1
-        - n on. What a query has beyond the clamp falls into the row before, and is replaced, so that no position key is
-        copied.
+        The method requires `oldest` to be at most P - 1.
+
+        It multiplies with all position keys and shifts the product: rows of P columns read as rows
+        of P - 1, from P - 1
+        - n on. What a query has beyond the clamp falls into the row before, and is replaced, so
+          that no position key is copied.
         """
         scores = self._scores(lambda table: table)
         *lead, n_query, n_position = scores.shape
@@ -230,7 +256,10 @@ class _Positions:
         return jnp.where((distance > self.clamp)[None, None], scores[..., :1], shifted)
 
     def _scores(self, select: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Computes the scores of a selection of distances: [B, H, L, W], or [1, H, L, W] without keys."""
+        """Computes the scores of a selection of distances, [B, H, L, W].
+
+        The result is [1, H, L, W] without keys.
+        """
         key, score = (None if table is None else select(table) for table in (self.key, self.score))
         return position_scores(self.query, key, score, equation="hne,hep->hnp")
 
@@ -258,7 +287,8 @@ class _Ring:
 
         def over_the_end() -> tuple[jax.Array, jax.Array]:
             (key, value), (key_on, value_on), shift = at(capacity - n_key), at(0), slot - (capacity - n_key)
-            # Keys lie along their last axis: without the barrier XLA would test every number for where it comes from.
+            # Keys lie along their last axis: without the barrier XLA would test every number for
+            # where it comes from.
             key = lax.optimization_barrier(jnp.concatenate([key, key_on], axis=3))
             value = jnp.concatenate([value, value_on], axis=2)
             key = lax.dynamic_slice_in_dim(key, shift, n_key, axis=3)

@@ -1,23 +1,27 @@
-"""Attention over tiles of the scores, forward and backward, in plain XLA: the scores [B, H, L, K] are never written.
+"""Attention over tiles of the scores, forward and backward, in plain XLA.
 
-The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares values and all
-gradients with it.
+The scores [B, H, L, K] are never written.
 
-A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries (`Layout`), each with
-blocks of keys: a product for content, one for positions, the shift of the tile (`positions.skew`), an online softmax
-(Milakov and Gimelshein, 2018) over the blocks, the product with the values. Kept for the backward pass are the result
-and the logarithm of each query's sum. It computes the scores again (Dao et al., 2022).
+The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares
+values and all gradients with it.
 
-Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64. The reference
-takes 290 ms, this 145, its products alone 110:
-    no masks                                                the same: they are part of passes that are there anyway
-    sums of the softmax by a column of ones in the values   the same
-    keys in blocks of 256 with an online softmax            205 ms: rescaling, and more distances per pair
-    strips of 64, 256 and 512 queries in place of 128       152, 143 and 159 ms
-    two loops over half of the heads each                   the same: XLA runs them one after the other
+A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries
+(`Layout`), each with blocks of keys: a product for content, one for positions, the shift of the
+tile (`positions.skew`), an online softmax (Milakov and Gimelshein, 2018) over the blocks, the
+product with the values. Kept for the backward pass are the result and the logarithm of each query's
+sum. It computes the scores again (Dao et al., 2022).
 
-Letters as in `txl_jax.ops.attention`, and: G rows of a group, n queries and m keys of a block, W distances of a block,
-P' position keys with the padding behind them.
+Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64.
+The reference takes 290 ms, this 145, its products alone 110:
+    no masks                                               the same: part of passes that run anyway
+    sums of the softmax by a column of ones in the values  the same
+    keys in blocks of 256 with an online softmax           205 ms: rescaling, and more distances
+                                                           per pair
+    strips of 64, 256 and 512 queries instead of 128       152, 143 and 159 ms
+    two loops over half of the heads each                  the same: XLA runs one after the other
+
+Letters as in `txl_jax.ops.attention`, and: G rows of a group, n queries and m keys of a block, W
+distances of a block, P' position keys with the padding behind them.
 """
 
 import dataclasses
@@ -34,10 +38,12 @@ from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands, Tile, default_device
 from txl_jax.ops.matmul import product, wide_type
 
-# Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass and the next, and
-# a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2 cores: 2^17 142 ms, 2^18 109, 2^20 109).
+# Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass
+# and the next, and a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2
+# cores: 2^17 142 ms, 2^18 109, 2^20 109).
 _CPU_SCORES = 2**18
-_LOWEST = -1e30  # The highest score of a query that has seen no key: finite, or hidden scores minus it would be NaN.
+# The highest score of a query that has seen no key: finite, or hidden scores minus it would be NaN.
+_LOWEST = -1e30
 
 Carry = TypeVar("Carry")
 
@@ -51,9 +57,10 @@ def tiled_attention(
     return _attention(layout, operands, _Masking(visibility.key_range(), dropout, row_head))
 
 
-# `Operands` holds gradients too. While they are summed, those with an axis E after K or P' are transposed, [.., E, K],
-# as the matmuls that give them are fast that way (`_transposed`), and those without an axis B are wide. Within a group
-# all are wide, without the axes B and H but with G for B, and the query's is None.
+# `Operands` holds gradients too. While they are summed, those with an axis E after K or P' are
+# transposed, [.., E, K], as the matmuls that give them are fast that way (`_transposed`), and those
+# without an axis B are wide. Within a group all are wide, without the axes B and H but with G for
+# B, and the query's is None.
 
 
 class _Masking(NamedTuple):
@@ -70,7 +77,10 @@ def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Arr
 
 
 def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Returns the result [B, H, L, E], and the residuals. The last one is each query's log sum, [B, H, L], wide."""
+    """Returns the result [B, H, L, E], and the residuals.
+
+    The last one is each query's log sum, [B, H, L], wide.
+    """
     padded = _pad_positions(arrays, layout)
 
     def body(place: _Place, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +103,10 @@ class Softmax(NamedTuple):
     total: jax.Array  # [.., n, 1], the sum of exp(score - highest).
 
     def add(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> "Softmax":
-        """Adds the scores [.., n, m] of a block, whose values `weigh` sums with weights of that shape."""
+        """Adds the scores [.., n, m] of a block.
+
+        `weigh` sums the block's values, with weights in the shape of the scores.
+        """
         highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, shrink = jnp.exp(scores - highest), jnp.exp(self.highest - highest)
         summed, total = weigh(weights), jnp.sum(weights, axis=-1, keepdims=True)
@@ -159,7 +172,10 @@ class _Rows(NamedTuple):
 
 
 def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Operands) -> tuple[jax.Array, Operands]:
-    """Returns the gradient of a strip's queries, [G, n, E], and adds to the other gradients of the group."""
+    """Returns the gradient of a strip's queries, [G, n, E].
+
+    The function also adds to the other gradients of the group.
+    """
     dropout, wide, dtype = group.dropout, group.wide, group.key.dtype
 
     def add_block(index: Any, state: tuple[jax.Array, jax.Array, Operands]) -> tuple[jax.Array, jax.Array, Operands]:
@@ -199,12 +215,18 @@ _attention.defvjp(_forward, _backward)
 class Strip:
     """Neighbouring queries, and the keys that some of them may see."""
 
-    first: int  # The first query.
-    n_query: int  # n, their number.
-    begin: int  # The first key.
-    end: int  # Behind the last key.
-    n_key: int  # m, keys of a block. The last block starts early enough to be whole, and hides what it repeats.
-    width: int  # Columns of scores by distance that `skew` needs of a block.
+    # The first query.
+    first: int
+    # n, their number.
+    n_query: int
+    # The first key.
+    begin: int
+    # Behind the last key.
+    end: int
+    # m, keys of a block. The last block starts early enough to be whole, and hides what it repeats.
+    n_key: int
+    # Columns of scores by distance that `skew` needs of a block.
+    width: int
 
     @property
     def n_blocks(self) -> int:
@@ -214,7 +236,10 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The parts of the scores of one head, static: strips of queries, each with the blocks of keys that it may see."""
+    """Static description of the parts of one head's scores.
+
+    The parts are strips of queries, each with the blocks of keys that it may attend to.
+    """
 
     segment_len: int  # L
     mem_len: int  # M
@@ -237,12 +262,16 @@ class Layout:
         n_key = _even(end - begin, self.tile.key)
         width = n_query + n_key - 1
         if self.causal and n_key == end - begin and n_query > 1:
-            # Distances below 0 are hidden: `skew` may read anything there, if only each row is one column longer.
+            # Distances below 0 are hidden: `skew` may read anything there, if only each row is one
+            # column longer.
             width = n_key + 1
         return Strip(first, n_query, begin, end, n_key, width)
 
     def column(self, strip: Strip, key: Any) -> Any:
-        """Returns the column of the position keys at which a block begins whose first key this is."""
+        """Returns the column of the position keys at which a block begins.
+
+        `key` is the first key of the block.
+        """
         return self.segment_len - strip.n_query - strip.first + key
 
     def n_columns(self, n_positions: int) -> int:
@@ -257,7 +286,10 @@ def _even(length: int, most: int) -> int:
 
 
 def _over_blocks(strip: Strip, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """Runs `body` over the blocks of a strip, without a loop if there is one block with fixed bounds."""
+    """Runs `body` over the blocks of a strip.
+
+    If there is one block with fixed bounds, no loop is used.
+    """
     return body(0, carry) if strip.n_blocks == 1 else jax.lax.fori_loop(0, strip.n_blocks, body, carry)
 
 
@@ -300,7 +332,10 @@ class _Place:
         return jax.lax.dynamic_update_slice(array, part[:, None].astype(array.dtype), self._start(array))
 
     def put(self, everything: Operands, group: Operands) -> Operands:
-        """Returns the gradients of all with those of a group in place, or added where heads share them."""
+        """Returns the gradients of all groups, updated with the gradients of one group.
+
+        The group's gradients are put in their place, or added where they are shared within a head.
+        """
 
         def one(array: jax.Array, part: jax.Array) -> jax.Array:
             if array.ndim == 4:
@@ -353,7 +388,10 @@ def _over_groups(arrays: Operands, layout: Layout, body: Callable[[_Place, Carry
 
 
 def _pad_positions(arrays: Operands, layout: Layout) -> Operands:
-    """Returns the arrays with zeros behind the position keys and scores, where blocks read beyond the last distance."""
+    """Returns the arrays with zeros behind the position keys and scores.
+
+    Blocks read these zeros beyond the last distance.
+    """
 
     def pad(table: jax.Array) -> jax.Array:
         behind = layout.n_columns(table.shape[1]) - table.shape[1]
@@ -397,7 +435,8 @@ class _Block:
         self._group, self._strip = group, strip
         rows = slice(strip.first, strip.first + strip.n_query)
         last = strip.end - strip.n_key
-        self._begin = strip.begin + index * strip.n_key  # Keys before it belong to the block before.
+        # Keys before it belong to the block before.
+        self._begin = strip.begin + index * strip.n_key
         self.first_key = strip.begin if strip.n_blocks == 1 else jnp.minimum(self._begin, last)
         self._first_column = group.layout.column(strip, self.first_key)
         self.content_query, self._position_query = group.content_query[:, rows], group.position_query[:, rows]
@@ -425,7 +464,10 @@ class _Block:
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
-        """Returns the part [G, n, E] of the position queries' gradient, or None, and adds to the group's gradients."""
+        """Returns the block's part of the position queries' gradient.
+
+        The part is [G, n, E], or None. The method also adds to the group's gradients.
+        """
         group = self._group
         if group.position_key is None and group.position_score is None:
             return None, gradients
@@ -470,7 +512,8 @@ class _Block:
 def _transposed(rows: jax.Array) -> jax.Array:
     """[.., n, E] -> [.., E, n], as a separate array.
 
-    Without the barrier XLA makes the transposition part of the product, for which its CPU backend has no fast routine:
+    Without the barrier XLA makes the transposition part of the product, for which its CPU backend
+    has no fast routine:
     64 x 128 times 128 x 1024 takes 297 us with it and 116 us without (AMD EPYC, 2 cores).
     """
     return jax.lax.optimization_barrier(rows.swapaxes(-1, -2))

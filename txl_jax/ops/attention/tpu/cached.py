@@ -1,28 +1,33 @@
-"""Attention over a KV cache as a Pallas kernel for inference: the ring is read in place, and no scores are written.
+"""Attention over a KV cache as a Pallas kernel for inference.
 
-The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py compares with it,
-interpreted.
+The ring is read in place, and no scores are written.
 
-A key's place is its rank by age: 0 is the ring's oldest slot, R the segment's first key; query i meets place j at the
-distance R + i - j. Softmax does not ask for an order, so the ring's blocks are read as they lie. The slots before
-`write_index` are the newer ones. Places rise by one from slot to slot, but fall by R at the write index. The block that
-has both kinds of slots is added once for each. For R = 12 in blocks of 4, write index 6:
+The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py
+compares with it, interpreted.
+
+A key's place is its rank by age: 0 is the ring's oldest slot, R the segment's first key; query i
+meets place j at the distance R + i - j. Softmax does not ask for an order, so the ring's blocks are
+read as they lie. The slots before `write_index` are the newer ones. Places rise by one from slot to
+slot, but fall by R at the write index. The block that has both kinds of slots is added once for
+each. For R = 12 in blocks of 4, write index 6:
 
     slot    0  1  2  3 | 4  5  6  7 | 8  9 10 11
     place   6  7  8  9 |10 11  0  1 | 2  3  4  5
 
-    added   block 0: places from 6; block 1: from 10, where slots 4 and 5 count; block 1 again: from -2, where 6 and 7
-            count; block 2: from 2
+    added   block 0: places from 6; block 1: from 10, where slots 4 and 5 count; block 1 again: from
+            -2, where 6 and 7 count; block 2: from 2
 
 R need not be a multiple of the block: what lies behind the last slot is masked.
 
-Within a block of n queries and m keys, query x and key y meet at a distance that falls by one with each key, so the
-scores of a block are n + m - 1 columns of the product with the position keys, each row moved by one (`kernels.skew`).
-Those columns start anywhere, since the write index does; position keys lie along the lanes of registers, of which only
-aligned groups of 128 can be read. So a row moves by up to 254 columns and not by 127, which takes one more gather.
+Within a block of n queries and m keys, query x and key y meet at a distance that falls by one with
+each key, so the scores of a block are n + m - 1 columns of the product with the position keys, each
+row moved by one (`kernels.skew`). Those columns start anywhere, since the write index does;
+position keys lie along the lanes of registers, of which only aligned groups of 128 can be read. So
+a row moves by up to 254 columns and not by 127, which takes one more gather.
 
-With a clamp, a block whose distances all exceed it needs no product with position keys: one number per query, computed
-once. At M = 3800 in blocks of 1024 with a clamp of 1000 at least half of the blocks are such.
+With a clamp, a block whose distances all exceed it needs no product with position keys: one number
+per query, computed once. At M = 3800 in blocks of 1024 with a clamp of 1000 at least half of the
+blocks are such.
 """
 
 import functools
@@ -47,8 +52,8 @@ def tpu_cached_attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
 
-    `problem` describes the arrays. A tile has a multiple of 16 queries up to 128 or a multiple of 128, and a multiple
-    of 128 slots.
+    `problem` describes the arrays. A tile has a multiple of 16 queries up to 128 or a multiple of
+    128, and a multiple of 128 slots.
     """
     query, key, value, ring, position = operands
     position_query, table, scores = position or (None, None, None)
@@ -72,7 +77,10 @@ def tpu_cached_attention(
 def _call(
     operands: dict[str, jax.Array], visibility: CachedVisibility, sizes: CachedSizes, *, interpret: bool
 ) -> jax.Array:
-    """Runs the kernel over (head, row, block of queries, step), heads first, so that a table is read once per head."""
+    """Runs the kernel over (head, row, block of queries, step).
+
+    Heads come first, so that a table is read once per head.
+    """
     batch, n_head, padded, width = operands["query"].shape
     specs = _block_specs(sizes)
     scratch: dict[str, Any] = {
@@ -126,7 +134,10 @@ def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
 
 
 def _cost(operands: dict[str, jax.Array], sizes: CachedSizes) -> pl.CostEstimate:
-    """Returns the work of the kernel, into which the compiler cannot look. Keys are read once per block of queries."""
+    """Returns the work of the kernel, into which the compiler cannot look.
+
+    Keys are read once per block of queries.
+    """
     batch, n_head, padded, width = operands["query"].shape
     pairs = batch * n_head * padded * (sizes.capacity + sizes.n_own * sizes.own_block)
     by_distance = batch * n_head * padded * sizes.n_positions
@@ -141,7 +152,10 @@ def _cost(operands: dict[str, jax.Array], sizes: CachedSizes) -> pl.CostEstimate
 
 
 def _kernel(*refs: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
-    """Makes one step: the queries of a block meet a block of the segment's keys and one of the ring."""
+    """Runs one step of the kernel for a block of queries.
+
+    The queries meet a block of the segment's keys and a block of the ring.
+    """
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     row, query_block, step = (pl.program_id(axis) for axis in (1, 2, 3))
     first_query = query_block * sizes.query_block
@@ -169,7 +183,10 @@ def _kernel(*refs: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
 
 
 def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
-    """Copies a head's position keys into the table: the largest distance repeated in front, zeros behind."""
+    """Copies a head's position keys into the table.
+
+    The key of the largest distance is repeated in front of them, and zeros are behind them.
+    """
     end = sizes.margin + sizes.n_positions
     whole = end // LANES * LANES
     for head in range(sizes.heads):
@@ -193,7 +210,10 @@ def _add_own(r: SimpleNamespace, sizes: CachedSizes, first_query: jax.Array, blo
 
 
 def _add_ring(r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_query: jax.Array, block: jax.Array) -> None:
-    """Adds what the queries see of a block of the ring: of its newer slots, its older slots, or both in turn."""
+    """Adds the slots of a ring block that the queries attend to.
+
+    These are the block's newer slots, its older slots, or both in turn.
+    """
     write_index, size = r.write_index[0], sizes.ring_block
     first_slot = block * size
     rest = sizes.capacity % size
@@ -232,8 +252,8 @@ class _Block(NamedTuple):
     first_place: jax.Array  # Place of the first key.
     size: int
     needed: jax.Array  # Whether some query sees some key.
-    # The keys of the ring that count, from the first up to the second. None for keys of the segment, where a query sees
-    # itself and what is before it.
+    # The keys of the ring that count, from the first up to the second. None for keys of the
+    # segment, where a query sees itself and what is before it.
     columns: tuple[jax.Array, jax.Array] | None
 
 
@@ -247,12 +267,13 @@ def _add(
 ) -> None:
     """Adds a block to the running softmax of each head, with its position scores.
 
-    `scores` computes a head's scores of contents, [n, m]; `values` reads its [m, E] or [E, m], and their contraction.
+    `scores` computes a head's scores of contents, [n, m]; `values` reads its [m, E] or [E, m], and
+    their contraction.
     """
 
     def update(position_scores: Callable[[int], jax.Array] | None) -> None:
-        # Heads do not depend on each other: with one after the other line by line, and not head by head, the compiler
-        # fills the waits of one with the work of the next.
+        # Heads do not depend on each other: with one after the other line by line, and not head by
+        # head, the compiler fills the waits of one with the work of the next.
         heads = range(sizes.heads)
         tiles = [scores(head) for head in heads]
         if position_scores is not None:
@@ -293,7 +314,8 @@ def _update(
 ) -> None:
     """Adds each head's scores [n, m] and values, [m, E] or [E, m], to its running softmax.
 
-    A query that has seen no key yet adds nonsense; its first visible key, at the latest itself, multiplies that by 0.
+    A query that has seen no key yet adds nonsense; its first visible key, at the latest itself,
+    multiplies that by 0.
     """
     scores = [jnp.where(mask, tile, HIDDEN) for tile in scores]
     tops = [jnp.maximum(r.top[h], jnp.max(tile, axis=1, keepdims=True)) for h, tile in enumerate(scores)]

@@ -1,7 +1,8 @@
 """Sizes of the kernels' calls, what the kernels can serve, and their tiles. It imports no Pallas.
 
-Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the position keys. In training queries are padded
-behind to whole tiles, keys too, and position keys in front by as many rows as queries behind, which keeps this rule.
+Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the position keys. In
+training queries are padded behind to whole tiles, keys too, and position keys in front by as many
+rows as queries behind, which keeps this rule.
 """
 
 import dataclasses
@@ -17,35 +18,45 @@ from jax import lax
 
 from txl_jax.ops.attention.problem import Problem, Tile
 
-LANES = 128  # Columns of a vector register.
-SPARE_VMEM = 2 * 2**20  # Bytes that the compiler may add to what is counted for the kernel over a KV cache.
-DEFAULT_VMEM = 16 * 2**20 - SPARE_VMEM  # Bytes that this kernel may take without asking for more.
+# Columns of a vector register.
+LANES = 128
+# Bytes that the compiler may add to what is counted for the kernel over a KV cache.
+SPARE_VMEM = 2 * 2**20
+# Bytes that this kernel may take without asking for more.
+DEFAULT_VMEM = 16 * 2**20 - SPARE_VMEM
 
 _FEWEST_PAIRS = 128 * 256  # Below, whole scores are no larger than what else a layer reads.
 _ROWS = 16  # Rows of a vector register of bfloat16.
 _NO_KEY = 2**30
 _MIB = 2**20
-_OLDEST_GENERATION = 4  # Mosaic has no product of bfloat16 for older ones, and their gather differs.
+# Mosaic has no product of bfloat16 for older ones, and their gather differs.
+_OLDEST_GENERATION = 4
 _DTYPES = "bfloat16", "float32"
 _WIDEST_CACHED_HEAD = 256
-_LARGEST_BLOCK = 1024  # Slots. Fewer cost more steps, of about 400 extra instructions each. More reach further.
+# Slots. Fewer cost more steps, of about 400 extra instructions each. More reach further.
+_LARGEST_BLOCK = 1024
 
-# MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that was made elsewhere
-# the device is not known, and must not be refused for it.
+# MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that
+# was made elsewhere the device is not known, and must not be refused for it.
 _VMEM = {"TPU v4": 16, "TPU v4 lite": 16, "TPU v5": 64, "TPU v5p": 64, "TPU v5 lite": 128, "TPU v6 lite": 128}
 _VMEM_OF_OTHERS = 64
 
-# Mosaic of this version reads no kernel that the jax of its time writes ("Unsupported version: expected <= 7 but got
-# 8", jax 0.7.2), and later jax refuses it; 0.0.42.1 and 0.0.48.1 compile them.
+# Mosaic of this version reads no kernel that the jax of its time writes ("Unsupported version:
+# expected <= 7 but got 8", jax 0.7.2), and later jax refuses it; 0.0.42.1 and 0.0.48.1 compile
+# them.
 _TOO_OLD_LIBTPU = (0, 0, 21)
 
-# The most queries and keys of a tile, from the best on. Products of float32 are six of bfloat16, next to which the rest
-# counts less, and its largest tiles take a minute to compile: float32 leaves the first two out.
+# The most queries and keys of a tile, from the best on. Products of float32 are six of bfloat16,
+# next to which the rest counts less, and its largest tiles take a minute to compile: float32 leaves
+# the first two out.
 _LARGEST_TILES = (Tile(512, 1536), Tile(256, 1536), Tile(256, 512), Tile(128, 256))
 
 
 def refusal(problem: Problem) -> str | None:
-    """Returns why the kernels cannot serve a call, with the limit and the number, or None if they can."""
+    """Returns why the kernels cannot serve a call, or None if they can.
+
+    The reason includes the limit and the number found.
+    """
     generation, vmem = _generation(problem.device_kind), _vmem(problem.device_kind)
     if generation is not None and generation < _OLDEST_GENERATION:
         return f"the kernels are for TPU v{_OLDEST_GENERATION} and later, but the device is {problem.device_kind}"
@@ -99,10 +110,13 @@ def _libtpu_refusal() -> str | None:
 
 
 def default_tile(problem: Problem) -> Tile:
-    """Returns the tile for a call, in training the largest that fits into VMEM, in equal parts of L and K.
+    """Returns the tile for a call.
 
-    Larger tiles take less time per pair, by more than smaller ones gain by skipping what is masked. Instructions of the
-    compiler's static schedule for a row and head of enwik8_24l, forward and backward, with bfloat16:
+    In training this is the largest tile that fits into VMEM, in equal parts of L and K.
+
+    Larger tiles take less time per pair, by more than smaller ones gain by skipping what is masked.
+    Instructions of the compiler's static schedule for a row and head of enwik8_24l, forward and
+    backward, with bfloat16:
 
         tile       v4      v5e     v5p     v6e
         256x512    49 960  32 640  35 928  27 752
@@ -110,8 +124,8 @@ def default_tile(problem: Problem) -> Tile:
         256x1536   45 858  28 818          21 129
         384x1536   43 584  28 322  29 356  19 846
 
-    The parts are equal, as a tile that the last keys fill in part only costs as much as a full one. Over a KV cache a
-    tile has the queries of a segment, and blocks that cut the ring evenly.
+    The parts are equal, as a tile that the last keys fill in part only costs as much as a full one.
+    Over a KV cache a tile has the queries of a segment, and blocks that cut the ring evenly.
     """
     if problem.cached:
         query = round_up(problem.segment_len, _ROWS) if problem.segment_len <= LANES else 2 * LANES
@@ -129,11 +143,15 @@ def _part(size: int, largest: int, step: int) -> int:
 
 
 def kernel_of(problem: Problem) -> str:
-    """Returns the name of the kernel that serves a call: by how it skews a tile, a rotation or a gather of lanes.
+    """Returns the name of the kernel that serves a call.
 
-    The rotation needs TPU v5, where it saves an eighth of the forward kernel. The gather compiles on every generation.
+    Kernels differ in how they skew a tile: by a rotation or by a gather of lanes.
+
+    The rotation needs TPU v5, where it saves an eighth of the forward kernel. The gather compiles
+    on every generation.
     """
-    if problem.cached:  # Its columns begin anywhere, which takes two rotations (TPU v5e: 2600 instructions, not 2410).
+    # Its columns begin anywhere, which takes two rotations (TPU v5e: 2600 instructions, not 2410).
+    if problem.cached:
         return "mosaic_gather"
     generation = _generation(problem.device_kind)
     return "mosaic_roll" if generation is not None and generation >= 5 else "mosaic_gather"
@@ -151,8 +169,9 @@ def _vmem(device_kind: str) -> int:
 def vmem_bytes(problem: Problem, tile: Tile, *, backward: bool = True) -> int:
     """Returns about how much VMEM a training kernel takes.
 
-    Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512 at K 4096 and 31.9 at
-    K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this gives 18.4, 32.4 and 29.5.
+    Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512
+    at K 4096 and 31.9 at K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this
+    gives 18.4, 32.4 and 29.5.
     """
     row, itemsize = round_up(problem.d_head, LANES), jnp.dtype(problem.dtype).itemsize
     n_query, n_key = tile
@@ -171,15 +190,21 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def strip_rows(n_query: int) -> int:
-    """Returns how many queries of a tile are skewed at a time: the largest divisor of the tile up to 128 in eights.
+    """Returns how many queries of a tile are skewed at a time.
 
-    Each strip of n queries needs its own m + 128 columns by distance, so strips keep the extra products at 128 / m.
+    This is the largest divisor of the tile's queries that is a multiple of 8 and at most 128.
+
+    Each strip of n queries needs its own m + 128 columns by distance, so strips keep the extra
+    products at 128 / m.
     """
     return max(rows for rows in range(8, LANES + 1, 8) if n_query % rows == 0)
 
 
 def round_tile(tile: Tile, problem: Problem) -> Tile:
-    """Returns the tile of a training kernel in steps that the registers have, and no larger than the scores."""
+    """Returns the tile of a training kernel, rounded to whole registers.
+
+    It is no larger than the scores, except for the rounding.
+    """
     return Tile(round_up(min(tile.query, problem.segment_len), _ROWS), round_up(min(tile.key, problem.n_keys), LANES))
 
 
@@ -187,9 +212,12 @@ def round_tile(tile: Tile, problem: Problem) -> Tile:
 class Geometry(Problem):
     """Sizes of one call of the training kernels, all static."""
 
-    tile: Tile  # Multiples of 16 queries and 128 keys.
-    rotate: bool  # Whether a tile is skewed by a rotation, or else by a gather.
-    n_drawn_head: int | None  # Heads of all devices, by which dropout counts, or None without dropout.
+    # Multiples of 16 queries and 128 keys.
+    tile: Tile
+    # Whether a tile is skewed by a rotation, or else by a gather.
+    rotate: bool
+    # Heads of all devices, by which dropout counts, or None without dropout.
+    n_drawn_head: int | None
     interpret: bool
 
     @property
@@ -234,7 +262,9 @@ class Geometry(Problem):
         return self.padded_queries + self.padded_keys + LANES
 
     def key_tiles(self, query_tile: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first tile of the keys from `start` to `stop` that some query of a tile sees, and the last.
+        """Returns the first and the last tile of keys that some query of a tile attends to.
+
+        A tile of keys counts if a query attends to one of its keys from `start` to `stop`.
 
         The range is empty if none does.
         """
@@ -243,8 +273,12 @@ class Geometry(Problem):
         return lax.div(start, size), jnp.where(stop > start, lax.div(stop - 1, size), -1)
 
     def _key_range(self, query_tile: Any, start: Any, stop: Any, numpy: Any) -> tuple[Any, Any]:
-        """Returns the first key that some query of a tile sees, and the end, by `numpy` or, traced, `jax.numpy`."""
-        first = self.mem_len + query_tile * self.tile.query  # The key at distance 0 from the first query.
+        """Returns the first key that some query of a tile attends to, and the end.
+
+        The range is computed with `numpy`, which is `jax.numpy` if the arguments are traced.
+        """
+        # The key at distance 0 from the first query.
+        first = self.mem_len + query_tile * self.tile.query
         last = self.mem_len + numpy.minimum((query_tile + 1) * self.tile.query, self.segment_len) - 1
         if self.window is not None:
             start = numpy.maximum(start, first - self.window + 1)
@@ -252,9 +286,13 @@ class Geometry(Problem):
         return start, numpy.minimum(stop, last + 1) if self.causal else stop
 
     def visible(self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-        """Returns the visible pairs of a tile: bool [n, m], or [1, m] if all its queries see the same."""
+        """Returns the visible pairs of a tile, bool [n, m].
+
+        The shape is [1, m] if all queries of the tile attend to the same keys.
+        """
         key = key_tile * self.tile.key + lax.broadcasted_iota(jnp.int32, (1, self.tile.key), 1)
-        key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)  # So that a pair costs one comparison.
+        # So that a pair costs one comparison.
+        key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)
         rows = lax.broadcasted_iota(jnp.int32, (self.tile.query, 1), 0)
         own = self.mem_len + query_tile * self.tile.query + rows  # The key at distance 0.
         if self.causal:
@@ -295,11 +333,13 @@ class CachedSizes:
 
     @classmethod
     def of(cls, problem: Problem, tile: Tile) -> "CachedSizes":
-        """Returns the sizes of a call, with the tile rounded up to what registers have, and no larger than the scores.
+        """Returns the sizes of a call.
 
-        A step serves two heads where their number is even and it fits: it is bound by waits for results, which the
-        other head's work fills (TPU v5e, 80 queries and 768 slots of width 64: 1480 instructions for one head, 2580 for
-        two).
+        The tile is no larger than the scores, and is rounded up to whole registers.
+
+        A step serves two heads where their number is even and it fits: it is bound by waits for
+        results, which the other head's work fills (TPU v5e, 80 queries and 768 slots of width 64:
+        1480 instructions for one head, 2580 for two).
         """
         segment_len, capacity = problem.segment_len, problem.capacity or 0
         query_block = min(tile.query, segment_len)
@@ -329,7 +369,10 @@ class CachedSizes:
 
     @property
     def value_columns(self) -> bool:
-        """Returns whether values are read as [E, R]: XLA lays out [R, E] so where E would not fill the lanes."""
+        """Returns whether values are read as [E, R].
+
+        XLA lays out [R, E] this way if E would not fill the lanes.
+        """
         return self.width < LANES
 
     @property
@@ -339,7 +382,10 @@ class CachedSizes:
 
     @property
     def margin(self) -> int:
-        """Columns of the table on either side of the position keys: of distances that only tiles in part have."""
+        """Number of table columns on either side of the position keys.
+
+        These columns are for distances that only a part of a tile has.
+        """
         return round_up(self.query_block + max(self.ring_block, self.own_block), LANES)
 
     @property
@@ -349,7 +395,10 @@ class CachedSizes:
 
     @property
     def vmem_bytes(self) -> int:
-        """About how much VMEM a step takes: two of each block that is fetched, and scratch memory."""
+        """Approximate VMEM that a step takes, in bytes.
+
+        It includes two of each block that is fetched, and scratch memory.
+        """
         lanes, rows = round_up(self.width, LANES), round_up(self.width, _ROWS)
         of_queries = (3 * self.query_block + 2 * self.own_block) * lanes * self.itemsize
         of_ring = 2 * self.ring_block * (rows if self.value_columns else lanes) * self.cache_itemsize

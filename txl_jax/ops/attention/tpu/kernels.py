@@ -1,21 +1,26 @@
 """Attention over [memory; segment] with gradients, by a forward and a backward kernel.
 
-The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares the kernels with
-it, interpreted, and tests/ops/attention/tpu compiles them for chips that are not there.
+The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares
+the kernels with it, interpreted, and tests/ops/attention/tpu compiles them for chips that are not
+there.
 
-The forward kernel is an online softmax over the tiles of keys (Dao et al., 2022), with the term by distance. The
-backward kernel computes all gradients in one pass over the tiles, from scores that are computed once more. With p the
-probabilities, d their dropout (0 or 1 / (1 - rate)) and o the output, a pair's score has the gradient
+The forward kernel is an online softmax over the tiles of keys (Dao et al., 2022), with the term by
+distance. The backward kernel computes all gradients in one pass over the tiles, from scores that
+are computed once more. With p the probabilities, d their dropout (0 or 1 / (1 - rate)) and o the
+output, a pair's score has the gradient
 
     ds = p (d (do . v) - do . o)
 
-which goes to q + u and k through the keys, and, moved back to its distance, to q + v and r through the position keys.
-The kernel leaves the factor 1 / (1 - rate) out of d, multiplies do . o by 1 - rate instead, and the sums at the end.
+which goes to q + u and k through the keys, and, moved back to its distance, to q + v and r through
+the position keys. The kernel leaves the factor 1 / (1 - rate) out of d, multiplies do . o by 1 -
+rate instead, and the sums at the end.
 
-The relative shift happens in vector registers. A strip of n queries (at most 128) and m keys needs the scores of n + m
-- 1 distances, largest first; query x meets key y at column n - 1 - x + y of them. So row x moves to the left by n - 1 -
-x: at most 127 columns, one register of 128 lanes, which bounds what a row gathers from to a register and its right
-neighbour. For n = 3, m = 2, entry `xp` of query x and column p:
+The relative shift happens in vector registers. A strip of n queries (at most 128) and m keys needs
+the scores of n + m
+- 1 distances, largest first; query x meets key y at column n - 1 - x + y of them. So row x moves to
+  the left by n - 1 - x: at most 127 columns, one register of 128 lanes, which bounds what a row
+  gathers from to a register and its right neighbour. For n = 3, m = 2, entry `xp` of query x and
+  column p:
 
     00 01 02 03        02 03
     10 11 12 13   ->   11 12
@@ -23,9 +28,10 @@ neighbour. For n = 3, m = 2, entry `xp` of query x and column p:
 
 Two ways, for float32 (Mosaic rotates no packed types: "unsupported packed type rotation"):
 
-    rotation  one strided rotation; TPU v5 and later. It turns later rows further to the right only, so it cannot undo
-              itself: a rotation with a negative stride does not compile.
-    gather    a gather of lanes within each register, then a choice of one of two neighbours; TPU v4 and later.
+    rotation  one strided rotation; TPU v5 and later. It turns later rows further to the right only,
+              so it cannot undo itself: a rotation with a negative stride does not compile.
+    gather    a gather of lanes within each register, then a choice of one of two neighbours; TPU v4
+              and later.
 """
 
 import functools
@@ -46,8 +52,10 @@ from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import Operands, Problem, Tile
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
 
-HIDDEN = -1e30  # The score of a pair that is masked; finite, as the difference of two infinities is not a number.
-_DEFAULT_VMEM = 12 * 2**20  # Below, what the compiler grants without being asked (16 MiB) is enough.
+# The score of a pair that is masked; finite, as the difference of two infinities is not a number.
+HIDDEN = -1e30
+# Below, what the compiler grants without being asked (16 MiB) is enough.
+_DEFAULT_VMEM = 12 * 2**20
 
 # Contracted dimensions of a product of two matrices.
 Contracted = tuple[tuple[int], tuple[int]]
@@ -68,8 +76,10 @@ def tpu_attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
-    `problem` describes the arrays. `tile` is rounded to what the registers take. `kernel` says how a tile is skewed:
-    "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device can `interpret` the kernels.
+    `problem` describes the arrays. `tile` is rounded to what the registers take. `kernel` says how
+    a tile is skewed:
+    "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device can `interpret`
+    the kernels.
     """
     assert operands.position_score is None, "refused: a score per distance"
     geometry = Geometry(
@@ -84,7 +94,8 @@ def tpu_attention(
     return _attend(geometry, operands._replace(**rows), _make_scalars(visibility, dropout)).astype(operands.value.dtype)
 
 
-# Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are [H, 1, E].
+# Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are [H, 1,
+# E].
 
 
 class _Scalars(NamedTuple):
@@ -115,21 +126,28 @@ def _attend(geometry: Geometry, operands: Operands, scalars: _Scalars) -> jax.Ar
 def _forward(geometry: Geometry, operands: Operands, scalars: _Scalars) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the attention [B, H, L, E], and the residuals.
 
-    The last residual is the logarithm of each query's sum, [B, H, tiles of queries, 1, n] in float32. A query that sees
-    no key gets zeros, and a logarithm so large that its probabilities come out as 0.
+    The last residual is the logarithm of each query's sum, [B, H, tiles of queries, 1, n] in
+    float32. A query that sees no key gets zeros, and a logarithm so large that its probabilities
+    come out as 0.
     """
     rows, width = geometry.tile.query, geometry.d_head
     blocks, _, log_sum_block = _make_blocks(geometry)
     padded = _pad_operands(geometry, operands)
     dtype, wide = operands.query.dtype, jnp.float32
     scratch = {  # Over the tiles of keys.
-        "content_query": pltpu.VMEM((rows, width), dtype),  # With u.
-        "position_query": pltpu.VMEM((rows, width), dtype) if geometry.n_positions else None,  # With v.
-        "top": pltpu.VMEM((rows, LANES), wide),  # The largest score so far, in every lane.
-        "total": pltpu.VMEM((rows, LANES), wide),  # Sums of exp(score - top), each lane its own part.
-        "weighted": pltpu.VMEM((rows, width), wide),  # Sum of exp(score - top) * value.
+        # With u.
+        "content_query": pltpu.VMEM((rows, width), dtype),
+        # With v.
+        "position_query": pltpu.VMEM((rows, width), dtype) if geometry.n_positions else None,
+        # The largest score so far, in every lane.
+        "top": pltpu.VMEM((rows, LANES), wide),
+        # Sums of exp(score - top), each lane its own part.
+        "total": pltpu.VMEM((rows, LANES), wide),
+        # Sum of exp(score - top) * value.
+        "weighted": pltpu.VMEM((rows, width), wide),
     }
-    log_sum_shape = (geometry.batch, geometry.n_head, geometry.n_query_tile, 1, rows)  # A tile of any size is a row.
+    # A tile of any size is a row.
+    log_sum_shape = (geometry.batch, geometry.n_head, geometry.n_query_tile, 1, rows)
     out, log_sum = _run(
         functools.partial(_forward_kernel, geometry),
         geometry,
@@ -185,7 +203,8 @@ def _forward_kernel(
         inverse = jnp.where(sees, step.scalars.keep[1] / total, 0)
         out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.d_head)).astype(out_ref.dtype)
         log_sum = jnp.where(sees, top + jnp.log(total), -HIDDEN)
-        log_sum_ref[0, 0, 0] = log_sum.T[:1]  # One number per row: 128 equal ones were most of the temporary memory.
+        # One number per row: 128 equal ones were most of the temporary memory.
+        log_sum_ref[0, 0, 0] = log_sum.T[:1]
 
 
 class _Residuals(NamedTuple):
@@ -201,7 +220,10 @@ def _backward(
     saved: tuple[Any, ...],
     gradient: jax.Array,
 ) -> tuple[Operands, None]:
-    """Returns the gradients of the operands. The kernel adds up those with [H, ...] in float32 over all rows."""
+    """Returns the gradients of the operands.
+
+    The kernel adds up those with [H, ...] in float32 over all rows.
+    """
     operands, scalars, out, log_sum = saved
     rows, width = geometry.tile.query, geometry.d_head
     blocks, all_keys, log_sum_block = _make_blocks(geometry)
@@ -209,12 +231,18 @@ def _backward(
     dtype, wide = operands.query.dtype, jnp.float32
     has_position = geometry.n_positions > 0
     scratch = {  # Over the tiles of keys, and the last two over all tiles of a row and head.
-        "content_query": pltpu.VMEM((rows, width), dtype),  # With u.
-        "position_query": pltpu.VMEM((rows, width), dtype) if has_position else None,  # With v.
-        "log_sum": pltpu.VMEM((rows, LANES), wide),  # In every lane.
-        "out_product": pltpu.VMEM((rows, LANES), wide),  # (1 - rate) do . o in every lane.
-        "content_gradient": pltpu.VMEM((rows, width), wide),  # Of the queries through the keys.
-        "position_gradient": pltpu.VMEM((rows, width), wide) if has_position else None,  # Through position keys.
+        # With u.
+        "content_query": pltpu.VMEM((rows, width), dtype),
+        # With v.
+        "position_query": pltpu.VMEM((rows, width), dtype) if has_position else None,
+        # In every lane.
+        "log_sum": pltpu.VMEM((rows, LANES), wide),
+        # (1 - rate) do . o in every lane.
+        "out_product": pltpu.VMEM((rows, LANES), wide),
+        # Of the queries through the keys.
+        "content_gradient": pltpu.VMEM((rows, width), wide),
+        # Through position keys.
+        "position_gradient": pltpu.VMEM((rows, width), wide) if has_position else None,
         "key_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
         "value_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
     }
@@ -309,7 +337,10 @@ def _begin_backward(
 
 
 def _score_gradient(step: "_Step", operands: Operands, residuals: _Residuals, scratch: SimpleNamespace) -> jax.Array:
-    """Adds to the gradient of the values, and returns the scores' gradient times 1 - rate: [n, m] in float32."""
+    """Returns the scores' gradient times 1 - rate, [n, m] in float32.
+
+    The function also adds to the gradient of the values.
+    """
     n_key = step.geometry.tile.key
     scores = _tile_scores(step, operands, scratch.content_query, scratch.position_query)
     probabilities = jnp.exp(scores - widen(scratch.log_sum[...], n_key))
@@ -395,7 +426,10 @@ class _Step(NamedTuple):
         return pl.ds(pl.multiple_of(self.key_tile * size, size), size)
 
     def positions(self, at: int, size: int) -> Any:
-        """Returns `size` rows of the position keys or their gradient, from `at` behind the tile's first one."""
+        """Returns `size` rows of the position keys or their gradient.
+
+        The rows begin `at` rows behind the tile's first one.
+        """
         n_query, n_key = self.geometry.tile
         # The row of the tile's last query and first key.
         first = self.geometry.padded_queries - (self.query_tile + 1) * n_query + self.key_tile * n_key
@@ -404,7 +438,10 @@ class _Step(NamedTuple):
 
 
 def _make_blocks(geometry: Geometry) -> tuple[Operands, pl.BlockSpec, pl.BlockSpec]:
-    """Returns the parts in VMEM at a step: of the operands, of the gradients of all keys, and of the log sums."""
+    """Returns the parts of the arrays that are in VMEM at a step.
+
+    These are the parts of the operands, of the gradients of all keys, and of the log sums.
+    """
     (n_query, n_key), width = geometry.tile, geometry.d_head
 
     # A step that is skipped names the keys of its nearest needed one, which fetches nothing.
@@ -456,9 +493,12 @@ def _run(
     scratch: dict[str, Any],
     backward: bool,
 ) -> Any:
-    """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid. Returns its outputs.
+    """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid.
 
-    Heads come first, so that position keys are fetched once per head and their gradient adds up over all rows.
+    Returns its outputs.
+
+    Heads come first, so that position keys are fetched once per head and their gradient adds up
+    over all rows.
     """
 
     def function(*refs: Any) -> None:
@@ -488,14 +528,18 @@ def _run(
 
 
 def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEstimate:
-    """Returns what the compiler is to count for a kernel, which it cannot look into, with full memory.
+    """Returns the cost that the compiler is to count for a kernel, with full memory.
 
-    Each input and output counts once, and keys and values again for each further tile of queries that reads them. The
-    compiler adds its own copies of inputs from HBM to VMEM, so that its sum is too large rather than too small.
+    The compiler cannot look into the kernel.
+
+    Each input and output counts once, and keys and values again for each further tile of queries
+    that reads them. The compiler adds its own copies of inputs from HBM to VMEM, so that its sum is
+    too large rather than too small.
     """
     rows, n_query, n_key = geometry.batch * geometry.n_head, *geometry.tile
     pairs = rows * geometry.n_tile * n_query * n_key
-    n_product, n_position_product = (5, 3) if backward else (2, 1)  # Of 2 n m E operations for each tile.
+    # Of 2 n m E operations for each tile.
+    n_product, n_position_product = (5, 3) if backward else (2, 1)
     by_distance = n_position_product * (1 + LANES / n_key) if geometry.n_positions else 0
     once = sum(array.size * array.dtype.itemsize for array in arrays)
     again = max(geometry.n_tile - geometry.n_key_tile, 0) if geometry.n_key_tile > 1 else 0
@@ -510,7 +554,10 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
 
 
 def _bias_queries(scale: float, operands: Operands, content_query: Any, position_query: Any) -> None:
-    """Writes the queries of a tile with u and with v, both divided by sqrt(E), so that no score has to be."""
+    """Writes the queries of a tile with u and with v, both divided by sqrt(E).
+
+    Because of this, no score has to be divided.
+    """
     query = operands.query[0, 0]
     for target, bias in (content_query, operands.content_bias), (position_query, operands.position_bias):
         if target is not None:
@@ -532,7 +579,10 @@ def _tile_scores(step: _Step, operands: Operands, content_query: Any, position_q
 
 
 def strips(n_query: int) -> list[tuple[slice, int]]:
-    """Returns for each strip of a tile its rows and the column by distance that its first one has in the tile's."""
+    """Returns the rows of each strip of a tile and the column where it begins.
+
+    Columns are by distance. The strip's first column is this column of the tile.
+    """
     rows = strip_rows(n_query)
     return [(slice(at, at + rows), n_query - rows - at) for at in range(0, n_query, rows)]
 
@@ -540,17 +590,21 @@ def strips(n_query: int) -> list[tuple[slice, int]]:
 def dot(left: jax.Array, right: jax.Array, contracted: Contracted) -> jax.Array:
     """Multiplies two matrices with sums in float32.
 
-    Float32 is multiplied as float32: by default the matrix unit rounds it to bfloat16. For bfloat16 the precision must
-    be given too: Mosaic refuses the highest ("Bad lhs type"), which a global `jax_default_matmul_precision` would set.
+    Float32 is multiplied as float32: by default the matrix unit rounds it to bfloat16. For bfloat16
+    the precision must be given too: Mosaic refuses the highest ("Bad lhs type"), which a global
+    `jax_default_matmul_precision` would set.
     """
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(left, right, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def widen(rows: jax.Array, width: int) -> jax.Array:
-    """Widens one number per row, stored as 128 equal lanes, to `width` lanes: [n, 128] -> [n, width].
+    """Widens one number per row to `width` lanes: [n, 128] -> [n, width].
 
-    Reading one lane of a reference and broadcasting it instead took 30 % longer in the whole forward kernel.
+    The number is stored as 128 equal lanes.
+
+    Reading one lane of a reference and broadcasting it instead took 30 % longer in the whole
+    forward kernel.
     """
     if width > LANES:
         rows = jnp.tile(rows, (1, math.ceil(width / LANES)))
@@ -558,7 +612,10 @@ def widen(rows: jax.Array, width: int) -> jax.Array:
 
 
 def _lane_sums(array: jax.Array) -> jax.Array:
-    """Adds up the registers of each row, lane by lane: [n, m] -> [n, 128]. The lanes themselves wait for the end."""
+    """Adds up the registers of each row, lane by lane: [n, m] -> [n, 128].
+
+    The lanes themselves wait for the end.
+    """
     total = array[:, :LANES]
     for at in range(LANES, array.shape[1], LANES):
         total = total + array[:, at : at + LANES]
@@ -566,10 +623,12 @@ def _lane_sums(array: jax.Array) -> jax.Array:
 
 
 def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
-    """Moves the scores of a strip from "column = distance" to "column = key": [n, m + 128] -> [n, m] in float32.
+    """Moves the scores of a strip from "column = distance" to "column = key".
 
-    Column p is of the distance that the last query and key p have. n is at most 128 and for a rotation (`rotate`; else
-    a gather) a multiple of 8, m a multiple of 128.
+    The shapes are [n, m + 128] -> [n, m], in float32.
+
+    Column p is of the distance that the last query and key p have. n is at most 128 and for a
+    rotation (`rotate`; else a gather) a multiple of 8, m a multiple of 128.
     """
     n_query, width = by_distance.shape
     if rotate:
@@ -582,7 +641,10 @@ def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
 
 
 def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
-    """Moves scores as `skew` does, from any column `first` below 128 on: [n, m + 256] -> [n, m] in float32."""
+    """Moves scores as `skew` does, from any column `first` below 128 on.
+
+    The shapes are [n, m + 256] -> [n, m], in float32.
+    """
     n_query = by_distance.shape[0]
     column = _lane(n_query) + _shift(n_query) + first
     lane, is_near, is_far = column & (LANES - 1), column < LANES, column >= 2 * LANES
@@ -592,7 +654,10 @@ def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
 
 
 def unskew(scores: jax.Array) -> jax.Array:
-    """Moves [n, m] to the columns of [n, m + 128] where `skew` reads them, zeros elsewhere: the transpose of `skew`."""
+    """Moves [n, m] to the columns of [n, m + 128] where `skew` reads them.
+
+    All other entries are zeros. This is the transpose of `skew`.
+    """
     n_query = scores.shape[0]
     column = _lane(n_query) - _shift(n_query)
     lane, is_near = column & (LANES - 1), column >= 0
@@ -611,8 +676,8 @@ def _shift(n_query: int) -> jax.Array:
 
 
 def _gather(block: jax.Array, lane: jax.Array) -> jax.Array:
-    # Mosaic refuses a gather without the promise, and one over more than 128 columns: "Multiple source vregs along
-    # gather dimension".
+    # Mosaic refuses a gather without the promise, and one over more than 128 columns: "Multiple
+    # source vregs along gather dimension".
     return jnp.take_along_axis(block, lane, axis=1, mode="promise_in_bounds")
 
 
